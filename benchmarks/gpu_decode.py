@@ -36,6 +36,7 @@ from vlmserve.quant.memory import weight_bytes
 from vlmserve.quant.model import quantize
 from vlmserve.quantization import QuantizationConfig
 from vlmserve.runner.adapters import RunnerAdapters
+from vlmserve.runner.kv import PoolSizes
 from vlmserve.runner.runner import ModelRunner, RunningStep
 from vlmserve.steps import AdapterLoad, CachedRequest, NewRequest, SchedulerOutput
 from vlmserve.types import SamplingParams
@@ -155,7 +156,7 @@ class Streams:
         self._sizes, self._count, self._device = sizes, count, model.device.torch_device
         longest = sizes.context + CAPTURED_STEPS + 2 * sizes.steps + FIRST_STEPS + DEVICE_STEPS + STEPS_BESIDE
         self._each = -(-(max(longest, sizes.prompt) + 1) // BLOCK_SIZE)
-        self._runner = ModelRunner(model, (count + 1) * self._each, 0, BLOCK_SIZE, no_grammars, adapters)
+        self._runner = ModelRunner(model, PoolSizes(BLOCK_SIZE, (count + 1) * self._each), no_grammars, adapters)
         self._length = sizes.context
         for number in range(count):
             self.prompt(number, sizes.context)

@@ -22,6 +22,7 @@ from vlmserve.models.decoder import Decoder
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import Description
 from vlmserve.quant.memory import weight_bytes
+from vlmserve.runner.kv import PoolSizes
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.steps import NewRequest, SchedulerOutput
 from vlmserve.types import ImageInput, ImagePlacement, SamplingParams
@@ -167,7 +168,7 @@ class _Looks:
         self._grid = (1, side, side) if "Qwen" in model.architecture else None
         self._length = self._count + 2 * TEXT_TOKENS
         self._each = -(-(self._length + 1) // BLOCK_SIZE)
-        self._runner = ModelRunner(model, AT_ONCE * self._each, 0, BLOCK_SIZE, no_grammars)
+        self._runner = ModelRunner(model, PoolSizes(BLOCK_SIZE, AT_ONCE * self._each), no_grammars)
 
     def measure(self, repeats: int) -> dict[str, Any]:
         """Medians."""

@@ -127,6 +127,7 @@ import dataclasses, json, msgspec, sys, torch
 from triton import knobs
 from benchmarks import gpu_decode, gpu_stages
 from vlmserve.devices.cuda import TritonDevice
+from vlmserve.runner.kv import PoolSizes
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.runner.warm_up import warm_up_steps
 from vlmserve.steps import AdapterLoad, CachedRequest, NewRequest, SchedulerOutput
@@ -141,7 +142,7 @@ if "experts" in sys.argv:
 sizes = dataclasses.replace(gpu_stages.TINY, config=gpu_stages.TINY.config | config)
 model = gpu_decode.random_model(torch.device("cuda"), sizes, "none", eager=False)
 adapters = [gpu_decode.random_adapter(model, loaded=False)] if "adapters" in sys.argv else []
-runner = ModelRunner(model, 4000, 0, 16, gpu_decode.no_grammars, *adapters)
+runner = ModelRunner(model, PoolSizes(16, 4000), gpu_decode.no_grammars, *adapters)
 limit = 160 if "experts" in sys.argv else 64
 warm_up_steps(runner, max_num_seqs=96, max_num_batched_tokens=limit, max_model_len=1400, seconds=600)
 captured, compiled = [executors[0].num_captured], []

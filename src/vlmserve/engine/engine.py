@@ -136,12 +136,10 @@ class Engine(BaseEngine):
         # Planned and submitted before the step before it has ended; see `Scheduler.schedule_ahead`.
         self._ahead: tuple[SchedulerOutput, float, RunningStep] | None = None
         self._overlaps = model.device.draw_later is not None and followers is None
-        pages = (num_pages, num_host_pages, config.block_size)
         if followers is None:
-            self.runner = ModelRunner(model, *pages, self._grammars.begin, slots, sizes.slots, sizes.host_slots)
+            self.runner = ModelRunner(model, sizes.pools, self._grammars.begin, slots)
         else:
-            own = (followers, sizes.slots, sizes.host_slots)
-            self.runner = LeadingRunner(model, *pages, self._grammars.begin, *own)
+            self.runner = LeadingRunner(model, sizes.pools, self._grammars.begin, followers)
         self._followers = followers
         self._memory = _memory(config, self._cache, sizes)
         self._disk = DiskCache.open(config, model, self.runner, self._memory)

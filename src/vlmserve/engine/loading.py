@@ -27,6 +27,7 @@ from vlmserve.models.protocols import LanguageModel, LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights_cache import WeightsCache
 from vlmserve.quantization import QuantizationConfig
+from vlmserve.runner.kv import PoolSizes
 from vlmserve.runner.memory import (
     graph_inputs_bytes,
     num_pages,
@@ -119,6 +120,10 @@ class CacheSizes(NamedTuple):
     """Bytes of a slot over all layers with states; 0: there are none."""
     host_slots: int
     """Slots of states in host memory."""
+
+    @property
+    def pools(self) -> PoolSizes:
+        return PoolSizes(self.of_tokens.block_size, self.pages, self.host_pages, self.slots, self.host_slots)
 
 
 def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:

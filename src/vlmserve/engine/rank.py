@@ -52,7 +52,7 @@ def follow(config: EngineConfig, folder: Path, ranks: Ranks, steps: Iterable[Seq
     """Load this rank's part of the model, then run steps, as packed by rank 0, until there are no more."""
     model = load(config, folder, ranks)
     sizes = cache_sizes(config, model)
-    runner = FollowingRunner(model, sizes.pages, sizes.host_pages, config.block_size, sizes.slots, sizes.host_slots)
+    runner = FollowingRunner(model, sizes.pools)
     runner.warm_up()
     for frames in steps:
         runner.follow(unpack(frames, RankStep))

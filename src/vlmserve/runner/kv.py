@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,39 +18,42 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.steps import BlockCopy, Bytes, SchedulerOutput
 
 
-class KVTensors:
-    """Keys and values of all layers: `num_blocks` pages (see `CacheLayout`) on the model's device, then the pages of
-    its padding rows, and `num_host_blocks` pages in host memory. States of all layers that have any: the padding slot,
-    then `num_slots` slots, and `num_host_slots` slots in host memory."""
+class PoolSizes(NamedTuple):
+    """Sizes of the KV cache and of the pool of states."""
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        num_blocks: int,
-        num_host_blocks: int,
-        block_size: int,
-        num_slots: int,
-        num_host_slots: int,
-    ) -> None:
+    block_size: int
+    """Tokens of a block."""
+    pages: int
+    """Pages on the device, see `CacheLayout`. Padding rows have pages of their own."""
+    host_pages: int = 0
+    slots: int = 0
+    """Slots of states, besides the padding slot."""
+    host_slots: int = 0
+
+
+class KVTensors:
+    """Keys, values and states of all layers."""
+
+    def __init__(self, model: LoadedModel, sizes: PoolSizes) -> None:
         self._device = model.device.torch_device
-        total = num_blocks + model.device.padding_blocks
+        total = sizes.pages + model.device.padding_blocks
         allocate, layout = model.language_model.allocate_cache, model.language_model.cache_layout
-        self.layers: list[LayerCache] = allocate(total, block_size, self._device, layout)
+        self.layers: list[LayerCache] = allocate(total, sizes.block_size, self._device, layout)
         self._distinct = distinct(self.layers)
         self._host: HostBlocks | None = None
         self._host_states: HostBlocks | None = None
 
         def allocate_blocks(count: int, device: torch.device) -> list[LayerCache]:
-            return distinct(allocate(count, block_size, device, layout))
+            return distinct(allocate(count, sizes.block_size, device, layout))
 
         def allocate_slots(count: int, device: torch.device) -> list[StateCache]:
             return allocate_states(model.language_model.state_specs, count, model.dtype, device)
 
-        self.states = allocate_slots(1 + num_slots, self._device)
-        if num_host_blocks:
-            self._host = model.device.host_blocks(self._distinct, num_host_blocks, allocate_blocks)
-        if num_host_slots:
-            self._host_states = model.device.host_blocks(self.states, num_host_slots, allocate_slots)
+        self.states = allocate_slots(1 + sizes.slots, self._device)
+        if sizes.host_pages:
+            self._host = model.device.host_blocks(self._distinct, sizes.host_pages, allocate_blocks)
+        if sizes.host_slots:
+            self._host_states = model.device.host_blocks(self.states, sizes.host_slots, allocate_slots)
 
     def prepare(self, step: SchedulerOutput) -> None:
         """Zero blocks, copy blocks, and copy states, in the order of a step's lists."""

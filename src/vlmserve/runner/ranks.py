@@ -11,6 +11,7 @@ import msgspec
 from vlmserve.frames import Frames, pack
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.protocols import LoadedModel
+from vlmserve.runner.kv import PoolSizes
 from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.runner.runner import ModelRunner, Run, RunningStep
 from vlmserve.sampling.guide import MakeMatcher
@@ -63,16 +64,11 @@ class LeadingRunner(ModelRunner):
     def __init__(
         self,
         model: LoadedModel,
-        num_blocks: int,
-        num_host_blocks: int,
-        block_size: int,
+        sizes: PoolSizes,
         make_matcher: MakeMatcher,
         followers: Followers,
-        num_slots: int = 0,
-        num_host_slots: int = 0,
     ) -> None:
-        pages = (num_blocks, num_host_blocks, block_size)
-        super().__init__(model, *pages, make_matcher, num_slots=num_slots, num_host_slots=num_host_slots)
+        super().__init__(model, sizes, make_matcher)
         self._followers = followers
         self._sampled: dict[str, list[int]] = {}
 
@@ -101,17 +97,8 @@ class LeadingRunner(ModelRunner):
 class FollowingRunner(ModelRunner):
     """The runner of another rank: it computes what rank 0 computes, and is told which tokens that samples."""
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        num_blocks: int,
-        num_host_blocks: int,
-        block_size: int,
-        num_slots: int = 0,
-        num_host_slots: int = 0,
-    ) -> None:
-        pages = (num_blocks, num_host_blocks, block_size)
-        super().__init__(model, *pages, _no_matcher, num_slots=num_slots, num_host_slots=num_host_slots)
+    def __init__(self, model: LoadedModel, sizes: PoolSizes) -> None:
+        super().__init__(model, sizes, _no_matcher)
 
     def follow(self, message: RankStep) -> None:
         """Run a step to its end."""

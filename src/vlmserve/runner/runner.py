@@ -22,7 +22,7 @@ from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.encoder import ImageEncoder
 from vlmserve.runner.heads.reading import head_rows, read_rows, write_results
-from vlmserve.runner.kv import KVTensors
+from vlmserve.runner.kv import KVTensors, PoolSizes
 from vlmserve.runner.prompt_logprobs import score_prompts
 from vlmserve.runner.requests import RequestStates, ScheduledRequest
 from vlmserve.runner.sampling import TokenSampler, append_drawn, can_draw_later
@@ -119,18 +119,13 @@ class ModelRunner:
     def __init__(
         self,
         model: LoadedModel,
-        num_blocks: int,
-        num_host_blocks: int,
-        block_size: int,
+        sizes: PoolSizes,
         make_matcher: MakeMatcher,
         adapters: RunnerAdapters | None = None,
-        num_slots: int = 0,
-        num_host_slots: int = 0,
     ) -> None:
-        """adapters: the model's slots for them; None: it has none. num_slots, num_host_slots: see `StatePool`."""
+        """adapters: the model's slots for them; None: it has none."""
         self.model = model
-        self.block_size = block_size
-        self.padding_block = num_blocks
+        self.block_size, self.padding_block = sizes.block_size, sizes.pages
         self._adapters = adapters
         self.requests = RequestStates(model.language_model, make_matcher, model.output_layers)
         self._sampler = TokenSampler(model.device.draw, model.device.torch_device)
@@ -138,9 +133,9 @@ class ModelRunner:
         self.num_columns = columns = len(model.language_model.cache_layout.windows)
         self._has_states = bool(model.language_model.state_specs)
         self._batches = BatchBuilder(
-            block_size, model.device, num_blocks, self.images.embeddings, columns, has_states=self._has_states
+            sizes.block_size, model.device, sizes.pages, self.images.embeddings, columns, has_states=self._has_states
         )
-        self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size, num_slots, num_host_slots)
+        self._kv = KVTensors(model, sizes)
         # What the last step drew, at least one token, and which request each is of.
         self._drawn = torch.zeros(1, dtype=torch.int32, device=model.device.torch_device)
         self._drawn_rows: dict[str, int] = {}
