@@ -235,9 +235,10 @@ def test_groups_that_ranks_would_divide_are_refused(tmp_path: Path) -> None:
 # Everything else that an engine does
 
 
-def test_int8_cache_and_host_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_cache_host_blocks_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CostModel, "worth_saving", lambda self: True)
-    check(llava(tmp_path), kv_cache_dtype="int8", kv_offload_memory="8MiB")
+    check(llava(tmp_path), kv_cache_dtype="int8", kv_offload_memory="8MiB", disk_cache=str(tmp_path / "disk"))
+    assert [*(tmp_path / "disk").iterdir()]
 
 
 class Answer(pydantic.BaseModel):

@@ -204,6 +204,10 @@ class DiskTier:
         """Remove entries, those included that are about to be written."""
         self._writer.submit(_remove_files, [*map(self.path, keys)])
 
+    def prepare(self, prepare: Callable[[int], None]) -> None:
+        """Call `prepare` in the background, with the bytes of all entries."""
+        self._writer.submit(lambda: prepare(sum(entry.num_bytes for entry in self.entries.all())))
+
     def flush(self) -> None:
         """Wait until all that is queued is written."""
         self._writer.submit(bool).result()

@@ -33,6 +33,7 @@ class DiskCache:
         one_rank = config.tensor_parallel_size == 1
         if one_rank and config.enable_prefix_caching and not isinstance(memory, StateMemory):
             memory.stores = []
+            tier.prepare(runner.blocks.populate)
 
     @classmethod
     def open(cls, config: EngineConfig, model: LoadedModel, runner: ModelRunner, memory: KVMemory) -> DiskCache | None:
@@ -47,7 +48,7 @@ class DiskCache:
     def resource(self, images: Images) -> Stored:
         """Return the resource that requests wait for. Images find what it has read."""
         images.stored = self._fetches.contents
-        return Stored(self._fetches, images, self._memory, self._runner.block_bytes)
+        return Stored(self._fetches, images, self._memory, self._runner.blocks.block_bytes)
 
     def keep(self) -> None:
         """Keep the blocks that a step has filled, before another step is planned."""

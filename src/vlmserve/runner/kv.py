@@ -11,7 +11,7 @@ import torch
 
 from vlmserve.devices.offload import HostBlocks, runs
 from vlmserve.kernels.attention import LayerCache
-from vlmserve.kernels.blocks import Blocks, allocate_states, clear_blocks, copy_blocks, distinct
+from vlmserve.kernels.blocks import Blocks, allocate_states, clear_blocks, copy_blocks, distinct, populate
 from vlmserve.kernels.states import StateCache
 from vlmserve.kernels.transfers import to_device
 from vlmserve.models.protocols import LoadedModel
@@ -70,6 +70,12 @@ class KVTensors:
     def block_bytes(self) -> int:
         """Bytes of a block's content."""
         return sum(tensor[:1].nbytes for layer in self._distinct for tensor in layer.tensors)
+
+    def populate(self, num_bytes: int) -> None:
+        """Have the system give memory to as many blocks, those first that requests get first."""
+        for layer in self._distinct:
+            for tensor in layer.tensors:
+                populate(tensor, num_bytes // self.block_bytes)
 
     def contents(self, blocks: Sequence[int]) -> Bytes:
         """``[blocks, bytes]``: contents in host memory, layer by layer."""

@@ -149,9 +149,8 @@ class ModelRunner:
         return nullcontext() if self._adapters is None else self._adapters.reserving()
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of a KV block's content."""
-        return self._kv.block_bytes
+    def blocks(self) -> KVTensors:
+        return self._kv
 
     def keep_images(self, tier: DiskTier) -> None:
         """Write embeddings of images to a disk tier from now on."""
@@ -160,7 +159,7 @@ class ModelRunner:
     def keep_blocks(self, tier: DiskTier, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Write KV blocks, with their keys, to a disk tier, as many as it takes. No later step may have begun to
         change them."""
-        size = self.block_bytes
+        size = self._kv.block_bytes
         taken = blocks[: tier.room // size]
         contents = self._kv.contents([block for block, _ in taken]) if taken else ()
         for (_, key), content in zip(taken, contents, strict=True):
