@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,17 @@ import pytest
 from tests.checkpoints import make_gemma3
 from tests.disk_fuzz import Tally, fuzz
 from tests.engine.test_gemma3 import CONVERSATIONS, GREEDY
-from tests.engine.test_parity import Oracle, engine_for, generate, llava_oracle, mixed_prompts, tight_cache
+from tests.engine.test_parity import NEW_TOKENS, Oracle, engine_for, generate, llava_oracle, mixed_prompts, tight_cache
 from tests.waiting import wait_until
 from vlmserve import LLM
+from vlmserve.cache.tiers import DiskTier
 from vlmserve.engine.engine import Engine
-from vlmserve.types import Prompt
+from vlmserve.steps import Bytes
+from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
+
+GREEDY_ANSWER = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +145,30 @@ def test_files_broken_at_random_change_no_answer(llava: Oracle, expected: list[l
     assert tally.different == []
     assert tally.hits > 0
     assert tally.broken > 0
+
+
+def test_other_requests_overtake_one_that_reads(
+    llava: Oracle,
+    prompts: list[Prompt],
+    expected: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = restart(lambda: engine_for(llava, disk_cache=str(tmp_path)), prompts, expected, tmp_path)
+    gate, read = threading.Event(), DiskTier.read
+
+    def read_late(tier: DiskTier, key: bytes, size: int) -> Bytes | None:
+        assert gate.wait(60)
+        return read(tier, key, size)
+
+    monkeypatch.setattr(DiskTier, "read", read_late)
+    engine.add(EngineRequest("known", prompts[0], GREEDY_ANSWER))
+    engine.add(EngineRequest("new", Prompt([5, 6, 7]), GREEDY_ANSWER))
+    answers: dict[str, list[int]] = {"known": [], "new": []}
+    while engine.has_work():
+        for output in engine.step():
+            answers[output.request_id] += output.token_ids
+            if output.finish_reason is not None:
+                assert gate.is_set() == (output.request_id == "known")
+                gate.set()
+    assert answers["known"] == expected[0]
