@@ -17,7 +17,9 @@ from vlmserve.engine.engine import Engine
 def serve(options: dict[str, Any]) -> None:
     """Answer each line of standard input, a number of requests and a seed, by a line of JSON."""
     folder = Path(options["folder"])
-    engine = Engine(EngineConfig(model=str(folder), **options["config"]), folder)
+    # Older checkouts lack some settings.
+    settings = {name: value for name, value in options["config"].items() if name in EngineConfig.model_fields}
+    engine = Engine(EngineConfig(model=str(folder), **settings), folder)
     image = noise_image(folder) if options["images"] else None
     for line in sys.stdin:
         concurrency, seed = map(int, line.split())

@@ -81,7 +81,7 @@ def compare(checkouts: Sequence[Checkout], concurrency: int, repeats: int) -> li
 
 def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
     config = {
-        name: getattr(options, name) for name in ("device", "dtype", "kernels", "kv_cache_memory")
+        name: getattr(options, name) for name in ("device", "dtype", "kernels", "kv_cache_memory", "speculation")
     } | {"num_threads": options.threads}  # fmt: skip
     asked = {
         "folder": str(folder), "images": options.images, "config": config,
@@ -108,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument("other", type=Path, help="folder of the other checkout, with its extension built")
     parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--speculation", default="off", help="drafts, in checkouts that have some (default off)")
     parser.add_argument("--threads", type=int, help="CPU threads of each; default: the engine's choice")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--images", action="store_true", help="start every prompt with the same new image")
