@@ -213,6 +213,8 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     cross: CrossInput | None = None
     thoughts: Thoughts | None = None
     num_shared: int = 0
+    prediction: list[int] = []
+    """Tokens that an answer probably repeats."""
 
     @property
     def num_images(self) -> int:

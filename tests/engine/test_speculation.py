@@ -61,6 +61,17 @@ def test_answers_stay_with_their_tenant(engines: tuple[Engine, Engine], changed:
     assert steps_of(drafter, request_of("a", prompt_of(2), **{**params, **changed})) > 30
 
 
+def test_predictions_are_drafts(engines: tuple[Engine, Engine]) -> None:
+    plain, drafter = engines
+    request = request_of("a", prompt_of(4))
+    answer = tokens(run(plain, [request])["a"])
+    changed = [*answer[:20], 7, 7, 7, *answer[22:]]
+    predicting = EngineRequest("a", Prompt(request.prompt.token_ids, prediction=changed), request.params)
+    outputs = run(drafter, [predicting])["a"]
+    assert tokens(outputs) == answer
+    assert outputs[-1].accepted_drafts > 30
+
+
 def test_aborted_answers_are_kept(engines: tuple[Engine, Engine]) -> None:
     _, drafter = engines
     request = request_of("a", prompt_of(3))

@@ -216,6 +216,17 @@ def test_salts_reach_the_engine_and_separate_images(live, monkeypatch):
     assert len(set(keys)) == 3
 
 
+def test_predicted_text_changes_no_answer(live):
+    body = {"messages": about(data_url("red")), "max_tokens": 12, "ignore_eos": True}
+    text = live.ask(**body).json()["choices"][0]["message"]["content"]
+    for content in (text, [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]):
+        answer = live.ask(**body, prediction={"type": "content", "content": content}).json()
+        assert answer["choices"][0]["message"]["content"] == text
+        details = answer["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] <= answer["usage"]["completion_tokens"]
+    assert live.ask(**body, prediction={"type": "content"}).status_code == 400
+
+
 def test_stop_string_ends_and_leaves_the_answer(live):
     whole = live.ask().json()["choices"][0]["message"]["content"]
     stop = whole[5:9]

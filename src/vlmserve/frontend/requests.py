@@ -223,13 +223,15 @@ class RequestPreparer:
             raise PromptTooLongError.of(len(token_ids), self.max_prompt_len, param="prompt")
         return self._expand(list(token_ids), [], [], "")
 
-    def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, pair: str | None = None, *, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> list[int]:
         """Token ids of a text, control tokens in it included. Raises InvalidRequestError for what is no text.
 
-        pair: a second text, which the tokenizer joins to the first one.
+        pair: a second text, which the tokenizer joins to the first one. param: the field that errors name.
         """
-        check_unicode(text, "prompt")
-        check_unicode(pair or "", "prompt")
+        check_unicode(text, param)
+        check_unicode(pair or "", param)
         self._check_length([text, pair or ""])
         if pair is not None:
             return self.tokenizer.encode_pair(text, pair)

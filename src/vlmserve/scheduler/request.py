@@ -42,7 +42,7 @@ class Request:
     scalings: of each adapter that X-LoRA mixes for it, added up over the tokens that were computed; none without.
     seed: of its random numbers. max_len: the most tokens of prompt and answer together.
     max_short_len: with more tokens than that, all of it is computed with other RoPE frequencies; None: no limit.
-    thoughts: see `Prompt`.
+    thoughts, prediction: see `Prompt`.
     prompt_logprobs: those of the prompt's leading tokens, while they are asked for and not all output yet.
     arrived, started, vision_started, answered: when it was added, first ran, had an image encoded and had its first
     token, on the clock of `time.perf_counter`, 0 before. arrived_at: when it was added, as Unix time. vision_seconds:
@@ -76,6 +76,7 @@ class Request:
         "num_prompt_tokens",
         "num_shared",
         "params",
+        "prediction",
         "priority",
         "prompt_logprobs",
         "request_id",
@@ -108,8 +109,7 @@ class Request:
         bidirectional: Bidirectional | None = None,
     ) -> None:
         """scaling_root: the root key of its scaling pass; None: it has none."""
-        self.request_id = request.request_id
-        self.answer_id = request.request_id
+        self.request_id = self.answer_id = request.request_id
         self.params = request.params
         if request.prompt.thoughts is None and self.params.thinking_token_budget is not None:
             # Without reasoning the budget has no effect; the device need not wait for the host because of it.
@@ -123,7 +123,7 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.num_shared = request.prompt.num_shared
         self.image_spans = request.prompt.images
-        self.thoughts = request.prompt.thoughts
+        self.thoughts, self.prediction = request.prompt.thoughts, request.prompt.prediction
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]

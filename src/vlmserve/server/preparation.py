@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+import msgspec
+
 from vlmserve.cancellation import run_in_thread
 from vlmserve.config import MediaConfig
 from vlmserve.cores import usable_cores
@@ -117,6 +119,14 @@ class Preparation:
         if size <= _SHORT_TEXT:
             return make(self.preparer)
         return await self._text_queue.run(self._text_workers, functools.partial(make, self.preparer))
+
+    async def predict(self, prompt: Prompt, text: str) -> Prompt:
+        """Return a prompt whose answer probably repeats a text. Raises InvalidRequestError if the text is too long."""
+
+        def encode(preparer: RequestPreparer) -> list[int]:
+            return preparer.encode(text, add_special_tokens=False, param="prediction")
+
+        return msgspec.structs.replace(prompt, prediction=await self.text(encode, len(text)))
 
     async def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> list[str]:
         """Find out whether the engine may compile a grammar. Returns and raises what the preparer does.

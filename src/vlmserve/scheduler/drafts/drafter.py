@@ -18,10 +18,12 @@ from vlmserve.tasks import GENERATE
 
 MAX_KEPT_TOKENS = 1 << 18
 """Maximum tokens of earlier answers; they take at most 60 MB."""
-_ORDER: tuple[Source, ...] = ("repeat", "own", "image", "schema")
+_ORDER: tuple[Source, ...] = ("repeat", "prediction", "own", "image", "schema")
 _MAX_KEPT_OF_KEY = 1 << 13
 _MAX_INDEXED = 1 << 14
 """Last tokens of a prompt among which text is looked up."""
+_PREDICTED_MATCH = 6
+"""Length of match that a prediction is assumed to have at its start, in tokens."""
 _MIN_KEPT = 4
 """Minimum tokens of an answer that is kept."""
 _MAX_PROMPT_ROWS = 512
@@ -79,6 +81,9 @@ class Drafter:
         keys = _keys_of(request)
         num_prompt, prompt = request.num_prompt_tokens, request.token_ids
         readers = [Reader("own", Corpus(prompt, first=max(0, num_prompt - _MAX_INDEXED)), num_prompt)]
+        if request.prediction:
+            predicted = Corpus(request.prediction[:_MAX_INDEXED])
+            readers.append(Reader("prediction", predicted, num_prompt, 0, _PREDICTED_MATCH))
         for source, key in keys.items():
             if (corpus := self._answers.get(key)) is not None:
                 length = LONGEST_MATCH if source == "repeat" else 0

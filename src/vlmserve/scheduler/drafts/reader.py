@@ -9,9 +9,9 @@ from typing import Literal, TypeAlias
 
 from vlmserve.scheduler.drafts.corpus import GRAM, LONGEST_MATCH, SEPARATOR, Corpus
 
-Source: TypeAlias = Literal["repeat", "own", "image", "schema"]
-"""Earlier answer to the identical prompt; prompt and answer themselves; earlier answers to the same images, or of the
-same grammar."""
+Source: TypeAlias = Literal["repeat", "prediction", "own", "image", "schema"]
+"""repeat: earlier answers to the identical prompt. prediction: text that the client predicts. own: prompt and answer
+themselves. image: earlier answers to the same images. schema: earlier answers of the same grammar."""
 NEAR = 16
 """Tokens after a wrong draft among which the answer may go on."""
 _LENGTHS = (0, 2, 5, 11)

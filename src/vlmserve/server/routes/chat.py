@@ -77,6 +77,8 @@ class ChatDialect(Dialect[ChatRequest]):
                 template_settings=settings,
                 mm_processor_kwargs=body.processor_kwargs,
             )
+        if body.prediction is not None:
+            prompt = await service.preparation.predict(prompt, body.prediction.text)
         return GenerationRequest(
             [prompt],
             params,

@@ -13,12 +13,13 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
-from vlmserve.server.schema.base import MAX_COUNT
+from vlmserve.server.schema.base import MAX_COUNT, RequestModel
 from vlmserve.server.schema.content import (
     Message,
     PromptRequest,
     ReasoningEffort,
     TemplateSettings,
+    TextPart,
     can_continue,
     check_continuation,
     effort_settings,
@@ -47,6 +48,17 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     **NEUTRAL_VALUES,
     "echo": (False,),
 }
+
+
+class Prediction(RequestModel):
+    """Text that the answer probably repeats, such as a file that it changes in a few places."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ChatRequest(PromptRequest, ChoicesRequest):
@@ -89,6 +101,10 @@ class ChatRequest(PromptRequest, ChoicesRequest):
         None,
         description="Whether the answer continues the last message. Default: if that is text of the assistant, and "
         "add_generation_prompt, response_format and a required tool call are absent.",
+    )
+
+    prediction: Prediction | None = Field(
+        None, description="Text that the answer probably repeats. It saves time on CPUs, and changes no answer."
     )
 
     logprobs: bool = Field(False, description="Return the logprob of each token.")
