@@ -1,0 +1,212 @@
+"""Answers with drafts compared with answers without, interleaved in one process.
+
+    python -m benchmarks.drafts
+    python -m benchmarks.drafts --streams 1 16 --turns 10 --json report.json
+
+Both engines share one model with random weights. Answers of "repeat", "JSON" and "copy" are scripted: each script token
+gets the highest logit, after the model has computed all logits. "repeat": the same prompt again. "JSON": another list
+of the same schema, after three others. "copy": passages of 24 tokens from the prompt, each followed by 4 new ones.
+"random": tokens sampled at temperature 1 after a new prompt. "Speedup" divides the time of requests without drafts by
+the time with them, prompts included. Figures are medians of the turns' ratios. Store a report in
+`benchmarks/results/caches/MACHINE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.command import keep, show_rows
+from benchmarks.peers import version
+from vlmserve.config import EngineConfig
+from vlmserve.engine.engine import Engine
+from vlmserve.engine.loading import load
+from vlmserve.models.hub import resolve_model
+from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.types import EngineRequest, Grammar, Prompt, SamplingParams
+
+COLUMNS = ("answers", "streams", "ms per token without drafts", "speedup", "accepted share")
+NOTES = (
+    "Speedup: time of requests without drafts divided by the time with them, prompts included. "
+    "Accepted share: drafts that became part of answers. Medians of interleaved turns."
+)
+_ITEM = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "count": {"type": "integer"}, "color": {"enum": ["red", "green"]}},
+    "required": ["name", "count", "color"],
+    "additionalProperties": False,
+}
+_LIST = Grammar.json({"type": "array", "items": _ITEM})
+_BEST = 1e4
+"""Logit of the scripted token."""
+
+
+class Task(NamedTuple):
+    prompt: list[int]
+    script: list[int] | None
+    grammar: Grammar | None = None
+
+
+class Tasks:
+    """Makes tasks of each kind."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, length: int) -> None:
+        self._tokenizer, self._vocab_size, self._length = tokenizer, vocab_size, length
+        self._random = random.Random(0)
+        self._repeated = Task(self._tokens(64), self._tokens(length))
+
+    def _tokens(self, count: int) -> list[int]:
+        return self._random.choices(range(10, self._vocab_size - 10), k=count)
+
+    def make(self, kind: str) -> Task:
+        """Return the next task of a kind."""
+        if kind == "repeat":
+            return self._repeated
+        if kind == "random":
+            return Task(self._tokens(64), None)
+        if kind == "copy":
+            prompt, script = self._tokens(160), list[int]()
+            while len(script) < self._length:
+                start = self._random.randrange(len(prompt) - 24)
+                script += prompt[start : start + 24] + self._tokens(4)
+            return Task(prompt, script[: self._length])
+        names = ["Ada", "Lena", "Omar", "Grace Hopper", "Li Wei", "Bob"]
+        items = [
+            {
+                "name": self._random.choice(names) + f" {self._random.randrange(99)}",
+                "count": self._random.randrange(10**4),
+                "color": self._random.choice(["red", "green"]),
+            }
+            for _ in range(self._length // 16)
+        ]
+        return Task(self._tokens(64), self._tokenizer.encode(json.dumps(items, separators=(",", ":"))), _LIST)
+
+
+class Scripted:
+    """An engine, one request of which gets the tokens of a script."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._script: list[int] | None = None
+        self._done = 0
+        self._logits_of = engine.runner.logits_of
+        engine.runner.logits_of = self._scripted  # type: ignore[method-assign]
+
+    def _scripted(self, hidden: Tensor) -> Tensor:
+        logits = self._logits_of(hidden)
+        for row, token in enumerate((self._script or ())[self._done : self._done + len(logits)]):
+            logits[row, token] = _BEST
+        return logits
+
+    def answer(self, tasks: Sequence[Task], length: int) -> tuple[float, list[list[int]]]:
+        """Answer tasks, a single one if it has a script. Return seconds and tokens."""
+        self._script, self._done = tasks[0].script, 0
+        answers: list[list[int]] = [[] for _ in tasks]
+        started = time.perf_counter()
+        for number, task in enumerate(tasks):
+            # A grammar closes an answer early that comes near the maximum.
+            most = length if task.grammar is None else 4 * length
+            params = SamplingParams(
+                temperature=1.0, seed=number, max_tokens=most, ignore_eos=True, grammar=task.grammar
+            )
+            self.engine.add(EngineRequest(str(number), Prompt(task.prompt), params))
+        while self.engine.has_work():
+            for output in self.engine.step():
+                answers[int(output.request_id)] += output.token_ids
+                self._done += len(output.token_ids)
+        return time.perf_counter() - started, answers
+
+
+def row(kind: str, streams: int, engines: Sequence[Scripted], tasks: Tasks, length: int, turns: int) -> list[Any]:
+    """Measure one kind of answers. Raises RuntimeError if an answer does not follow its script."""
+    plain, drafting = engines
+    for _ in range(3):
+        for one in engines:
+            one.answer([tasks.make(kind)], length)
+    before = drafting.engine.stats()
+    ratios, of_token = [], []
+    for turn in range(turns):
+        asked = [tasks.make(kind) for _ in range(streams)]
+        taken = {}
+        for one in engines if turn % 2 else engines[::-1]:
+            taken[one], answers = one.answer(asked, length)
+            if asked[0].script not in (None, answers[0]):
+                raise RuntimeError(f"{kind}: {answers[0]} is not {asked[0].script}")
+        ratios.append(taken[plain] / taken[drafting])
+        of_token.append(1e3 * taken[plain] / len(answers[0]))
+    after = drafting.engine.stats()
+    drafted = after.drafted_tokens - before.drafted_tokens
+    share = (after.accepted_drafts - before.accepted_drafts) / drafted if drafted else None
+    figures = [statistics.median(of_token), statistics.median(ratios), share]
+    return [kind, streams, *(None if figure is None else float(f"{figure:.3g}") for figure in figures)]
+
+
+def write_checkpoint(folder: Path, layers: int, hidden: int) -> None:
+    """Write a Llama with random weights and pixie's tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    pixie = resolve_model("pixie")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(pixie / name, folder / name)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=Tokenizer.from_folder(pixie).vocab_size, hidden_size=hidden, num_hidden_layers=layers,
+        intermediate_size=8 * hidden // 3 // 64 * 64, num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 192), max_position_embeddings=2048,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and show a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.drafts", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--layers", type=int, default=30, help="layers of the model (default 30)")
+    parser.add_argument("--hidden", type=int, default=576, help="hidden size of the model (default 576)")
+    parser.add_argument("--quantize", default="none", help="weights as of vlmserve serve (default none: bfloat16)")
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 16], help="streams of random answers")
+    parser.add_argument("--length", type=int, default=128, help="tokens of an answer (default 128)")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write the report to this file")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="vlmserve-drafts-") as place:
+        folder = Path(place)
+        write_checkpoint(folder, options.layers, options.hidden)
+        config = EngineConfig(
+            model=place, dtype="bfloat16", quantize=options.quantize, kv_cache_memory="256MiB", weights_cache_size=0
+        )
+        model = load(config, folder)
+        engines = [
+            Scripted(Engine.from_model(config.model_copy(update={"speculation": way}), model))
+            for way in ("off", "auto")
+        ]
+        tasks = Tasks(Tokenizer.from_folder(folder), engines[0].engine.info.vocab_size, options.length)
+        kinds = [("repeat", 1), ("JSON", 1), ("copy", 1), *(("random", streams) for streams in options.streams)]
+        rows = [row(kind, streams, engines, tasks, options.length, options.turns) for kind, streams in kinds]
+    report = {
+        "title": "Drafts without a draft model",
+        "command": " ".join(["python -m benchmarks.drafts", *(arguments or sys.argv[1:])]),
+        "model": f"Llama with {options.layers} layers of {options.hidden} values",
+        "weights": "random, bfloat16" if options.quantize == "none" else f"random, {options.quantize}",
+        "versions": {package: version(package) for package in ("vlmserve", "torch")},
+        "columns": list(COLUMNS),
+        "rows": rows,
+        "notes": NOTES,
+    }
+    show_rows(report)
+    keep(report, options)
+
+
+if __name__ == "__main__":
+    main()

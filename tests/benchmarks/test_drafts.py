@@ -1,0 +1,18 @@
+"""The benchmark of drafts on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.drafts import COLUMNS, main
+
+
+def test_drafts_are_measured(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    tiny = ["--layers", "1", "--hidden", "64", "--length", "32", "--turns", "1", "--streams", "2"]
+    main([*tiny, "--json", str(path)])
+    report = json.loads(path.read_text())
+    assert report["columns"] == list(COLUMNS)
+    assert [row[:2] for row in report["rows"]] == [["repeat", 1], ["JSON", 1], ["copy", 1], ["random", 2]]
+    assert all(row[2] > 0 and row[3] > 0 for row in report["rows"])
