@@ -18,17 +18,18 @@ _SLOW = {
     "calibration": "blip cache prompts quality run",
     "clients": "coding_agents",
     "devices": "cpu",
-    "engine": """beams blip captures contract drafts families gemma3 gemma4 image_budget moondream ocr
+    "engine": """beams blip captures contract drafts embeddings families gemma3 gemma4 image_budget moondream ocr
         original_families overlap parity process quantized_cache quantized_images qwen_chat qwen_vl ranks sampling
         slow_grammars state_fuzz states stress structured thoughts tiles transformers_backend
-        transformers_images""",
+        transformers_images warm_up""",
     "frontend": "beams client processors tools xml_tools",
     "kernels": "attention_backends cpu_attention cpu_program other_processors quantized_cache",
-    "kernels/triton": "attention compiled emulated layers products sampling tiles towers",
+    "kernels/triton": "attention compiled emulated experts layers products sampling tiles towers",
     "loadtest": "command perform",
     "media": "decoding fork_server heif pdf processor tiles",
-    "models": """bitsandbytes blip broken_checkpoints decoder estimate families footprint gguf internvl llava ocr
-        original_families pixtral published published_quantization quantized stages tiles weights""",
+    "models": """bitsandbytes blip broken_checkpoints decoder estimate families footprint gemma4_vision gguf hybrids
+        internvl llava ocr original_families pixtral published published_quantization quantized stages tiles weights
+        weights_cache""",
     "pixie": "model skills",
     "prompt": "detokenize template_limits text_time tokenizer",
     "sampling": "closing dialects grammar sampler",

@@ -12,7 +12,7 @@ from tests.state_fuzz import FAMILIES, Tally, fuzz
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_requests_equal_a_quiet_engine(tmp_path: Path, family: str) -> None:
     tally = Tally()
-    fuzz(FAMILIES[family](tmp_path), 25, 7, tally)
+    fuzz(FAMILIES[family](tmp_path), 15, 7, tally)
     assert tally.different == []
     assert tally.ties + tally.flips <= 1
     assert tally.found_tokens > 50, "or no state was on trial"
