@@ -251,6 +251,13 @@ class _Parser:
             places.append(places[1])
         self._emit(name, places, guard)
 
+    def _abs(self, name: str, operands: list[str], guard: tuple[int, bool]) -> None:
+        places = [self._operand(one, _bits(name)) for one in operands]
+        if name.endswith("x2"):
+            name = "and.b32"
+            places.append(self._operand("0x7FFF7FFF", 32))
+        self._emit(name, places, guard)
+
     def _mov(self, name: str, operands: list[str], guard: tuple[int, bool]) -> None:
         target, source = operands
         if target.startswith("{"):

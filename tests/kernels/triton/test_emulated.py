@@ -39,6 +39,10 @@ kernels/triton/test_products.py::test_sums_of_tiles_may_restart[interpreter-8 bi
 kernels/triton/test_products.py::test_warps_divide_inputs[interpreter-8-2-8 bits]
 kernels/triton/test_products.py::test_weights_are_expanded_to_the_bit[interpreter-4 bits-544-32]
 kernels/triton/test_products.py::test_weights_are_expanded_to_the_bit[interpreter-8 bits-75-75]
+kernels/triton/test_rounding.py::test_activations_round_to_the_same_bits[interpreter-halves-float8]
+kernels/triton/test_rounding.py::test_activations_round_to_the_same_bits[interpreter-pairs-int8]
+kernels/triton/test_rounding.py::test_norms_round_to_the_same_bits[interpreter-300-float8]
+kernels/triton/test_rounding.py::test_norms_round_to_the_same_bits[interpreter-300-int8]
 kernels/triton/test_sampling.py
 kernels/triton/test_states.py::test_chunks_equal_float64_from_any_start
 engine/test_captures.py::test_contexts_that_grow_while_steps_are_repeated
