@@ -21,7 +21,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
     folder: Path = make_llama(tmp_path_factory.mktemp("llama"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafting, "time_rows", lambda *_: [(1, 1.0), (32, 1.3)])
-        return engine_of(folder, speculation="off"), engine_of(folder)
+        return engine_of(folder, speculation="off"), engine_of(folder, speculation="auto")
 
 
 def request_of(name: str, prompt: list[int], salt: str = "", **params: Any) -> EngineRequest:
