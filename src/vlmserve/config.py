@@ -394,9 +394,7 @@ class ServerConfig(Settings):
     )
     stats_interval: float = Field(10.0, ge=0, description="Seconds between statistics in the log while busy; 0: none.")
     access_log: bool = Field(True, description="Log each request, except those for health, metrics and the live view.")
-    log_format: LogFormat = Field(
-        "text", description="Format of log lines: text (date, level), short (time only) or json."
-    )
+    log_format: LogFormat = Field("text", description="Log line format: text (date, level), short (time only) or json.")
     log_level: LogLevel = Field("info", description="Lowest level of log lines: debug, info, warning or error.")
     otlp_traces_endpoint: str | None = Field(
         None, description="Send OpenTelemetry traces of requests to this URL, like http://localhost:4318/v1/traces."
@@ -404,6 +402,7 @@ class ServerConfig(Settings):
     enable_page: bool = Field(True, description="Serve the chat page and the live view at /.")
     enable_debug: bool = Field(False, description="Serve /debug/cache, which shows the contents of the caches.")
     shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
+    sleep_after: float = Field(0.0, ge=0, description="Idle seconds after which the model is unloaded; 0: never.")
     api_key: tuple[str, ...] = Field(
         (), repr=False, description="Accepted API keys, as plain text (default: no key is needed)."
     )

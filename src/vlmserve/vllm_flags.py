@@ -275,7 +275,7 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
     ("--enable-log-outputs", "--max-log-len"): Missing(
         "--log-prompts logs prompts, and --enable-debug serves /debug/cache, which shows the state of each request."
     ),
-    ("--enable-sleep-mode",): Missing("--load lazy loads the model when the first request comes."),
+    ("--enable-sleep-mode",): Missing("--sleep-after unloads an idle model until the next request."),
     ("--kv-transfer-config", "--kv-events-config", "--enable-expert-parallel", "--data-parallel-rank",
      "--data-parallel-size-local", "--data-parallel-address", "--data-parallel-rpc-port", "--data-parallel-backend",
      "--decode-context-parallel-size", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless",

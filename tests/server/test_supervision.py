@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import httpx
@@ -198,6 +199,39 @@ def test_engine_dying_during_shutdown_is_not_restarted(folder):
         asking.join(60)
         assert asking.error["code"] == "engine_dead"
         assert server.process.wait(60) == 0
+
+
+def is_asleep(server: ServerProcess) -> bool:
+    return server.health().json()["status"] == "asleep"
+
+
+def test_idle_model_sleeps_until_a_request(folder):
+    with serving(folder, mock_tpot=0.02, server={"sleep_after": 0.05}) as server:
+        first = server.engine().pid
+        assert ask(server, ignore_eos=True, max_tokens=100).status_code == 200
+        assert server.engine().pid == first, "a running request keeps the model"
+        wait_until(lambda: is_asleep(server) and not psutil.Process(server.process.pid).children())
+        assert is_ready(server)
+        assert httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
+        with ThreadPoolExecutor(4) as pool:
+            assert [answer.status_code for answer in pool.map(lambda _: ask(server), range(4))] == [200] * 4
+        assert restarts(server) == 0
+        wait_until(lambda: is_asleep(server))
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+
+
+def test_failed_wake_tells_why_and_is_retried(folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with serving(tmp_path, server={"sleep_after": 0.05}) as server:
+        wait_until(lambda: is_asleep(server))
+        tokenizer = (tmp_path / "tokenizer.json").rename(tmp_path / "hidden")
+        answers = [ask(server) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [503, 503]
+        assert all("tokenizer.json" in answer.json()["error"]["message"] for answer in answers)
+        tokenizer.rename(tmp_path / "tokenizer.json")
+        assert ask(server).status_code == 200
 
 
 def test_stalled_engine_recovers_or_is_restarted(folder):

@@ -42,7 +42,7 @@ class MadeChanges:
         """Make a change that a gateway asks for. Raises VLMServeError."""
         service = self._service
         service.check_serving()
-        with service.bodies.share() as share:
+        with service.bodies.share() as share, service.demand.in_use():
             asked = msgspec.json.decode(await read_body(request, _MOST_BYTES, share), type=MakeChange)
             await service.wake()
             return PlainTextResponse(await self._make(asked.change, force=asked.force))

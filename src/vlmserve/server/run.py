@@ -65,6 +65,8 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig, member
     set_up_logging(server.log_format, level=level_number(server.log_level))
     for chatty in ("uvicorn.error", "httpx", *(() if server.access_log else ("vlmserve.access",))):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    if membership is not None and server.sleep_after:
+        raise ConfigurationError("--sleep-after is for single servers; workers of a cluster keep their model loaded")
     raise_file_limit()
     listener = bind(server)
     folder = resolve_model(engine.model, engine.revision, engine.mmproj)
@@ -237,7 +239,7 @@ async def _load(
     service: Service, launcher: _Launcher, media: MediaConfig
 ) -> tuple[EngineClient, RequestPreparer, float]:
     """The engine client and the preparer, made at the same time once they are wanted, and the seconds that took."""
-    await service.wanted.wait()
+    await service.demand.wanted.wait()
     began = time.monotonic()
     from vlmserve.frontend.client import EngineClient
 

@@ -24,6 +24,7 @@ from vlmserve.server.adapters import Adapters
 from vlmserve.server.body import BodyMemory
 from vlmserve.server.cache_diagnosis import CacheLog
 from vlmserve.server.collectors import RunningEngine
+from vlmserve.server.demand import Demand
 from vlmserve.server.metrics import ServerMetrics
 from vlmserve.server.names import ServedNames
 from vlmserve.server.preparation import Preparation
@@ -87,16 +88,11 @@ class Service:
         self._idle = asyncio.Event()
         self._idle.set()
         self._closing = False
-        self.wanted = asyncio.Event()
-        """Set when the model is to be loaded."""
+        self.demand = Demand(is_lazy=engine.load == "lazy")
         self.batch_news = asyncio.Event()
         """Set when a batch was made, was cancelled or has ended, and when the model is there."""
         self.background_preparation = asyncio.Semaphore(max(1, media.threads // 2))
         """Held while a prompt is prepared that nobody waits for: others find free threads."""
-        self._lazy = engine.load == "lazy"
-        if not self._lazy:
-            self.wanted.set()
-        self._opened = asyncio.Event()
         self.load_progress = ""
         """What the engine says of its progress while it loads."""
         self._client: EngineClient | None = None
@@ -118,31 +114,35 @@ class Service:
         self.replace(client)
         self.preparation.open(preparer)
         self.defaults = defaults or self.defaults
-        self._opened.set()
         self.batch_news.set()
 
-    def replace(self, client: EngineClient) -> None:
-        """Go on with another engine after the one from before has died."""
-        replaced, self._client = self._client is not None, client
+    def replace(self, client: EngineClient | None) -> None:
+        """Continue with another engine after a crash or sleep. None: unload the model until a request needs it."""
+        self._client = client
+        if client is None:
+            self.demand.unloaded()
+            return
         client.on_step = self.metrics.count_step
-        if replaced:
+        if self.preparation.is_open:
             self.adapters.restore(client)
+        self.demand.loaded()
 
     @property
     def awake(self) -> bool:
         """Whether there is nothing to wait for."""
-        return not self._lazy or self._client is not None or self._closing
+        return not self.demand.loads_model or self._client is not None or self._closing
 
     async def wake(self) -> None:
-        """See to it that a model that is loaded on demand is there; who comes while it is loading waits for it."""
+        """Load the model if it is loaded on demand, or wait for its load. Raises UnavailableError if that fails."""
         if not self.awake:
-            self.wanted.set()
-            await self._opened.wait()
+            await self.demand.load()
+            if not self.awake:
+                raise UnavailableError(f"{self.model_name} could not be loaded: {self.demand.failure}")
 
     async def drain(self, grace: float) -> bool:
         """Refuse new requests from now on, wait for the running ones; whether they ended within `grace` seconds."""
         self._closing = True
-        self._opened.set()
+        self.demand.loaded()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
         return self._idle.is_set()
@@ -219,12 +219,12 @@ class Service:
             return "closing"
         if self._client is not None:
             return "serving" if self._client.alive or self.back_at is None else "restarting"
-        return "loading" if self.wanted.is_set() else "asleep"
+        return "loading" if self.demand.wanted.is_set() else "asleep"
 
     def check_serving(self) -> None:
         """Raises what `client` raises, unless the model only waits for a request to be loaded."""
         problem = self.problem()
-        if problem is not None and not (self._lazy and self.phase in ("asleep", "loading")):
+        if problem is not None and not (self.demand.loads_model and self.phase in ("asleep", "loading")):
             raise problem
 
     def problem(self) -> VLMServeError | None:

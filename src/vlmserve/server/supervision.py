@@ -1,4 +1,4 @@
-"""Keeping an engine alive: when its process has died, another one is started in its place."""
+"""Keeping an engine alive: a dead one is replaced, an idle one is unloaded until a request needs it."""
 
 from __future__ import annotations
 
@@ -41,13 +41,15 @@ class Supervisor:
         service.back_at = 0.0
 
     async def run(self) -> None:
-        """Restart the engine whenever it dies, until the service closes.
+        """Restart the engine when it dies and unload it after `sleep_after` idle seconds, until the service closes.
 
         Raises EngineDeadError when it died more than `max_restarts` times in a row: without having answered a request
         or run for `restart_window` seconds in between.
         """
         while True:
-            await self._wait_until_dead()
+            if not await self._wait_until_dead():
+                await self._sleep()
+                continue
             if self._service.phase == "closing":
                 return
             if self._is_sound():
@@ -58,8 +60,8 @@ class Supervisor:
         """Stop the engine, which gets no more time."""
         await self._client.close()
 
-    async def _wait_until_dead(self) -> None:
-        """Until the engine has died, or hung for so long that it was killed."""
+    async def _wait_until_dead(self) -> bool:
+        """Wait until the engine has died, or hung for so long that it was killed. False: it is to sleep."""
         client, config = self._client, self._service.config
         dying = asyncio.ensure_future(client.died.wait())
         try:
@@ -69,8 +71,36 @@ class Supervisor:
                     client.kill(f"The engine's process did not respond for {client.heartbeat.silence:.0f} s")
                 elif config.step_timeout and client.heartbeat.step_seconds >= config.step_timeout:
                     client.kill(f"The engine was at one step for {client.heartbeat.step_seconds:.0f} s")
+                elif self._is_idle():
+                    return False
         finally:
             dying.cancel()
+        return True
+
+    def _is_idle(self) -> bool:
+        service, limit = self._service, self._service.config.sleep_after
+        if not limit or service.phase == "closing" or self._client.num_unfinished:
+            return False
+        return service.demand.idle_seconds >= limit
+
+    async def _sleep(self) -> None:
+        """Unload the model until a request needs it. A failed load is not repeated before another request."""
+        service = self._service
+        service.replace(None)
+        await self._client.close()
+        logger.info("%s is unloaded; the next request loads it", service.model_name)
+        while True:
+            await service.demand.wanted.wait()
+            began = time.monotonic()
+            try:
+                self._client = await self._start()
+            except (VLMServeError, OSError) as error:
+                logger.error("%s could not be loaded: %s", service.model_name, error)
+                service.demand.failed(str(error))
+                continue
+            break
+        self._begin(began)
+        logger.info("%s is loaded again, in %.1f s", service.model_name, self._load_time)
 
     def _is_sound(self) -> bool:
         long_enough = time.monotonic() - self._started >= self._service.config.restart_window
@@ -91,11 +121,15 @@ class Supervisor:
                 logger.error("The engine did not start again: %s", reason)
                 continue
             break
+        self._begin(began)
+        logger.warning("The engine runs again, as process %d", self._client.process.pid)
+
+    def _begin(self, began: float) -> None:
+        """Serve with a new engine. began: when its start did."""
         self._started = time.monotonic()
         self._load_time = self._started - began
         self._served = self._service.metrics.num_served
         self._service.replace(self._client)
-        logger.warning("The engine runs again, as process %d", self._client.process.pid)
 
     def _count_crash(self, reason: str) -> float:
         """Seconds to wait before the next restart. Raises EngineDeadError if there is to be none."""

@@ -129,6 +129,7 @@ async def _answer(request: Request, dialect: Dialect[Body]) -> Response:
             _check_stop(body, service.config)
             service.names.check(body.model)
             arrived = time.monotonic()
+            stack.enter_context(service.demand.in_use())
             if not service.awake:
                 await unless_disconnected(request, service.wake())
             if (ready := dialect.ready()) is not None:

@@ -22,7 +22,7 @@ async def read(request: Request, kind: type[Body]) -> AsyncGenerator[Body, None]
     model is there. Raises VLMServeError."""
     service: Service = request.app.state.service
     service.check_serving()
-    with service.bodies.share() as share:
+    with service.bodies.share() as share, service.demand.in_use():
         body = await read_parsed(request, kind, share)
         await service.wake()
         yield body
