@@ -1,1 +1,1 @@
-"""Several engines behind one address: where a request goes, and the gateway that sends it there."""
+"""Several engines behind one address: a gateway routes each request to a worker."""

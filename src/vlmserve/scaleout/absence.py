@@ -1,4 +1,4 @@
-"""Models without a worker: for some seconds after the last one has left, requests wait for the next one."""
+"""Requests wait some seconds for a new worker when a model's last worker leaves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 PATIENCE = 10.0
-"""Seconds for which another worker is expected."""
+"""Seconds that requests wait for another worker."""
 
 
 class _Absence(NamedTuple):
@@ -16,7 +16,7 @@ class _Absence(NamedTuple):
 
 
 class Absences:
-    """Of a gateway's models. clock: seconds, as `time.monotonic`."""
+    """The models of a gateway that lack a worker. clock: seconds, like `time.monotonic`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -24,7 +24,7 @@ class Absences:
         self._served: set[str] = set()
 
     def note(self, model: str, names: Collection[str], *, is_served: bool) -> None:
-        """Whether some worker takes requests for a model now. names: under which requests reach it and its adapters."""
+        """Record whether a worker takes requests for a model. names: the model's aliases and adapters."""
         if is_served:
             self._served.add(model)
             self._absent.pop(model, None)
@@ -33,8 +33,10 @@ class Absences:
             self._absent[model] = _Absence(frozenset(names) | {model}, self._clock() + PATIENCE)
 
     def left(self, name: object) -> float:
-        """Seconds for which a request that names a model or an adapter may still wait for a worker; 0 if it has one, or
-        if none is expected. What is no name stands for any model: then it waits only if there is no worker at all."""
+        """Seconds that a request for a model or adapter may still wait; 0 if it has a worker or none is expected.
+
+        A request that names no model waits only while no model has a worker.
+        """
         if not isinstance(name, str):
             lasts = () if self._served else [absence.until for absence in self._absent.values()]
         else:

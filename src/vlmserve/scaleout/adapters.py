@@ -1,4 +1,4 @@
-"""Adapters behind a gateway: all workers of a model load and unload them, and each says how that went."""
+"""Load and unload adapters through a gateway, on all workers of a model."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from vlmserve.server.schema.models import LoadAdapterRequest, UnloadAdapterReque
 
 
 async def load_adapter(request: Request) -> Response:
-    """Have all workers of a model load a LoRA adapter out of their folders, or replace one."""
+    """Have all workers of a model load or replace a LoRA adapter from their folders."""
     return await _change(request, LoadAdapterRequest)
 
 
 async def unload_adapter(request: Request) -> Response:
-    """Have all workers of a model serve a LoRA adapter no more."""
+    """Have all workers of a model unload a LoRA adapter."""
     return await _change(request, UnloadAdapterRequest)
 
 
@@ -52,7 +52,7 @@ async def _change(request: Request, kind: type[LoadAdapterRequest] | type[Unload
         await gateway.adapters.made(done, change)
     failed = [one for one in outcomes if one.status != HTTPStatus.OK]
     if path is None and done:
-        failed = [one for one in failed if one.status != HTTPStatus.NOT_FOUND]  # it is not served there, as wanted
+        failed = [one for one in failed if one.status != HTTPStatus.NOT_FOUND]  # already absent there
     if not failed:
         return PlainTextResponse(next(one.said for one in outcomes if one.status == HTTPStatus.OK))
     error = _error(failed, len(outcomes))
@@ -62,7 +62,7 @@ async def _change(request: Request, kind: type[LoadAdapterRequest] | type[Unload
 
 
 def _error(failed: Sequence[Outcome], count: int) -> RefusedError:
-    """The error for what not all of `count` workers have done: of the status that they agree on, else 502."""
+    """The error when some of `count` workers failed: 502, or the status that all failures have in common."""
     statuses = {one.status for one in failed}
     status = HTTPStatus(statuses.pop()) if len(statuses) == 1 else HTTPStatus.BAD_GATEWAY
     reasons = "; ".join(f"{one.worker}: {one.said}" for one in failed)

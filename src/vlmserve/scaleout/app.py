@@ -1,4 +1,4 @@
-"""A gateway's application: every path of a server, most of which a worker answers."""
+"""The gateway's application: it serves all paths of a server, and forwards most of them to workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(gateway: Gateway) -> Starlette:
-    """The application of a gateway. Its workers may come later."""
+    """Make the application. Workers may join later."""
     own: dict[str, Endpoint] = {
         "/v1/models": list_models,
         "/v1/models/{name:path}": show_model,
@@ -66,12 +66,12 @@ def _cards(request: Request) -> list[ModelCard]:
 
 
 async def list_models(request: Request) -> Response:
-    """The models of all workers, under each of their names."""
+    """List the models of all workers, under each of their names."""
     return json_response(model_list(_cards(request)))
 
 
 async def show_model(request: Request) -> Response:
-    """One model by name."""
+    """Show one model by name."""
     gateway: Gateway = request.app.state.gateway
     name = request.path_params["name"]
     own, _ = gateway.model(name)
@@ -82,12 +82,12 @@ async def show_model(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Whether the gateway should keep running: it should, whatever its workers do."""
+    """Liveness: always 200, whatever the workers do."""
     return json_response(Health("ok"))
 
 
 async def ready(request: Request) -> Response:
-    """200 when some worker answers requests, else 503 with the reason."""
+    """Readiness: 200 while some worker answers, else 503 with the reason."""
     gateway: Gateway = request.app.state.gateway
     problem = gateway.problem()
     if problem is None:
@@ -97,13 +97,13 @@ async def ready(request: Request) -> Response:
 
 
 async def show_metrics(request: Request) -> Response:
-    """The gateway's metrics, and those of all workers with their names."""
+    """The metrics of the gateway and of all workers, labeled with their names."""
     gateway: Gateway = request.app.state.gateway
     page = await exposition(gateway.metrics, gateway.heard)
     return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def show_live(request: Request) -> Response:
-    """What all engines do together, and what each of them does."""
+    """Live statistics of all engines together and of each worker."""
     view: ClusterView = request.app.state.view
     return json_response(await view.stats())

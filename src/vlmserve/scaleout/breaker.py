@@ -1,15 +1,15 @@
-"""A circuit breaker: keeps requests away from a worker that fails, and tries it again with one request at a time."""
+"""A circuit breaker: sends no requests to a failing worker, then tries one at a time."""
 
 from __future__ import annotations
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Seconds for which a worker is avoided; doubled while it goes on failing."""
+"""Seconds without requests; doubled after each failed try."""
 MOST_ERRORS = 3
-"""Consecutive answers 5xx that open the breaker. One failed connection does: nobody listens there."""
+"""Consecutive 5xx answers that open the breaker. One failed connection opens it at once."""
 
 
 class Breaker:
-    """Of one worker. Times are seconds on a clock of the caller's. Client errors must not be counted."""
+    """The breaker of one worker. The caller's clock gives times in seconds. Do not count client errors."""
 
     def __init__(self) -> None:
         self._errors = 0
@@ -19,28 +19,28 @@ class Breaker:
 
     @property
     def is_closed(self) -> bool:
-        """Whether requests may be sent without asking `allows`."""
+        """True if requests may be sent without asking `allows`."""
         return self._until is None
 
     def allows(self, now: float) -> bool:
-        """Whether a request may be sent now: always while it is closed, one at a time once the pause is over."""
+        """Return whether a request may be sent: always while closed, one at a time after the pause."""
         return self._until is None or (now >= self._until and not self._trying)
 
     def begin(self) -> None:
-        """A request is sent, perhaps to find out whether the worker is well again."""
+        """Record that a request is sent. While the breaker is open, this is the one try."""
         self._trying = self._until is not None
 
     def succeed(self) -> None:
         self._errors, self._pause, self._until, self._trying = 0, FIRST_PAUSE, None, False
 
     def abandon(self) -> None:
-        """The request ended without saying anything of the worker: its client left."""
+        """Record a request that says nothing about the worker: its client left."""
         self._trying = False
 
     def fail(self, now: float, *, connection: bool) -> None:
-        """connection: nobody answered; else with a 5xx."""
+        """Record a failure. connection: no answer, or a broken one; otherwise a 5xx."""
         self._errors += 1
-        is_news = self._until is None or now >= self._until  # what was under way then fails as well, and counts once
+        is_news = self._until is None or now >= self._until  # requests in flight fail together and count once
         if is_news and (connection or self._trying or self._errors >= MOST_ERRORS):
             self._until = now + self._pause
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)

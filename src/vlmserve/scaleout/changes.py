@@ -1,8 +1,8 @@
-"""Which adapters were loaded and unloaded while a cluster runs.
+"""Adapters loaded and unloaded while a cluster runs.
 
-Every worker says which changes it has made. Whoever puts what all of them say together, in any order, gets the same: of
-each adapter the latest change (a last-writer-wins map, Shapiro et al. 2011). So nothing else has to store them, and
-several gateways need not talk to each other.
+Every worker reports the changes that it has made. Merged in any order, the reports give the same result: the latest
+change of each adapter (a last-writer-wins map, Shapiro et al. 2011). So nothing else stores changes, and gateways need
+not talk to each other.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 MAX_UNLOADED = 1000
-"""Adapters of which it is remembered that they were unloaded; those that were first are forgotten first."""
+"""Unloaded adapters to remember; the oldest are forgotten first."""
 
 
 class Change(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An adapter was loaded or unloaded.
-
-    time: nanoseconds since 1970, and later than every change that its gateway knew. gateway: its id; of two changes at
-    one time, that of the greater one counts as later. path: of the adapter's folder, as each worker finds it in its
-    --lora-folder; None: it was unloaded. mixture: the X-LoRA checkpoint that mixes it; empty: it is served by itself.
-    """
+    """An adapter was loaded or unloaded."""
 
     time: int
+    """Nanoseconds since 1970; later than every change that its gateway knew."""
     gateway: str
+    """The gateway's id; it orders changes of the same time."""
     name: str
     path: str | None = None
+    """The adapter's folder, as each worker finds it in its --lora-folder; None: unloaded."""
     mixture: str = ""
+    """The X-LoRA checkpoint that mixes the adapter; empty: served by itself."""
 
     @property
     def adapter(self) -> str:
@@ -35,7 +34,7 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def part(self) -> str | None:
-        """Which of the adapters that X-LoRA mixes; None: the whole of what is served."""
+        """The adapter within its X-LoRA mixture; None: the adapter stands alone."""
         return self.name if self.mixture else None
 
     @property
@@ -44,7 +43,7 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Changes:
-    """The latest change of each adapter, and of each that X-LoRA mixes since its checkpoint was loaded last."""
+    """The latest change of each adapter, and of each part of an X-LoRA mixture since the mixture was last loaded."""
 
     def __init__(self, changes: Iterable[Change] = ()) -> None:
         self._latest: dict[str, dict[str | None, Change]] = {}
@@ -59,14 +58,14 @@ class Changes:
         return iter(self._ordered)
 
     def is_news(self, change: Change) -> bool:
-        """Whether neither it nor a later one that undoes it is there."""
+        """Return whether a change is later than all known changes of the adapter."""
         parts = self._latest.get(change.adapter, {})
         return all(
             before.order < change.order for part in (None, change.part) if (before := parts.get(part)) is not None
         )
 
     def add(self, change: Change) -> None:
-        """Take a change in, unless there is a later one."""
+        """Add a change, unless a later one is known."""
         if not self.is_news(change):
             return
         self._ordered = None
@@ -78,16 +77,16 @@ class Changes:
             self._forget()
 
     def missing_in(self, others: Changes) -> Sequence[Change]:
-        """Those that are not among others, from the first to the last."""
+        """Changes that are news to `others`, oldest first."""
         return [change for change in self if others.is_news(change)]
 
     def time_after(self, now: int) -> int:
-        """The time of a new change: now, or later than every change that is there."""
+        """The time of a new change: now, but later than every known change."""
         return max(now, *(change.time + 1 for change in self)) if self._latest else now
 
     @property
     def loaded(self) -> frozenset[str]:
-        """Adapters that were loaded, or of which others are mixed."""
+        """Loaded adapters, and mixtures of loaded adapters."""
         return frozenset(
             name for name, parts in self._latest.items() if (whole := parts.get(None)) is None or whole.path is not None
         )

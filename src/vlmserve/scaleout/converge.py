@@ -1,8 +1,7 @@
-"""Workers that come later, or were away, get the adapters that others have loaded, and lose those that others have
-unloaded.
+"""Bring workers that join late or were away to the cluster's adapters.
 
-A gateway knows every change that any of its workers has made, and has each of them make those that it lacks. As each
-worker makes a change once, several gateways may do so at the same time.
+A gateway knows every change that any of its workers has made, and has each worker make the changes that it lacks. A
+worker makes each change once, so several gateways may ask for it at the same time.
 """
 
 from __future__ import annotations
@@ -25,32 +24,33 @@ from vlmserve.scaleout.workers import Member
 logger = logging.getLogger(__name__)
 
 _TIMEOUT = 600.0
-"""Seconds in which a worker reads an adapter's files."""
+"""Timeout in seconds for a worker to read an adapter's files."""
 _HEARD = 3.0
-"""Seconds in which a worker says that it has made a change."""
+"""Timeout in seconds for a worker to report a change that it has made."""
 FIRST_PAUSE, LAST_PAUSE = 1.0, 60.0
-"""Seconds between two attempts of a worker to make a change."""
+"""Seconds between two attempts at a change."""
 
 
 class Outcome(NamedTuple):
-    """What a worker said. worker: its name. said: the text of its answer, or why there is none."""
+    """A worker's answer to a change."""
 
     worker: str
     status: int
     said: str
+    """The text of the answer, or the reason that there is none."""
 
 
 class ClusterAdapters:
-    """The changes that a gateway knows, by models. heard: returns when something of a worker has changed."""
+    """The changes that a gateway knows, by model. heard: returns when a worker reports something new."""
 
     def __init__(self, gateway: str, heard: Callable[[], Awaitable[None]]) -> None:
         self._gateway = gateway
         self._heard = heard
         self._changes: dict[str, Changes] = {}
         self._asking: set[Change] = set()
-        """Those that clients wait for: whoever asked the workers for them knows how it went."""
+        """Changes that a client is waiting for; `catch_up` leaves them to the client's request."""
         self._catching_up: dict[str, asyncio.Task[None]] = {}
-        """By the addresses of workers."""
+        """By worker URL."""
 
     def new(self, model: str, name: str, path: str | None, mixture: str | None) -> Change:
         now = self._of(model).time_after(time.time_ns())
@@ -65,24 +65,24 @@ class ClusterAdapters:
         return self._of(model).loaded
 
     def behind(self, member: Member) -> frozenset[str]:
-        """Adapters that a worker does not have as they are now."""
+        """Adapters that a worker lacks or has in an older version."""
         return frozenset(change.adapter for change in self._missing(member))
 
     def catch_up(self, members: Collection[Member]) -> None:
-        """Have workers make the changes that they lack; returns at once."""
+        """Have workers make the changes that they lack. Returns at once."""
         for member in members:
             task = self._catching_up.get(member.url)
             if (task is None or task.done()) and self._missing(member):
                 self._catching_up[member.url] = asyncio.ensure_future(self._catch_up(member))
 
     def leave(self, url: str) -> None:
-        """A worker is gone, or does not answer."""
+        """Stop the changes of a worker that is gone or does not answer."""
         if (task := self._catching_up.pop(url, None)) is not None:
             task.cancel()
 
     @contextlib.contextmanager
     def asking(self, change: Change) -> Iterator[None]:
-        """While a client waits for a change, nobody is told of it a second time."""
+        """Keep `catch_up` from asking for a change that a client is waiting for."""
         self._asking.add(change)
         try:
             yield
@@ -90,7 +90,7 @@ class ClusterAdapters:
             self._asking.discard(change)
 
     async def made(self, members: Collection[Member], change: Change) -> None:
-        """Until these workers have said that they have made a change; 3 s at most."""
+        """Wait until workers have reported a change; `_HEARD` seconds at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HEARD):
                 while any(change in self._missing(member) for member in members):
@@ -119,7 +119,7 @@ class ClusterAdapters:
 
 
 async def ask(member: Member, change: Change, *, force: bool, headers: Sequence[tuple[str, str]] = ()) -> Outcome:
-    """Have a worker make a change. force: whatever it serves under that name now."""
+    """Have a worker make a change. force: replace or unload whatever has that name."""
     assert member.hello is not None
     name = member.hello.info.name
     body = msgspec.json.encode(MakeChange(change, force))
@@ -137,7 +137,6 @@ async def ask(member: Member, change: Change, *, force: bool, headers: Sequence[
 
 
 def _message(body: bytes) -> str:
-    """What a worker's error says."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):

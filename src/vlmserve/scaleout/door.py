@@ -1,4 +1,4 @@
-"""What stands in front of a worker's server: only gateways come in, and they hear of every answer how it went."""
+"""Middleware of a worker's server: it admits only gateways, and reports on every answer to them."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ from vlmserve.server.hop import Hop, set_hop
 from vlmserve.server.service import Service
 
 BEAT = 0.5
-"""Seconds between two messages of a worker that has nothing else to say."""
+"""Maximum seconds between two messages of a worker."""
 _LOOK = 0.05
-"""Seconds between looks at whether the worker still takes requests."""
+"""Seconds between checks whether the worker still takes requests."""
 _MOST_MESSAGES = 10_000
-"""That wait for a gateway which does not read them; what is too much is left out."""
+"""Maximum messages queued for a gateway; more are dropped."""
 _OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/metrics"})
-"""Probes and metrics, for whoever watches the worker itself."""
+"""Probes and metrics, open to everybody."""
 
 
 class Door:
-    """Middleware. name: of the worker, kept over restarts. token: that gateways show."""
+    """The middleware. name: the worker's, kept across restarts. token: proves that a request comes from a gateway."""
 
     def __init__(self, app: ASGIApp, service: Service, *, name: str, token: str, capacity: int) -> None:
         self._app = app
@@ -75,7 +75,7 @@ class Door:
         self._tag = tag_of(name)
         self._feeds: dict[str, asyncio.Queue[FeedMessage]] = {}
         self._prompts: dict[str, deque[HeldPrompt]] = {}
-        """Of other gateways' requests, that a gateway is still to hear of."""
+        """By gateway: prompts that other gateways sent here, to be reported with the next beat."""
         self._pace = Pace()
         self._made = MadeChanges(service)
         self._engine: object = None
@@ -114,7 +114,7 @@ class Door:
             await self._pass(scope, receive, send, headers)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
-        """A request, as if it came from the client itself."""
+        """Serve a gateway's request with the client's identity."""
         scope[OWNER] = headers.get(OWNER_HEADER, "")
         if address := headers.get(CLIENT_HEADER):
             scope["client"] = address, 0
@@ -127,7 +127,7 @@ class Door:
         held: list[Message] = []
 
         async def send_watched(message: Message) -> None:
-            # What a stream says before its first token is held back: until then another worker may answer.
+            # Hold everything before the first token: until then, another worker may still answer.
             held.append(message)
             if watch.see() or not message.get("more_body", message["type"] == "http.response.start"):
                 for one in held:
@@ -141,7 +141,7 @@ class Door:
 
     @property
     def epoch(self) -> str:
-        """Another one for each engine that has been started."""
+        """Changes with every engine start."""
         engine = self._service.info
         if engine is not None and engine is not self._engine:
             self._engine, self._epoch = engine, secrets.token_hex(4)
@@ -158,7 +158,7 @@ class Door:
             feed.put_nowait(message)
 
     def tell_others(self, gateway: str, prompt: HeldPrompt) -> None:
-        """Have all gateways but one hear of a prompt with the next beat."""
+        """Report a prompt to all gateways except one, with the next beat."""
         for other, prompts in self._prompts.items():
             if other != gateway:
                 prompts.append(prompt)
@@ -211,8 +211,7 @@ class Door:
                 del self._feeds[gateway], self._prompts[gateway]
 
     async def _news(self, queue: asyncio.Queue[FeedMessage]) -> list[FeedMessage]:
-        """What there is to say, as soon as there is something; at the latest when gateways want to hear that the worker
-        is there."""
+        """Wait for messages; returns after `BEAT` seconds or a new phase at the latest."""
         loop = asyncio.get_running_loop()
         until, before = loop.time() + BEAT, self._service.phase
         news: list[FeedMessage] = []
@@ -225,7 +224,7 @@ class Door:
 
 
 class _Watch:
-    """One request, until its answer has ended. prompt: what the gateway calls its prompt."""
+    """One request, until its answer ends. prompt: the gateway's digests of the prompt."""
 
     def __init__(self, door: Door, gateway: str, route: int, prompt: str) -> None:
         self._door = door
@@ -240,7 +239,7 @@ class _Watch:
         self._door._pace.wait(self, generation)
 
     def see(self) -> bool:
-        """Something of the answer is about to be sent. Returns whether there is a token in it."""
+        """Report the first token. Returns whether the answer has a token yet."""
         if self._generation is None:
             return True
         if not self._has_begun and any(answer.ttft is not None for answer in self._generation.answers):
@@ -248,7 +247,7 @@ class _Watch:
         return self._has_begun
 
     def end(self) -> None:
-        """All of the answer was sent, or nobody reads the rest."""
+        """Report the end of the answer, or that nobody reads the rest."""
         if self._generation is None:
             return
         self.see()

@@ -1,6 +1,6 @@
-"""The workers of one model as a gateway sees them: how busy each is, and whether it may be used.
+"""A gateway's view of one model's workers: their load, and whether they may be used.
 
-Arrays with one number for each worker let a decision look at all of a thousand workers in some microseconds.
+State is in arrays with one number for each worker, so a decision over a thousand workers takes microseconds.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ TAG_LENGTH = 8
 
 
 def tag_of(name: str) -> str:
-    """What ids of responses begin with that a worker of this name has made, so that every gateway sends there what
-    continues them."""
+    """The prefix of all response ids that a worker makes. Every gateway routes follow-up requests by it."""
     return blake3(b"tag" + name.encode()).hexdigest(TAG_LENGTH // 2)
 
 
 class Worker:
-    """A worker and its place in the fleet's arrays, which no other has while it is there."""
+    """A worker and its slot: its index in the fleet's arrays."""
 
     def __init__(self, info: WorkerInfo, slot: int) -> None:
         self.info = info
@@ -41,9 +40,8 @@ class Worker:
 class Fleet:
     """All workers of a model.
 
-    Waiting is counted by when a worker will have prefilled all that it has accepted: what it says itself, and from then
-    on what this gateway has sent it. Requests that the worker has not begun count in any case, however late it says
-    something.
+    A worker's wait is the time until it has prefilled all accepted requests: its own report plus what this gateway
+    has sent since. Requests without a first token always count, however late the reports are.
     """
 
     def __init__(self) -> None:
@@ -57,16 +55,16 @@ class Fleet:
         self.pending = np.zeros(0)
         self.sent = np.zeros(0)
         self._others = np.zeros(0)
-        """Running requests of other gateways, as of the worker's last word."""
+        """Running requests of other gateways at the last report."""
         self._shut = np.zeros(0)
         """0, or infinity for a worker that takes no requests."""
         self.per_request = np.ones(0)
-        """What one request is of a worker's capacity."""
+        """1 / capacity."""
         self.token_seconds = np.zeros(0)
         self.image_seconds = np.zeros(0)
         self._has_token_seconds = np.zeros(0, np.bool_)
         self._has_image_seconds = np.zeros(0, np.bool_)
-        """Whether these were measured."""
+        """True if the worker has measured its seconds."""
         self._hashes = np.zeros(0, np.uint64)
 
     def __len__(self) -> int:
@@ -83,7 +81,7 @@ class Fleet:
         return self._workers.get(worker_id)
 
     def has(self, worker: Worker) -> bool:
-        """Whether a worker is still there: requests that were sent to it may end later."""
+        """Return whether a worker is still a member. Its requests may end after it left."""
         return self._slots[worker.slot] is worker
 
     def tagged(self, id: str) -> Worker | None:
@@ -95,7 +93,7 @@ class Fleet:
         return worker
 
     def add(self, info: WorkerInfo) -> Worker:
-        """A new worker, with nothing to do."""
+        """Add an idle worker."""
         if not self._free_slots:
             self._grow()
         slot = self._free_slots.pop()
@@ -103,7 +101,7 @@ class Fleet:
         for array in (self._busy_until, self.pending, self.sent, self._others):
             array[slot] = 0.0
         self._set_pace(slot, Load())
-        # By its name, which it keeps when it is started again, so that it becomes the home of the same requests.
+        # Hash the name, which survives restarts: the worker stays the home of the same requests.
         self._hashes[slot] = int.from_bytes(blake3(info.name.encode()).digest(8), "little")
         self._tags[tag_of(info.name)] = worker
         self.update(info)
@@ -116,7 +114,7 @@ class Fleet:
         self._shut[worker.slot] = np.inf if info.draining or not worker.breaker.is_closed else 0.0
 
     def remove(self, worker_id: str) -> Worker:
-        """Take a worker out. What was sent to it may end later, and counts for nobody."""
+        """Remove a worker. Its requests may end later and are then ignored."""
         worker = self._workers.pop(worker_id)
         self._slots[worker.slot] = None
         if self._tags.get(tag_of(worker.info.name)) is worker:
@@ -129,19 +127,21 @@ class Fleet:
         return worker
 
     def report(self, worker: Worker, load: Load, now: float) -> None:
-        """What a worker says of itself."""
+        """Apply a worker's report of its load."""
         if not self.has(worker):
             return
         slot = worker.slot
-        # It may have said this before it got what was sent to it last.
+        # The worker may have sent the report before it received the latest requests.
         sent = min(self.pending[slot], self._busy_until[slot] - now)
         self._busy_until[slot] = now + max(load.queued_seconds, sent)
         self._others[slot] = max(0.0, load.running - self.sent[slot])
         self._set_pace(slot, load)
 
     def _set_pace(self, slot: int, load: Load) -> None:
-        """What a worker has measured; for one that has measured nothing, what others take on average: if it seemed
-        slower than they are, it would get no requests and go on seeming so."""
+        """Store a worker's measured seconds, or the other workers' mean before it has measured any.
+
+        A pessimistic guess would keep requests away, and so would never be corrected.
+        """
         for seconds, measured, said, guess in (
             (self.token_seconds, self._has_token_seconds, load.token_seconds, TOKEN_SECONDS),
             (self.image_seconds, self._has_image_seconds, load.image_seconds, IMAGE_SECONDS),
@@ -152,11 +152,11 @@ class Fleet:
             seconds[slot] = said
 
     def whole_seconds(self, worker: Worker, tokens: int, images: int) -> float:
-        """Of prefill, for a prompt of which the worker has nothing cached."""
+        """Prefill seconds of a prompt without cache hits."""
         return float(self.token_seconds[worker.slot] * tokens + self.image_seconds[worker.slot] * images)
 
     def begin(self, worker: Worker, seconds: float, now: float) -> None:
-        """A request is sent that takes so many seconds of prefill. Counted at once, so that the next one sees it."""
+        """Count a request with `seconds` of prefill. Call it at once, so that the next decision sees it."""
         slot = worker.slot
         self.sent[slot] += 1
         self.pending[slot] += seconds
@@ -164,7 +164,7 @@ class Fleet:
         worker.breaker.begin()
 
     def prefilled(self, worker: Worker, seconds: float) -> None:
-        """A request no longer waits for its first token."""
+        """Record a request's first token."""
         if self.has(worker):
             self.pending[worker.slot] = max(0.0, self.pending[worker.slot] - seconds)
 
@@ -173,7 +173,7 @@ class Fleet:
             self.sent[worker.slot] -= 1
 
     def trip(self, worker: Worker, now: float, *, connection: bool) -> None:
-        """A request failed by the worker's fault."""
+        """Record a request that failed because of the worker."""
         worker.breaker.fail(now, connection=connection)
         if not worker.breaker.is_closed and self.has(worker):
             self._open.add(worker.slot)
@@ -186,7 +186,7 @@ class Fleet:
         worker.breaker.succeed()
 
     def waits(self, now: float) -> Floats:
-        """Seconds that a new request would wait for its prefill; infinity where none may be sent. A new array."""
+        """Seconds that a new request waits for prefill; infinity for unusable workers. A new array."""
         waits: Floats = np.maximum(self._busy_until - now, 0.0)
         waits += self._shut
         for slot in self._open:
@@ -196,24 +196,24 @@ class Fleet:
         return waits
 
     def usage(self) -> Floats:
-        """Running requests of each worker over its capacity. A new array."""
+        """Running requests divided by capacity. A new array."""
         return np.asarray((self.sent + self._others) * self.per_request)
 
     def own_share(self) -> float:
-        """The share of all running requests that this gateway has sent; 1 if nothing runs."""
+        """This gateway's fraction of all running requests; 1 if nothing runs."""
         sent = float(self.sent.sum())
         others = float(self._others.sum())
         return sent / (sent + others) if sent + others > 0 else 1.0
 
     def running(self, worker: Worker) -> float:
-        """Requests that a worker runs, as far as is known."""
+        """Running requests of a worker, as last reported."""
         return float(self.sent[worker.slot] + self._others[worker.slot])
 
     def homes(self, keys: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """Weights of rendezvous hashing, ``[keys, size]``: all gateways find the same worker to have the highest one
-        for a key, and few keys move when a worker comes or goes.
+        """Weights of rendezvous hashing, ``[keys, size]``: a key's home is the worker with the largest weight.
 
-        Thaler and Ravishankar 1998; the mixing is splitmix64's (Steele, Lea and Flood 2014).
+        All gateways find the same home, and few keys move when a worker comes or goes (Thaler and Ravishankar 1998).
+        The mixing function is splitmix64 (Steele, Lea and Flood 2014).
         """
         mixed = self._hashes ^ np.array(keys, np.uint64)[:, None]
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""A gateway's state: the workers that it knows, what it has heard of them, and the requests under way."""
+"""The state of a gateway: known workers, what they reported, and requests in flight."""
 
 from __future__ import annotations
 
@@ -47,27 +47,28 @@ from vlmserve.server.service import open_tracing
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY, _LAST_RETRY = 0.1, 1.0
-"""Seconds between attempts to listen to a worker that does not answer."""
+"""Seconds between attempts to connect to a worker's feed."""
 _SILENCE = 3.0
-"""Seconds after which a worker that says nothing counts as dead."""
+"""Seconds of silence after which a worker counts as dead."""
 _MOST_SETTLING = 100_000
-"""Requests of which workers may still say something."""
+"""Maximum requests that await a worker's report."""
 
 
 @dataclass
 class Model:
-    """One that workers have. adapters: that some of them have, or should have. lacking: by adapters that not all of
-    them have as they are now, the ids of the workers that do not."""
+    """A model that workers serve."""
 
     router: Router
     facts: ModelFacts
     adapters: Mapping[str, AdapterFacts] = field(default_factory=dict)
+    """Adapters that some workers have or should have."""
     lacking: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Ids of the workers that lack an adapter's latest version, by adapter."""
 
 
 @dataclass
 class Sent:
-    """A request that a worker has. account: whose tokens it costs."""
+    """A request that was sent to a worker. account: pays for its tokens."""
 
     route: Route
     account: Account | None
@@ -75,7 +76,7 @@ class Sent:
 
 
 class Gateway:
-    """To be used from one thread. token: that workers know their gateways by."""
+    """A gateway. Use it from one thread. token: the cluster's shared secret."""
 
     def __init__(self, server: ServerConfig, config: GatewayConfig, token: str) -> None:
         self.config = server
@@ -103,7 +104,7 @@ class Gateway:
         self._sent: OrderedDict[int, Sent] = OrderedDict()
         self._phase = "serving"
         self._changed = asyncio.Event()
-        """Set when something of a worker has changed."""
+        """Set when a worker reports something new."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -114,12 +115,12 @@ class Gateway:
 
     @property
     def max_logprobs(self) -> int | None:
-        """The most logprobs that all models give; None while no model is known."""
+        """The number of logprobs that all models support; None while no model is known."""
         known = [model.facts.abilities for model in self.models.values()]
         return min((one.max_logprobs for one in known if one is not None), default=None)
 
     def problem(self) -> VLMServeError | None:
-        """Why no request can be answered now."""
+        """The reason that no request can be answered."""
         if self._phase == "closing":
             return UnavailableError("The gateway is shutting down")
         if not any(len(model.router.fleet) for model in self.models.values()):
@@ -128,7 +129,7 @@ class Gateway:
 
     @property
     def heard(self) -> list[tuple[str, Upstream]]:
-        """The names of the workers that answer, and the connections to them."""
+        """Names of the workers that answer, and their connections."""
         return [
             (member.hello.info.name, member.upstream)
             for member in self.members.values()
@@ -136,7 +137,7 @@ class Gateway:
         ]
 
     def set_workers(self, urls: Collection[str]) -> None:
-        """The addresses of the workers that there are now."""
+        """Set the addresses of all workers."""
         for url in set(urls) - self.members.keys():
             member = self.members[url] = Member(url, Upstream(url, {TOKEN_HEADER: self._token}))
             member.listening = asyncio.ensure_future(self._listen(member))
@@ -149,13 +150,15 @@ class Gateway:
             self.update_models()
 
     def model(self, name: object) -> tuple[str, Router]:
-        """The model of that name and its router; without a name the only one. Raises UnavailableError,
-        UnknownModelError or InvalidRequestError."""
+        """The model of a name and its router; without a name, the only model.
+
+        Raises UnavailableError, UnknownModelError or InvalidRequestError.
+        """
         if not self.models:
             raise self.problem() or UnavailableError("No worker is ready yet; try again soon")
         own = self._names.get(name) if isinstance(name, str) else None
         if own is None and not isinstance(name, str) and len(self.models) == 1:
-            own = next(iter(self.models))  # what is no name is refused by the worker
+            own = next(iter(self.models))  # the worker rejects a name of another type
         known = ", ".join(map(repr, sorted(self.models)))
         if own is None and not isinstance(name, str):
             raise InvalidRequestError(f"There are several models; name one of {known}", param="model")
@@ -164,26 +167,27 @@ class Gateway:
         return own, self.models[own].router
 
     async def await_worker(self, name: object) -> None:
-        """Until a worker takes requests for the model that a request names, if the last one that did has left a moment
-        ago; else returns at once. name: None for requests that any worker answers."""
+        """Wait for a worker if a model's last worker has just left; otherwise return at once.
+
+        name: the model or adapter that a request names; None: any worker will do.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.absent(name)):
                 while self.absent(name):
                     await self.change_of_worker()
 
     def absent(self, name: object) -> float:
-        """Seconds for which a request that names a model or an adapter waits for a worker; 0 if there is one, or none
-        is expected."""
+        """Seconds that a request waits for a worker; 0 if there is one, or none is expected."""
         own = self._names.get(name) if isinstance(name, str) else None
         return self._absences.left(name if own is None else own)
 
     def lacking(self, name: object) -> Collection[str]:
-        """The ids of workers of a model that do not have the adapter which a request names."""
+        """Ids of the workers that lack the adapter that a request names."""
         own = self._names.get(name) if isinstance(name, str) else None
         return () if own is None else self.models[own].lacking.get(str(name), ())
 
     def members_of(self, model: str) -> list[Member]:
-        """The workers of a model that answer and do not drain."""
+        """Workers of a model that answer and do not drain."""
 
         def is_one(member: Member) -> bool:
             hello = member.hello if member.is_heard else None
@@ -192,13 +196,13 @@ class Gateway:
         return [member for member in self.members.values() if is_one(member)]
 
     def learn(self, model: str, change: Change) -> None:
-        """An adapter was loaded or unloaded by workers; all others of the model are to do so, too."""
+        """Spread a change of an adapter to all workers of a model."""
         self.adapters.hear(model, [change])
         self.update_models()
         self._catch_up(model)
 
     def any_model(self) -> tuple[str, Router]:
-        """A model and its router, for what every worker can do. Raises UnavailableError."""
+        """A model and its router, for requests that any worker can answer. Raises UnavailableError."""
         for name, model in self.models.items():
             if len(model.router.fleet):
                 return name, model.router
@@ -210,7 +214,7 @@ class Gateway:
     def send(
         self, router: Router, key: RequestKey, excluded: Collection[str], account: Account | None
     ) -> tuple[int, Route] | None:
-        """Choose a worker, and expect to hear of the request under the returned number; None if there is no worker."""
+        """Choose a worker, and number the request for the worker's reports. None: no worker."""
         route = router.route(key, excluded)
         if route is None:
             return None
@@ -221,12 +225,12 @@ class Gateway:
         return number, route
 
     def forget(self, number: int) -> None:
-        """Nothing more is expected of a request."""
+        """Expect no more reports on a request."""
         self._sent.pop(number, None)
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
-        """Count a request while it is under way."""
+        """Count a request as in flight."""
         self.num_in_flight += 1
         self._idle.clear()
         try:
@@ -237,25 +241,24 @@ class Gateway:
                 self._idle.set()
 
     async def wait_for_workers(self, patience: float) -> None:
-        """Until there are workers and all of them have said what they have, at most `patience` seconds."""
+        """Wait until there are workers and all of them have reported; `patience` seconds at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 while not self.members or not all(member.is_heard for member in self.members.values()):
                     await self.change_of_worker()
 
     def leave(self) -> None:
-        """Have clients close their connections: another gateway is in the place of this one."""
+        """Have clients close their connections, because another gateway has taken over."""
         self._phase = "leaving"
 
     async def drain(self, grace: float) -> bool:
-        """Refuse new requests, and wait for those under way; whether they ended within `grace` seconds."""
+        """Reject new requests and wait for the others. Returns whether they ended within `grace` seconds."""
         self._phase = "closing"
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
         return self._idle.is_set()
 
     async def close(self) -> None:
-        """Listen to nobody any more."""
         self.set_workers(())
         if self.limits is not None:
             await self.limits.close()
@@ -263,7 +266,7 @@ class Gateway:
             self.tracing.close()
 
     async def _listen(self, member: Member) -> None:
-        """Hear what a worker says for as long as it is a member."""
+        """Read a member's feed and reconnect when it breaks."""
         pause = _FIRST_RETRY
         while True:
             try:
@@ -329,7 +332,7 @@ class Gateway:
             router.fleet.heal(worker)
 
     def _lose(self, member: Member) -> None:
-        """A worker does not answer: it gets nothing until it does."""
+        """Stop sending requests to a worker that does not answer."""
         if member.hello is None or not member.is_heard:
             return
         member.is_heard = False
@@ -341,12 +344,12 @@ class Gateway:
         self._changed.set()
 
     def _note_absence(self, model: str) -> None:
-        """Have it known whether a model has a worker that takes requests."""
+        """Record whether a model has a worker that takes requests."""
         names = [name for name, own in self._names.items() if own == model]
         self._absences.note(model, names, is_served=bool(self.members_of(model)))
 
     def update_models(self) -> None:
-        """Have each model's router know its workers."""
+        """Tell each model's router its workers."""
         self._changed.set()
         workers: dict[str, list[WorkerInfo]] = {}
         for member in self.members.values():
@@ -373,7 +376,7 @@ class Gateway:
         self._names |= {name: name for name in self.models}
 
     def _update_adapters(self, name: str) -> None:
-        """Which workers of a model have which adapters, as these are now."""
+        """Update a model's adapters and the workers that lack them."""
         model = self.models[name]
         served: dict[str, dict[str, AdapterFacts]] = {}
         every = set(self.adapters.loaded(name))
@@ -391,12 +394,12 @@ class Gateway:
         self.adapters.catch_up(self.members_of(model))
 
     async def change_of_worker(self) -> None:
-        """Until something of a worker has changed."""
+        """Wait until a worker reports something new."""
         self._changed.clear()
         await self._changed.wait()
 
 
 def _agreed(facts: Sequence[AdapterFacts]) -> AdapterFacts:
-    """What all workers say of an adapter; nothing of that in which they differ, or that nobody knows."""
+    """The facts of an adapter if all workers agree on them, else no facts."""
     known = [one for one in facts if one.root is not None]
     return known[0] if known and all(one == known[0] for one in known) else AdapterFacts()

@@ -1,9 +1,9 @@
-"""A gateway's port passes to the gateway that takes its place, so that at no moment nobody listens there.
+"""Hand a gateway's port to its successor without a moment in which nobody listens.
 
-The gateway that runs keeps a Unix socket for each port that it listens on, with a name that follows from the address.
-Its successor asks there, shows the cluster's token, and gets the listening socket itself (SCM_RIGHTS), with all
-connections that nobody has accepted yet. Once it accepts connections it says so, and the other one stops. Linux only:
-its abstract names belong to a network, as ports do, and vanish with the process.
+A running gateway keeps a Unix socket for its port, named by the address. The successor connects, sends the cluster's
+token, and receives the listening socket (SCM_RIGHTS) with all connections that wait to be accepted. When it accepts
+connections, it says so, and the predecessor stops. Linux only: abstract socket names belong to a network namespace,
+like ports, and vanish with the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vlmserve.server.run import address_of
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 5.0
-"""Seconds for each word of the other side."""
+"""Timeout in seconds for each message of the other side."""
 _MOST_TOKEN_BYTES = 1024
 _SOCKET, _LISTENS, _DENIED = b"s", b"l", b"d"
 
@@ -34,7 +34,7 @@ def _name(address: tuple[object, ...]) -> str:
 
 
 class Offer:
-    """A running gateway's side. To be used from one event loop. listener: of the web server."""
+    """The running gateway's side. Use it from one event loop. listener: the web server's socket."""
 
     def __init__(self, listener: socket.socket, token: str) -> None:
         self._listener = listener
@@ -54,7 +54,7 @@ class Offer:
             self._door = None
 
     async def taken(self) -> None:
-        """Until another gateway accepts connections in this one's place."""
+        """Wait until another gateway has taken over."""
         if self._door is None:
             await asyncio.Event().wait()
             return
@@ -73,7 +73,7 @@ class Offer:
                     successor.close()
 
     async def _give(self, successor: socket.socket) -> bool:
-        """Whether the other side was given the socket, and uses it now. Raises OSError or TimeoutError."""
+        """Send the socket. Returns whether the successor accepts connections. Raises OSError or TimeoutError."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(_PATIENCE):
             token = await loop.sock_recv(successor, _MOST_TOKEN_BYTES)
@@ -84,30 +84,30 @@ class Offer:
         return await loop.sock_recv(successor, 1) == _LISTENS
 
     def close(self) -> None:
-        """Make no more offers. A successor that waits for that goes on."""
+        """Make no more offers, and release a successor that waits for this."""
         for one in (self._door, self._successor):
             if one is not None:
                 one.close()
 
 
 class Predecessor:
-    """The gateway whose place is taken. listener: its socket, which listens."""
+    """The gateway to replace. listener: its listening socket."""
 
     def __init__(self, listener: socket.socket, channel: socket.socket) -> None:
         self.listener = listener
         self._channel = channel
 
     def release(self) -> None:
-        """Have it accept no more connections. Blocks until it does not, for some seconds at most."""
-        with contextlib.closing(self._channel), contextlib.suppress(OSError):  # gone: it does not, either
+        """Tell it to accept no more connections. Blocks until it has stopped, some seconds at most."""
+        with contextlib.closing(self._channel), contextlib.suppress(OSError):  # it has ended, so it accepts nothing
             self._channel.send(_LISTENS)
             self._channel.recv(1)
 
 
 def predecessor_at(server: ServerConfig, token: str) -> Predecessor | None:
-    """The gateway at an address, with its socket; None if there is none.
+    """Ask the gateway at an address for its socket. None: no gateway runs there.
 
-    Raises ConfigurationError if it may not be replaced, or does not answer.
+    Raises ConfigurationError if the gateway may not be replaced or does not answer.
     """
     if sys.platform != "linux":
         return None
@@ -133,7 +133,7 @@ def predecessor_at(server: ServerConfig, token: str) -> Predecessor | None:
 
 
 def _is_own(successor: socket.socket) -> bool:
-    """Whether the other process is the same user's, or root's."""
+    """Return whether the other process belongs to this user or root."""
     credentials = successor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", credentials)
     return user in (0, os.geteuid())

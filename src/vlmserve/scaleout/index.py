@@ -1,8 +1,8 @@
-"""What a gateway believes each worker has cached: digests of prompts' segments and of images.
+"""A gateway's estimate of each worker's cache: digests of prompt segments and of images.
 
-Each worker's digests are kept in the order of their last use and evicted when they are more tokens than the worker's
-cache holds, as the worker itself evicts blocks. What it really has may differ, since other gateways send it requests as
-well; `correct` shrinks or grows what is believed by what the worker says of each request.
+Digests are in order of their last use. The least recently used ones are evicted when their tokens exceed the worker's
+KV cache, as the worker evicts blocks. Other gateways use the same caches, so `correct` shrinks or grows the estimate by
+the hits that workers report.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from vlmserve.scaleout.keys import Segment
 
 _SHRINK, _GROW = 0.9, 1.05
 _LEAST_SHARE = 0.02
-"""Of a worker's cache that is believed to be of use at all times."""
+"""Minimum fraction of a worker's cache that the estimate covers."""
 
 
 class WorkerCache:
-    """What one worker is believed to have. To be changed by `CacheIndex` alone."""
+    """The estimate for one worker. Only `CacheIndex` changes it."""
 
     __slots__ = ("capacity", "entries", "limit", "most_entries", "tokens")
 
@@ -27,12 +27,12 @@ class WorkerCache:
         self.capacity = self.limit = max(1, capacity)
         self.most_entries = max(1, most_entries)
         self.entries: OrderedDict[bytes, int] = OrderedDict()
-        """Tokens by digest, the one used last at the end."""
+        """Tokens by digest, most recently used last."""
         self.tokens = 0
 
 
 class CacheIndex:
-    """Bounded: at most `max_entries` digests, evenly for all workers. Workers are numbers that the caller chooses."""
+    """Estimates for all workers, together at most `max_entries` digests. The caller numbers the workers."""
 
     def __init__(self, max_entries: int = 2_000_000) -> None:
         self._max_entries = max_entries
@@ -41,11 +41,11 @@ class CacheIndex:
         self.lengths: dict[bytes, int] = {}
 
     def __len__(self) -> int:
-        """Digests, counted once for each worker that has them."""
+        """Number of digests, summed over workers."""
         return sum(len(cache.entries) for cache in self.caches.values())
 
     def add_worker(self, worker: int, capacity: int) -> None:
-        """A worker with nothing cached. capacity: tokens of its KV cache."""
+        """Add a worker with an empty cache. capacity: tokens of its KV cache."""
         self.forget(worker)
         self.caches[worker] = WorkerCache(capacity, 1)
         share = max(1, self._max_entries // len(self.caches))
@@ -58,7 +58,7 @@ class CacheIndex:
         self.caches.pop(worker, None)
 
     def forget(self, worker: int) -> None:
-        """The worker's caches are empty: its engine was started again."""
+        """Empty a worker's estimate, because its engine was restarted."""
         cache = self.caches.get(worker)
         if cache is None:
             return
@@ -69,28 +69,29 @@ class CacheIndex:
         cache.limit = cache.capacity
 
     def insert(self, worker: int, segments: Sequence[Segment], images: Iterable[bytes] = ()) -> None:
-        """A request with these segments goes to a worker, which will have them cached."""
+        """Record a request that was sent to a worker, which will cache its segments."""
         cache = self.caches.get(worker)
         if cache is None:
             return
         for image in images:
             self._touch(worker, cache, image, 0)
-        # From the end on: the beginning of a prompt is used last, as the worker evicts its end first.
+        # Touch the start of the prompt last: the worker evicts its end first.
         for place in range(len(segments) - 1, -1, -1):
             digest, tokens = segments[place]
             self._touch(worker, cache, digest, tokens - (segments[place - 1].tokens if place else 0))
         self._evict(worker, cache)
 
     def insert_history(self, worker: int, digest: bytes, length: int, added: int) -> None:
-        """A worker has the history of a stored response. length: its tokens. added: those of them that no request that
-        was inserted has, which are the answer's."""
+        """Record the history of a stored response.
+
+        length: tokens of the history. added: tokens not in any inserted request, namely the answer.
+        """
         if worker in self.caches:
             self.lengths[digest] = length
             self.insert_prompt(worker, digest, added)
 
     def insert_prompt(self, worker: int, digest: bytes, added: int, images: Iterable[bytes] = ()) -> None:
-        """A worker has the prompt that ends with a segment of this digest, and its images. added: tokens of it that it
-        did not have before."""
+        """Record a cached prompt by its last digest, and its images. added: tokens that were not cached before."""
         if (cache := self.caches.get(worker)) is not None:
             for image in images:
                 self._touch(worker, cache, image, 0)
@@ -98,11 +99,11 @@ class CacheIndex:
             self._evict(worker, cache)
 
     def history_length(self, digest: bytes) -> int | None:
-        """Tokens of a history that some worker is believed to have; None if none is."""
+        """Tokens of a history; None if no worker is known to have it."""
         return self.lengths.get(digest)
 
     def some_holders(self, digest: bytes, most: int, source: random.Random) -> Collection[int]:
-        """Workers that are believed to have a digest; of many, some by chance."""
+        """Workers that have a digest; a random sample if more than `most` have it."""
         holders = self.holders.get(digest, ())
         return holders if len(holders) <= most else source.sample(list(holders), most)
 
@@ -110,7 +111,7 @@ class CacheIndex:
         return worker in self.holders.get(digest, ())
 
     def cached_tokens(self, worker: int, segments: Sequence[Segment]) -> int:
-        """Tokens of the longest beginning of a prompt that a worker is believed to have."""
+        """Length in tokens of the longest prefix that a worker has."""
         cache = self.caches.get(worker)
         if cache is None:
             return 0
@@ -121,7 +122,7 @@ class CacheIndex:
         return 0
 
     def best(self, segments: Sequence[Segment], most: int, source: random.Random) -> dict[int, int]:
-        """The workers that have the longest beginnings of a prompt, less than twice `most`, with their tokens of it."""
+        """Workers with the longest prefixes of a prompt, fewer than ``2 * most``, and the prefixes' tokens."""
         found: dict[int, int] = {}
         holders = self.holders
         for digest, tokens in reversed(segments):
@@ -133,8 +134,10 @@ class CacheIndex:
         return found
 
     def correct(self, worker: int, believed: float, actual: float) -> None:
-        """A worker has said which share of a prompt it had cached. Believing too much shrinks what is believed of it
-        from now on, believing too little lets it grow back to the size of its cache."""
+        """Compare believed and actual cached fractions of a prompt.
+
+        Believing too much shrinks the worker's estimate; believing too little grows it up to the cache's size.
+        """
         cache = self.caches.get(worker)
         if cache is None:
             return

@@ -1,9 +1,9 @@
-"""What a request shares with others, from its body alone: no tokenizer, no image is decoded, no URL is fetched.
+"""Routing keys: what a request shares with others, from its body alone.
 
-A request's prompt is cut into segments: fixed pieces of its text, and its images. Each segment has a digest that covers
-the one before it, so two requests with the same digest share everything up to there. The chain begins with the model,
-the adapter and the tenant's salt, as the engine's own keys do (`cache/keys.py`). A digest only says where to send a
-request: what an engine has cached is found by its own keys, so that a wrong guess here costs time and nothing else.
+No tokenizer runs, no image is decoded and no URL is fetched. The prompt is split into segments: pieces of text of fixed
+length, and images. A segment's digest covers all earlier segments, so equal digests mean equal prefixes. The chain
+starts with the model, the adapter and the tenant's salt, like the engine's own keys (`cache/keys.py`). Digests only
+choose the worker; the engine looks its cache up by its own keys, so a wrong guess costs time but not correctness.
 """
 
 from __future__ import annotations
@@ -19,75 +19,74 @@ from vlmserve.scaleout.image_sizes import HEAD_CHARACTERS, size_of_base64
 
 DIGEST_BYTES = 16
 CHUNK = 512
-"""Characters of a segment of text."""
+"""Characters in a text segment."""
 MAX_SEGMENTS = 1024
-"""Of a request; what comes after them is not looked at."""
+"""Maximum segments of a request; the rest of the prompt is ignored."""
 _CHARACTERS_PER_TOKEN = 4
 _PIXELS_PER_TOKEN = 28 * 28
 _LEAST_IMAGE_TOKENS, _MOST_IMAGE_TOKENS = 64, 4096
 _UNKNOWN_IMAGE_TOKENS = 512
-"""Of an image whose size the body does not say: one behind a URL or an id."""
+"""For an image given by URL or id, whose size is unknown."""
 _TEXTS = ("text", "input_text", "output_text", "refusal")
 _CALLS = ("tool_use", "tool_result", "function_call")
 _NOT_CONTENT = frozenset({"type", "media_type", "format", "cache_control"})
 _INSTRUCTIONS = frozenset({"system", "developer"})
 _MAX_DEPTH = 16
 _MAX_DATA_HEAD = 256
-"""Characters of a data URL before its content."""
+"""Maximum characters before the comma of a data URL."""
 
 
 class Segment(NamedTuple):
-    """digest: of all up to the end of this segment. tokens: an estimate of how many these are."""
-
     digest: bytes
+    """Covers the prompt up to the end of this segment."""
     tokens: int
+    """Estimated tokens up to the end of this segment."""
 
 
 class Home(NamedTuple):
-    """A part of a prompt that others may share, by which all gateways find the same worker without talking.
-
-    number: below 2**64. tokens: of the prompt, that are cached there if such requests went there; 0 for what only later
-    requests can find there, those of the conversation that begins.
-    """
+    """A part of a prompt that other requests may share. All gateways map it to the same worker without talking."""
 
     number: int
+    """The part's hash, below 2**64."""
     tokens: int
+    """Tokens that are cached there if earlier requests had the part; 0 for the start of a conversation, whose own later
+    requests find it."""
 
 
 class RequestKey(NamedTuple):
-    """What routing looks at.
-
-    segments: in the prompt's order. images: digests of the images' contents with the tenant's salt, wherever they are
-    in the prompt. tokens: an estimate of the prompt's length. homes: of its first image, its instructions and its first
-    turn. root: of the chain. follows: the id of the response or conversation that the request continues;
-    conversation: that of a conversation.
-    """
+    """The input of routing policies."""
 
     segments: tuple[Segment, ...]
     images: tuple[bytes, ...]
+    """Digests of the images' contents with the tenant's salt, independent of their positions."""
     tokens: int
+    """Estimated length of the prompt."""
     homes: tuple[Home, ...]
+    """Homes of the first image, the instructions and the first turn."""
     root: bytes
+    """The start of the chain of digests."""
     follows: str | None = None
+    """The id of the response or conversation that the request continues."""
     conversation: str | None = None
+    """The id, if the request continues a conversation."""
 
     @property
     def continues(self) -> bool:
         return self.follows is not None or (bool(self.homes) and self.homes[-1].tokens > 0)
 
     def history(self, id: str) -> bytes:
-        """The digest of a stored response or conversation of this tenant's, which stands for the prompt up to there."""
+        """The digest of a stored response or conversation. It stands for the prompt up to there."""
         return blake3(self.root + b"history" + id.encode(errors="surrogatepass")).digest(DIGEST_BYTES)
 
     def after(self, tokens: int) -> RequestKey:
-        """The key when the history that the request continues is known to have so many tokens."""
+        """The key of a request whose history has `tokens` tokens."""
         segments = tuple(Segment(digest, tokens + before) for digest, before in self.segments)
         homes = tuple(Home(number, tokens + before) for number, before in self.homes)
         return self._replace(segments=segments, tokens=self.tokens + tokens, homes=homes)
 
 
 class _Turn(NamedTuple):
-    """A message begins."""
+    """The start of a message."""
 
     role: str
 
@@ -98,17 +97,16 @@ class _Image(NamedTuple):
 
 
 def request_key(body: Mapping[str, Any], *, model: str, salt: str = "", adapter: str = "") -> RequestKey:
-    """The key of a request to chat completions, completions, responses or messages.
+    """Make the key of a request to chat completions, completions, responses or messages.
 
-    body: as JSON says it. Whatever its shape, there is a key: whether it is a request is for the worker to say.
-    salt: of the tenant, with the request's own in it.
+    body: decoded JSON of any shape; the worker validates it. salt: the tenant's salt and the request's own.
     """
     start = blake3(b"root")
     for part in (model, adapter, salt):
         encoded = part.encode(errors="surrogatepass")
         start.update(len(encoded).to_bytes(8, "little") + encoded)
     if body.get("mm_processor_kwargs"):
-        # They change every image of the prompt.
+        # They change every image.
         start.update(_json(body["mm_processor_kwargs"]).encode(errors="surrogatepass"))
     key = RequestKey((), (), 0, (), start.digest(), *_continued(body))
     chain = _Chain(key.root)
@@ -122,7 +120,7 @@ def request_key(body: Mapping[str, Any], *, model: str, salt: str = "", adapter:
 
 
 class _Chain:
-    """Segments and images of a prompt, while it is read."""
+    """Builds the segments and images of a prompt, piece by piece."""
 
     def __init__(self, root: bytes) -> None:
         self.root = root
@@ -133,9 +131,9 @@ class _Chain:
         self._image_end = 0
         self._num_turns = 0
         self._instructions: Segment | None = None
-        """What comes before the first turn."""
+        """The last segment before the first turn."""
         self._first_turn: bytes | None = None
-        """The digest at the end of the first turn, once that is read."""
+        """The digest at the end of the first turn."""
         self._before_last_turn = 0
         """Tokens."""
 
@@ -179,7 +177,7 @@ def _home(digest: bytes, tokens: int) -> Home:
 
 
 def _continued(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The ids of what a request to responses continues, and of the conversation if it is one."""
+    """The id that a request to responses continues, and the conversation's id if it is one."""
     conversation = body.get("conversation")
     if isinstance(conversation, Mapping):
         conversation = conversation.get("id")
@@ -189,7 +187,7 @@ def _continued(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
 
 
 def _pieces(body: Mapping[str, Any]) -> Iterator[str | _Image | _Turn]:
-    """Turns, texts of at most `CHUNK` characters, and images, in the order in which templates have them."""
+    """Turns, texts of at most `CHUNK` characters and images, in the order of chat templates."""
     if tools := body.get("tools"):
         yield from _chunks(_json(tools))
     for field in ("system", "instructions"):
@@ -241,17 +239,17 @@ def _json(value: Any) -> str:
     try:
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:
-        return repr(value)  # half a character, which no worker takes either
+        return repr(value)  # a lone surrogate, which workers reject
 
 
 def _image(part: Mapping[str, Any]) -> _Image:
-    """An image, a video or its frames: their contents, and what else the part says of how they are prepared."""
+    """An image, video or list of frames: its content and its processing options."""
     digest, tokens = blake3(), 0
     for name, value in _leaves(part, "", 0):
         if not isinstance(value, str):
             digest.update(f"{name}={value!r};".encode(errors="surrogatepass"))
             continue
-        # The type that a data URL names does not matter: the content says what it is. Large ones are copied only once.
+        # Skip the media type of a data URL: the content decides. A memoryview copies large values only once.
         start = 1 + value.find(",", 0, _MAX_DATA_HEAD) if value.startswith("data:") else 0
         digest.update(memoryview(value.encode(errors="surrogatepass"))[start:])
         if start or name == "data":
@@ -262,7 +260,7 @@ def _image(part: Mapping[str, Any]) -> _Image:
 
 
 def _leaves(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """All values in a part with the names that they have there, without what says only how it is written."""
+    """All values in a content part with their names, except fields that only describe its encoding."""
     if depth > _MAX_DEPTH:
         return
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The parent's side of a worker's or gateway's process."""
+"""Start and control the process of a worker or gateway."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from vlmserve.errors import ModelLoadError, VLMServeError
 from vlmserve.scaleout.member import HANDED_OVER, Launch, News, Up
 
 MODULE = "vlmserve.scaleout.member"
-"""The command line of each worker and gateway names it."""
+"""The module that member processes run."""
 
 
 class MemberProcess:
-    """A process that was started. It must be closed; it also ends when its parent does."""
+    """A started process. Close it; it also ends with its parent."""
 
     def __init__(self, launch: Launch) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            process_group=0,  # Ctrl-C in a terminal goes to the parent alone, which has it drain first
+            process_group=0,  # a terminal's Ctrl-C reaches only the parent, which drains the members
         )
         self._lock = threading.Lock()
         self._write(msgspec.json.encode(launch))
@@ -42,11 +42,11 @@ class MemberProcess:
 
     @property
     def was_replaced(self) -> bool:
-        """Whether it was a gateway whose place another one has taken, and has ended since."""
+        """True if it was a gateway and ended because another one took over."""
         return self._process.poll() == HANDED_OVER
 
     def wait_until_up(self) -> str:
-        """Its URL, once it answers. Raises the VLMServeError for which it does not start."""
+        """Wait for the URL of the member. Raises the VLMServeError that kept it from starting."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -61,16 +61,16 @@ class MemberProcess:
         self._write(msgspec.json.encode(sorted(urls)))
 
     def terminate(self) -> None:
-        """Have it finish what is under way, and end."""
+        """Have it finish its requests and end."""
         if self.is_alive:
             self._process.send_signal(signal.SIGTERM)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Block until it has ended. Raises subprocess.TimeoutExpired."""
+        """Wait until it has ended. Raises subprocess.TimeoutExpired."""
         return self._process.wait(timeout)
 
     def close(self) -> None:
-        """End it at once if it still runs."""
+        """Kill it if it still runs."""
         if self.is_alive:
             self._process.kill()
         self._process.wait()
@@ -82,7 +82,7 @@ class MemberProcess:
 
     def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
-        with self._lock, contextlib.suppress(BrokenPipeError):  # it has ended, which whoever waits for it finds out
+        with self._lock, contextlib.suppress(BrokenPipeError):  # the process has ended; its waiter notices
             if not self._process.stdin.closed:
                 self._process.stdin.write(line + b"\n")
                 self._process.stdin.flush()

@@ -1,13 +1,11 @@
-"""Limits of API keys that several gateways have together, by way of the cluster's database.
+"""Limits of API keys across gateways, through the cluster's database.
 
-A gateway decides by its own count. What it has admitted it writes down right afterwards, for all keys at once and at
-most once in `_PAUSE`, and gets back what all gateways together have used up. A request waits for the database only if
-its key was not used here for `_FRESH` seconds, and never for longer than `PATIENCE`. While the database does not
-answer, every gateway goes on by itself.
+Rates: a gateway decides by its own count. It writes what it admitted at most once in `_PAUSE` seconds, for all keys at
+once, and reads what all gateways used. A request waits for the database only if its key was not read for `_FRESH`
+seconds, and at most `PATIENCE` seconds. While the database does not answer, every gateway counts alone.
 
-Of the requests that a key may run at once, each gateway has places in the database, which it asks for when a request
-comes that has none, and gives back when requests end. It has them for `_LEASE` seconds and renews them, so that those
-of a gateway that is gone come back.
+Concurrency: a gateway holds places of a key in the database. It asks for one when a request finds none, and returns
+places when requests end. Places are leased for `_LEASE` seconds and renewed, so a dead gateway's places come back.
 """
 
 from __future__ import annotations
@@ -30,44 +28,43 @@ from vlmserve.storage.store import Store, open_store
 logger = logging.getLogger(__name__)
 
 _FRESH = 1.0
-"""Seconds for which a gateway believes what it has heard of a key."""
+"""Seconds that a key's state counts as fresh."""
 PATIENCE = 0.25
-"""Seconds for which a request waits to hear of its key."""
+"""Maximum seconds that a request waits for the state of its key."""
 _PAUSE = 0.05
-"""Seconds between two transactions of a gateway."""
+"""Minimum seconds between two transactions of a gateway."""
 RETRY = 1.0
-"""The same while the database does not answer."""
+"""Seconds between transactions while the database does not answer."""
 _LEASE = 15.0
-"""Seconds for which a gateway has places for running requests."""
+"""Seconds that a gateway's places stay valid."""
 _RENEWAL = 5.0
-"""Seconds after which it renews them."""
+"""Seconds between renewals of places."""
 
 
 class ClusterLimits:
-    """A `SharedLimits`. To be used from one thread, in an event loop; it takes the store with it when it closes."""
+    """Implements `SharedLimits`. Use it from one thread with an event loop. It closes the store."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._clock = clock
         self._server = secrets.token_hex(8)
         self._waiting: Counter[str] = Counter()
-        """Requests that wait for a place, by the owners of their accounts."""
+        """Requests that wait for a place, by account owner."""
         self._holding: dict[str, Account] = {}
         """Accounts that have places."""
         self._heard: dict[str, float] = {}
-        """When it was heard of accounts, by their owners."""
+        """Time of the last read, by account owner."""
         self._wanted: dict[str, Account] = {}
-        """Accounts that the next transaction is about."""
+        """Accounts of the next transaction."""
         self._news, self._hurry = asyncio.Event(), asyncio.Event()
         self._asked: asyncio.Future[None] | None = None
-        """Done when the next transaction is."""
+        """Done after the next transaction."""
         self._is_away = False
         self._telling: asyncio.Task[None] | None = None
 
     @classmethod
     def of(cls, config: ServerConfig) -> ClusterLimits | None:
-        """Those of the settings; None if there is no database that several gateways reach. Raises
-        ConfigurationError for one that cannot be opened."""
+        """Open the limits that the settings name; None without a shared database. Raises ConfigurationError."""
         store = open_store(config) if is_shared(config) else None
         return None if store is None else cls(store)
 
@@ -98,29 +95,29 @@ class ClusterLimits:
             self._be_alone("it is slow")
             account.places = None
         elif is_limited:
-            self._want(account)  # should the request not run after all, it gives its place back
+            self._want(account)  # returns the place if the request does not run after all
 
     def _is_fresh(self, account: Account) -> bool:
         heard = self._heard.get(account.owner)
         return not account.buckets or (heard is not None and self._clock() - heard < _FRESH)
 
     def _lacks_place(self, account: Account) -> bool:
-        """Whether others may have left a place for one more request, which this gateway does not have yet."""
+        """Return whether one more request needs a place that other gateways may have left."""
         most = account.key.max_concurrency
         wanted = account.num_running + self._waiting[account.owner] + 1
         return most is not None and (account.places or 0) < wanted <= most
 
     async def tell(self) -> None:
-        """Write down what was taken, and hear what others took. Raises StorageError or OverloadedError.
+        """Write what was taken and read what others took. Cancelling does not interrupt a transaction.
 
-        What was begun is finished even if the caller is cancelled.
+        Raises StorageError or OverloadedError.
         """
         telling = asyncio.ensure_future(self._tell())
         try:
             await asyncio.shield(telling)
         except asyncio.CancelledError:
             await asyncio.wait((telling,))
-            telling.exception()  # then what it was about is told the next time
+            telling.exception()  # the next transaction repeats a failed one
             raise
 
     async def _tell(self) -> None:
@@ -154,7 +151,7 @@ class ClusterLimits:
                 asked.set_result(None)
 
     def _places(self, account: Account) -> Places:
-        """Those that an account needs now. What it gives back it has no more, even before the database knows."""
+        """The places that an account needs. Places to return are given up at once."""
         most = account.key.max_concurrency
         assert most is not None
         wanted = min(most, account.num_running + self._waiting[account.owner])
@@ -163,7 +160,7 @@ class ClusterLimits:
         return Places(account.owner, most, wanted)
 
     async def close(self) -> None:
-        """Write down what was taken last, and close the store."""
+        """Write what was taken last, and close the store."""
         if self._telling is not None:
             self._telling.cancel()
             await asyncio.gather(self._telling, return_exceptions=True)

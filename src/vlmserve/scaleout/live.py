@@ -1,4 +1,4 @@
-"""``/live`` of a gateway: what all engines do together, and what each of them does."""
+"""Live statistics of a gateway (``/live``): all engines together, and each worker."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from vlmserve.types import BlockMap, EngineStats
 
 Stats = TypeVar("Stats", bound=msgspec.Struct)
 _AGE = 0.5
-"""Seconds for which all who watch share what the workers have said."""
+"""Seconds that all viewers share one answer."""
 _TIMEOUT = 1.0
 
 
 class ClusterStats(LiveStats):
-    """`LiveStats` of all workers together, with those of each by its name. blocks: one cache after the other.
-    latencies: of the worker that is slowest by each percentile."""
+    """Statistics of all workers together. blocks: concatenated caches. latencies: the slowest worker's percentiles."""
 
     workers: dict[str, LiveStats] = msgspec.field(default_factory=dict)
+    """By name."""
 
 
 class ClusterView:
-    """Asks the workers at most twice a second, however many watch."""
+    """Asks the workers at most once in `_AGE` seconds, however many viewers there are."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -39,7 +39,6 @@ class ClusterView:
         self._asking: asyncio.Future[ClusterStats] | None = None
 
     async def stats(self) -> ClusterStats:
-        """What the workers say now."""
         now = time.monotonic()
         if self._latest is None or now - self._asked >= _AGE:
             if self._asking is None:
@@ -86,7 +85,7 @@ def _sum(kind: type[Stats], every: Sequence[Stats]) -> Stats:
 
 
 def _joined(maps: Sequence[BlockMap]) -> BlockMap | None:
-    """One map of all caches, in which a cell has as many blocks as in the coarsest of them."""
+    """Join caches into one map, with the blocks per cell of the coarsest."""
     if not maps:
         return None
     return BlockMap(

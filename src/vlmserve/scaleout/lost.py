@@ -1,4 +1,4 @@
-"""Responses that were cut off when their worker died: another worker stores that they failed."""
+"""Store responses as failed whose worker died while it answered."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from vlmserve.server.service import Service
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 1.0
-"""Seconds for which a client's last event waits for the response to be stored."""
+"""Seconds that a client's last event waits for the response to be stored."""
 _TIMEOUT = 5.0
-"""Seconds in which a worker stores a response."""
+"""Timeout in seconds for a worker to store a response."""
 _PAUSE = 0.5
 _LONGEST = 60.0
-"""Seconds for which a worker is looked for that stores it."""
+"""Seconds between attempts, and for all attempts together."""
 _MOST = 1000
-"""Responses that wait to be stored."""
+"""Maximum responses that wait to be stored."""
 
 
 class LostResponses:
-    """A gateway's. workers: those that answer. admit: counts each while it is not stored, so that a gateway that ends
-    waits for it."""
+    """A gateway's lost responses. workers: the workers that answer. admit: keeps the gateway running until all are
+    stored."""
 
     def __init__(
         self, workers: Callable[[], Sequence[tuple[str, Upstream]]], admit: Callable[[], AbstractContextManager[None]]
@@ -47,9 +47,9 @@ class LostResponses:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def keep(self, owner: str, body: bytes | bytearray, response: dict[str, Any]) -> None:
-        """Have a response stored that failed. Returns when it is, or when that takes long and goes on by itself.
+        """Have a worker store a failed response. After `_PATIENCE` seconds it continues in the background.
 
-        body: of its request, JSON.
+        body: the request's JSON.
         """
         if len(self._tasks) >= _MOST:
             logger.warning("The response %s was cut off, and is not stored: too many are", response.get("id"))
@@ -75,7 +75,7 @@ class LostResponses:
 
 
 async def _stored(upstream: Upstream, owner: str, data: bytes) -> bool:
-    """Whether a worker has stored a response, or has said that it cannot be stored."""
+    """Return True if a worker stored a response or rejected it for good."""
     try:
         headers = [(OWNER_HEADER, owner), ("content-type", "application/json")]
         async with asyncio.timeout(_TIMEOUT), upstream.request("POST", LOST_PATH, headers, data) as answer:
@@ -91,7 +91,7 @@ async def _stored(upstream: Upstream, owner: str, data: bytes) -> bool:
 
 
 async def store_lost(service: Service, request: Request, owner: str) -> Response:
-    """A worker's answer to a gateway that has lost a response. Raises VLMServeError."""
+    """Answer a gateway that lost a response, on a worker. Raises VLMServeError."""
 
     def read() -> tuple[ResponsesRequest, ResponseObject]:
         lost = msgspec.json.decode(data, type=LostResponse)

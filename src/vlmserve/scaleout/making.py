@@ -1,4 +1,4 @@
-"""A worker's side of adapters that are loaded and unloaded while its cluster runs."""
+"""Load and unload adapters on a worker at a gateway's request."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ class MadeChanges:
         self._locks: dict[str, asyncio.Lock] = {}
 
     def now(self, served: Container[str]) -> tuple[Change, ...]:
-        """Those that hold still: another engine may have taken over that could not load an adapter again. served: the
-        names of all adapters."""
+        """Changes that still hold. A restarted engine may have failed to load an adapter again.
+
+        served: names of all served adapters.
+        """
         return tuple(
             change
             for change in self._changes

@@ -1,8 +1,8 @@
-"""A worker or a gateway as a process of its own, which knows nothing of what has started it.
+"""The process of one worker or gateway.
 
-It reads its settings from the first line of standard input and writes its URL, or what is wrong, as a line of standard
-output. A gateway reads the addresses of the workers from the lines that follow. SIGTERM has it finish what is under
-way; when standard input closes, its parent is gone, and it ends at once.
+It reads its settings from the first line of standard input, and writes its URL or an error as a line to standard
+output. A gateway then reads workers' addresses from further lines. SIGTERM has it finish its requests. When standard
+input closes, the parent is gone and the process ends at once.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HANDED_OVER = 10
-"""Exit status of a gateway whose place another one has taken."""
+"""Exit status of a gateway after another one took over."""
 _WORKERS_PATIENCE = 10.0
-"""Seconds that a gateway waits to hear from all workers before it takes the place of another one."""
+"""Seconds that a gateway waits for all workers before it takes over from another."""
 
 
 class WorkerLaunch(msgspec.Struct, frozen=True, tag="worker"):
-    """Settings of a worker, each section as JSON. name: kept over restarts. token: the same in all of a cluster."""
+    """Settings of a worker, each section as JSON. name: kept across restarts. token: shared by the cluster."""
 
     name: str
     token: str
@@ -53,8 +53,7 @@ class WorkerLaunch(msgspec.Struct, frozen=True, tag="worker"):
 
 
 class GatewayLaunch(msgspec.Struct, frozen=True, tag="gateway"):
-    """Settings of a gateway. takes_over: the place of a gateway of the same cluster that has its port, if there is
-    one."""
+    """Settings of a gateway. takes_over: replace a gateway of the same cluster at its port."""
 
     token: str
     server: str
@@ -69,7 +68,7 @@ class Up(msgspec.Struct, frozen=True, tag="up"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The member does not start. kind: the error's class."""
+    """The member does not start. kind: the error's class name."""
 
     message: str
     kind: str
@@ -80,8 +79,7 @@ News = Up | Failed
 
 
 def main() -> int:
-    """The process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to whole process groups; the parent says when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides when to stop
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     server = ServerConfig.model_validate_json(launch.server)
     process = "worker" if isinstance(launch, WorkerLaunch) else "gateway"
@@ -119,7 +117,7 @@ def run_worker(launch: WorkerLaunch, announce: Callable[[str], None]) -> None:
 
 
 def run_gateway(launch: GatewayLaunch, announce: Callable[[str], None]) -> int:
-    """Serve as a gateway until SIGTERM, or until another one has taken over; the exit status. Raises VLMServeError."""
+    """Serve as a gateway until SIGTERM or a takeover. Returns the exit status. Raises VLMServeError."""
     from vlmserve.scaleout.app import create_app
     from vlmserve.scaleout.gateway import Gateway
     from vlmserve.scaleout.handover import predecessor_at
@@ -155,7 +153,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
     threading.Thread(target=_read_workers, args=(gateway, loop), daemon=True).start()
     if predecessor is not None:
-        await gateway.wait_for_workers(_WORKERS_PATIENCE)  # the other one answers meanwhile
+        await gateway.wait_for_workers(_WORKERS_PATIENCE)  # the predecessor still answers
     web.start()
     if predecessor is not None:
         await asyncio.to_thread(predecessor.release)
@@ -181,7 +179,7 @@ async def _serve(
 
 
 def _read_workers(gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
-    """Tell a gateway of its workers, a line of JSON at a time, until the parent is gone."""
+    """Read workers' addresses, one JSON list on each line, until the parent is gone."""
     decode = msgspec.json.Decoder(list[str]).decode
     for line in sys.stdin.buffer:
         loop.call_soon_threadsafe(gateway.set_workers, decode(line))
@@ -206,4 +204,4 @@ def _say(news: News) -> None:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # a thread reads standard input, for which an orderly exit would wait
+    os._exit(code)  # a normal exit would wait for the thread that reads standard input

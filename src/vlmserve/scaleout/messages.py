@@ -1,4 +1,4 @@
-"""What gateways and workers tell each other."""
+"""Messages between gateways and workers."""
 
 from __future__ import annotations
 
@@ -11,42 +11,40 @@ from vlmserve.server.schema.cards import Abilities
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """A worker as the cluster knows it.
-
-    id: unique, and another one after each start of the process. name: for people, kept over restarts. url: of its own
-    HTTP server. models: names under which requests reach it. epoch: changes whenever the engine's caches begin empty.
-    capacity: requests that run at once. cache_tokens: of the KV cache. draining: takes no new requests.
-    """
+    """A worker as the cluster knows it."""
 
     id: str
+    """Unique; changes with every start of the process."""
     name: str
+    """For people; kept across restarts."""
     url: str
     models: tuple[str, ...]
+    """Names that requests may use."""
     epoch: str = ""
+    """Changes whenever the engine starts with empty caches."""
     capacity: int = 256
+    """Maximum concurrent requests."""
     cache_tokens: int = 1 << 20
+    """Size of the KV cache in tokens."""
     draining: bool = False
+    """Takes no new requests."""
 
 
 class Load(msgspec.Struct, frozen=True):
-    """How busy a worker is.
-
-    queued_seconds: of prefill, images included, for which requests wait that it has accepted. token_seconds,
-    image_seconds: what a token of a prompt and an image that is not cached cost it; None: not measured yet.
-    """
+    """How busy a worker is."""
 
     epoch: str = ""
     running: int = 0
     queued_seconds: float = 0.0
+    """Prefill seconds of accepted requests without a first token, images included."""
     token_seconds: float | None = None
+    """Prefill seconds of an uncached token; None: not measured yet."""
     image_seconds: float | None = None
+    """Encoding seconds of an uncached image; None: not measured yet."""
 
 
 class Feedback(msgspec.Struct, frozen=True):
-    """What a worker says with the first and the last item of an answer.
-
-    cached_tokens: of the prompt's. response_id: of an answer that later requests may continue.
-    """
+    """A worker's report at the first and the last item of an answer."""
 
     load: Load
     prompt_tokens: int = 0
@@ -55,96 +53,97 @@ class Feedback(msgspec.Struct, frozen=True):
     images_encoded: int = 0
     completion_tokens: int = 0
     response_id: str | None = None
+    """The id that later requests may continue."""
 
 
 FEED_PATH = "/cluster/feed"
-"""Where a gateway listens to a worker: an answer that never ends, with a message on each line."""
+"""A worker's endless answer to a gateway, with one message on each line."""
 LOAD_PATH = "/cluster/load"
-"""How busy a worker is, for whoever decides how many there should be. `queued_seconds` is the average since this was
-asked last."""
+"""A worker's load, for autoscalers. `queued_seconds` is the mean since the previous request."""
 LOST_PATH = "/cluster/lost"
-"""Where a worker is told of a response that another one has begun and cannot end."""
+"""A gateway posts a response here that another worker began and cannot finish."""
 ADAPTERS_PATH = "/cluster/adapters"
-"""Where a worker is told to load or unload an adapter."""
+"""A gateway posts a change of an adapter here."""
 TOKEN_HEADER = "x-vlmserve-cluster"
-"""What the members of a cluster know each other by."""
+"""The cluster's token."""
 ROUTE_HEADER = "x-vlmserve-route"
-"""The gateway's id and its number of a request, with a dot between."""
+"""The gateway's id and its number of the request, joined by a dot."""
 PROMPT_HEADER = "x-vlmserve-prompt"
-"""What a gateway calls a request's prompt: digests in hexadecimal, with commas between, of its last segment and of its
-images."""
+"""The gateway's hexadecimal digests of the prompt's last segment and its images, joined by commas."""
 OWNER_HEADER, TENANT_HEADER, SEED_HEADER = "x-vlmserve-owner", "x-vlmserve-tenant", "x-vlmserve-seed"
 CLIENT_HEADER = "x-vlmserve-client"
-"""The address of a gateway's client."""
+"""The IP address of the client."""
 
 
 class LostResponse(msgspec.Struct, frozen=True):
-    """request: the body, as the client sent it. response: of its first event, with status and error as they are now."""
-
     request: msgspec.Raw
+    """The body, as the client sent it."""
     response: dict[str, Any]
+    """From its first event, with the final status and error."""
 
 
 class AdapterFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of an adapter that a worker serves, for lists of models. root: the digest of its content, once it is loaded.
-    mixes: the adapters that X-LoRA mixes now."""
+    """An adapter in lists of models."""
 
     root: str | None = None
+    """The digest of its content; None before it is loaded."""
     mixes: tuple[str, ...] = ()
+    """The adapters that X-LoRA mixes."""
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """Of a worker's model, for lists of models. names: the first is the model's own. adapters: those it serves.
-    changes: of adapters, that it has made while the cluster runs."""
+    """A worker's model in lists of models."""
 
     names: tuple[str, ...]
+    """The first is the model's own."""
     created: int
     abilities: Abilities | None
     """None while the model loads."""
     adapters: dict[str, AdapterFacts] = {}
     changes: tuple[Change, ...] = ()
+    """Changes of adapters that the worker has made while the cluster runs."""
 
 
 class MakeChange(msgspec.Struct, frozen=True):
-    """Load or unload an adapter. force: whatever is served under its name now; else that may be a reason to refuse."""
+    """Load or unload an adapter. force: even if another adapter has its name."""
 
     change: Change
     force: bool
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a feed, and another one whenever something of it changes."""
+    """The first message of a feed, repeated whenever a field changes."""
 
     info: WorkerInfo
     facts: ModelFacts
 
 
 class HeldPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt that a worker has cached. digest, images: as the gateway calls them that sent the request. added: tokens
-    of it that were not cached there before."""
+    """A prompt that a worker has cached."""
 
     digest: bytes
+    """The digest of the last segment, by the gateway that sent the request."""
     images: tuple[bytes, ...]
     added: int
+    """Tokens that were not cached before."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """That the worker is alive, and how busy it is. prompts: of requests of other gateways whose answers have begun
-    since the last one."""
+    """A sign of life. prompts: other gateways' requests that were answered since the last beat."""
 
     load: Load
     prompts: tuple[HeldPrompt, ...] = ()
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
-    """The first item of a request's answer was sent. route: the gateway's number of the request."""
+    """A request's first item was sent. route: the gateway's number of the request."""
 
     route: int
     feedback: Feedback
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The last item of a request's answer was sent."""
+    """A request's last item was sent."""
 
     route: int
     feedback: Feedback

@@ -1,4 +1,4 @@
-"""Metrics of a gateway, and those of its workers with their names on them."""
+"""Metrics of a gateway and of its workers, labeled with their names."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vlmserve.scaleout.upstream import Upstream, UpstreamError
 
 _PREFIX = "vlmserve:gateway_"
 _TIMEOUT = 2.0
-"""Seconds in which a worker says what its metrics are; without them the others' are shown."""
+"""Timeout in seconds for a worker's metrics; without them the page shows the others."""
 _SECONDS = (25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 5e-3, 2.5e-2)
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 
 class GatewayMetrics:
-    """Of one gateway, in a registry of its own. fleets, num_in_flight: asked at every scrape."""
+    """Metrics of one gateway, in their own registry. fleets, num_in_flight: called at every scrape."""
 
     def __init__(self, fleets: Callable[[], Iterable[Fleet]], num_in_flight: Callable[[], int]) -> None:
         registry = self._registry = CollectorRegistry()
@@ -51,7 +51,7 @@ class GatewayMetrics:
 
 
 class _Workers:
-    """What a gateway knows of each worker."""
+    """Collects the gateway's view of each worker."""
 
     def __init__(self, fleets: Callable[[], Iterable[Fleet]], num_in_flight: Callable[[], int]) -> None:
         self._fleets = fleets
@@ -72,7 +72,7 @@ class _Workers:
 
 
 async def exposition(own: GatewayMetrics, workers: Sequence[tuple[str, Upstream]]) -> str:
-    """All metrics in Prometheus's text format: the gateway's, and those of workers with their names as ``worker``."""
+    """All metrics in Prometheus's text format. Workers' metrics have the label ``worker``."""
     pages = await asyncio.gather(*(_page(upstream) for _, upstream in workers))
     families: dict[str, tuple[list[str], list[str]]] = {}
     for (name, _), page in zip(workers, pages, strict=True):
@@ -93,7 +93,7 @@ async def _page(upstream: Upstream) -> str:
 
 
 def _collect(families: dict[str, tuple[list[str], list[str]]], worker: str, page: str) -> None:
-    """Sort a page's samples, with the worker's name, to those of the same family."""
+    """Add a worker's samples to their families, with its name as a label."""
     head: list[str] = []
     samples: list[str] = []
     label = 'worker="' + worker.replace("\\", "\\\\").replace('"', '\\"') + '"'

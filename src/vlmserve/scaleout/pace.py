@@ -1,4 +1,4 @@
-"""How long a worker takes for what it has not cached, and for how long requests wait there."""
+"""Measure a worker's prefill speed, and estimate how long requests wait there."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from collections.abc import Callable
 from vlmserve.server.generation import Generation
 
 _NEWS = 0.05
-"""Weight of the latest request in averages."""
+"""Weight of the latest request in moving averages."""
 TOKEN_SECONDS, IMAGE_SECONDS = 1e-4, 0.02
-"""What a token of a prompt and an image take, as long as nobody has measured it."""
+"""Guesses for a prompt token and an image, until measured."""
 _LEAST = 0.01
-"""Of these, what a measurement says at least: caches are worth something even where it takes no time to compute."""
+"""Minimum measurement, as a fraction of the guesses. Zero would make caches worthless to routing."""
 
 
 class Pace:
-    """Of one engine, measured by the requests that it has answered. Requests are told apart by any object."""
+    """The pace of one engine, measured by its answers. Any object identifies a request."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._asked = self._then = clock()
-        """When the average was asked for, and up to when `_area` counts."""
+        """Start of the mean, and end of the time that `_area` covers."""
         self._area = 0.0
-        """Of `queued_seconds` over time, since the average was asked for."""
+        """Integral of `queued_seconds` over time, since `_asked`."""
         self.token_seconds: float | None = None
         self.image_seconds: float | None = None
         self._cached = 0.0
-        """The share of prompts that was cached, on average."""
+        """Mean fraction of prompts that was cached."""
         self._images_cached = 0.0
         self._waiting: dict[object, tuple[int, int]] = {}
-        """Tokens and images of the requests that have no first token yet."""
+        """Tokens and images of requests without a first token."""
         self._tokens = self._images = 0
-        """Those of all together."""
+        """Sums over `_waiting`."""
 
     @property
     def queued_seconds(self) -> float:
-        """Of prefill, for which requests wait, by what has been cached of others."""
+        """Estimated prefill seconds of waiting requests, with average cache hits."""
         tokens, images = self._tokens * (1 - self._cached), self._images * (1 - self._images_cached)
         of_token = TOKEN_SECONDS if self.token_seconds is None else self.token_seconds
         of_image = IMAGE_SECONDS if self.image_seconds is None else self.image_seconds
         return tokens * of_token + images * of_image
 
     def mean_queued_seconds(self) -> float:
-        """The average of `queued_seconds` since this was asked for last; now, if that is now."""
+        """The mean of `queued_seconds` since the previous call."""
         self._advance()
         passed = self._then - self._asked
         mean = self._area / passed if passed > 0 else self.queued_seconds
@@ -51,13 +51,13 @@ class Pace:
         return mean
 
     def _advance(self) -> None:
-        """Called before `queued_seconds` changes."""
+        """Integrate up to now. Call it before `queued_seconds` changes."""
         now = self._clock()
         self._area += (now - self._then) * self.queued_seconds
         self._then = now
 
     def wait(self, request: object, generation: Generation) -> None:
-        """A request waits for its first token."""
+        """Record a request that waits for its first token."""
         self.leave(request)
         usage = generation.usage
         tokens, images = usage.prompt_tokens, usage.prompt_tokens_details.images
@@ -72,7 +72,7 @@ class Pace:
         self._images -= images
 
     def begin(self, request: object, generation: Generation) -> None:
-        """A request has its first token."""
+        """Record a request's first token."""
         self.leave(request)
         usage, timings = generation.usage, generation.answers[0].timings
         details = usage.prompt_tokens_details
@@ -90,6 +90,6 @@ class Pace:
 
 
 def _average(before: float | None, measured: float, usual: float) -> float:
-    """before: None: there is none."""
+    """Update a moving average. before: None for the first measurement."""
     latest = max(measured, _LEAST * usual)
     return latest if before is None else before + _NEWS * (latest - before)

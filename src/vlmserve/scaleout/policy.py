@@ -1,8 +1,7 @@
-"""Which worker gets a request.
+"""Choose the worker of a request.
 
-`Affinity` sends a request where it costs least: where the beginning of its prompt and its images are cached, unless so
-much waits there that computing them again elsewhere is sooner done. Without anything in common with earlier requests
-that is the least loaded worker.
+`Affinity` picks the cheapest worker: one that has the prompt's prefix and images cached, unless its queue costs more
+than computing them elsewhere. A request without cache hits goes to the least loaded worker.
 """
 
 from __future__ import annotations
@@ -24,31 +23,32 @@ from vlmserve.scaleout.settings import PolicyName
 Flags = npt.NDArray[np.bool_]
 
 BALANCE = 2.0
-"""What a worker that is full costs, in mean requests' prefill seconds."""
+"""Cost of a full worker, in mean prefill seconds of a request."""
 MOST_OVER_MEAN = 1.2
-"""A worker that runs more than this many times the mean, and more than one above it, gets none for what it has
-cached."""
+"""A worker gets no requests for its cache while it runs more than this multiple of the mean, and at least one above
+the mean."""
 _MATCHES = 4
-"""Workers whose caches are compared."""
+"""Maximum workers whose caches are compared."""
 _LEAST_SEEN = 4
-"""Workers among which the least loaded one is looked for in any case."""
+"""Minimum workers among which the least loaded one is chosen."""
 _HOME_SHARE = 1.0
-"""Of what requests save by caches on average, what it is worth to send one where other gateways send such as it."""
+"""Value of a home, as a fraction of the mean seconds that caches save."""
 _NEWS = 0.02
-"""Weight of the latest request in averages."""
+"""Weight of the latest request in moving averages."""
 
 
 class Choice(NamedTuple):
-    """A worker for a request. seconds: of prefill that it takes there. cached: the share of the prompt that is believed
-    to be cached there."""
+    """A worker for a request."""
 
     worker: Worker
     seconds: float
+    """Prefill seconds there."""
     cached: float
+    """Fraction of the prompt that is probably cached there."""
 
 
 class Policy(ABC):
-    """Chooses workers of one fleet. index: what they have cached."""
+    """Chooses workers of one fleet. index: their estimated caches."""
 
     def __init__(self, fleet: Fleet, index: CacheIndex, source: random.Random | None = None) -> None:
         self.fleet = fleet
@@ -57,13 +57,13 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, key: RequestKey, now: float, excluded: Collection[str] = ()) -> Choice | None:
-        """A worker, but none of `excluded`; None if there is none."""
+        """Choose a worker outside `excluded`; None if there is none."""
 
     def learn(self, key: RequestKey, seconds: float, cached: float) -> None:  # noqa: B027  not every policy has to
-        """A request that takes so many seconds of prefill without a cache had that share cached."""
+        """Learn from a request. seconds: its prefill without a cache. cached: the fraction that was cached."""
 
     def _choice(self, slot: int, key: RequestKey, cached: int | None = None) -> Choice:
-        """A worker, with what the request takes there. cached: tokens that are believed to be; None: look it up."""
+        """Make a choice with its cost. cached: tokens; None: look them up."""
         fleet, index = self.fleet, self.index
         if cached is None:
             cached = index.cached_tokens(slot, key.segments)
@@ -74,7 +74,7 @@ class Policy(ABC):
         return Choice(fleet.at(slot), float(seconds), cached / max(1, key.tokens))
 
     def _waits(self, now: float, excluded: Collection[str]) -> Floats:
-        """Seconds until each worker would begin; infinity for those that may not be used."""
+        """Seconds until each worker would begin; infinity for unusable workers."""
         waits = self.fleet.waits(now)
         for worker_id in excluded:
             if (worker := self.fleet.get(worker_id)) is not None:
@@ -83,7 +83,7 @@ class Policy(ABC):
 
 
 class RoundRobin(Policy):
-    """Each worker in turn."""
+    """Cycles through the workers."""
 
     _last = -1
 
@@ -97,10 +97,10 @@ class RoundRobin(Policy):
 
 
 class LeastLoaded(Policy):
-    """The worker that begins first; of several, the one that runs the least."""
+    """Chooses the worker with the lowest load: the wait, plus a cost for running requests."""
 
     _mean_seconds = 0.1
-    """Of prefill that a request takes without a cache; until requests are answered, a guess."""
+    """Mean prefill seconds of a request without a cache; a guess before the first answer."""
 
     def choose(self, key: RequestKey, now: float, excluded: Collection[str] = ()) -> Choice | None:
         waits = self._waits(now, excluded)
@@ -111,12 +111,15 @@ class LeastLoaded(Policy):
         self._mean_seconds += _NEWS * (seconds - self._mean_seconds)
 
     def _loads(self, waits: Floats, usage: Floats) -> Floats:
-        """What each worker's load costs a request, in seconds."""
+        """Cost of each worker's load for a request, in seconds."""
         return waits + (BALANCE * self._mean_seconds) * usage
 
     def _least(self, loads: Floats, share: float) -> int | None:
-        """The least loaded worker of a part of them, by chance, which is as large as is this gateway's share of all
-        requests: gateways hear of each other's late, and would all send to the same. Of equally loaded ones any."""
+        """The least loaded worker of a random subset; ties are broken at random.
+
+        The subset is as large as this gateway's share of all requests. Gateways hear of each other's requests late, and
+        would otherwise all choose the same worker.
+        """
         if share < 1:
             loads = self._some(loads, share)
         if not len(loads) or not np.isfinite(lowest := loads.min()):
@@ -125,7 +128,7 @@ class LeastLoaded(Policy):
         return int(equal[self.random.randrange(len(equal))])
 
     def _some(self, loads: Floats, share: float) -> Floats:
-        """The same for a share of the workers that may be used; infinity for all others."""
+        """Loads of a random subset of the usable workers; infinity for all others."""
         usable = np.flatnonzero(np.isfinite(loads))
         seen = max(_LEAST_SEEN, math.ceil(len(usable) * share))
         if seen >= len(usable):
@@ -136,14 +139,14 @@ class LeastLoaded(Policy):
 
 
 class Affinity(LeastLoaded):
-    """The worker where a request costs least, caches included."""
+    """Chooses the worker where a request costs least, with its cache hits."""
 
     _saved = 0.0
-    """Seconds that caches have saved a request, on average."""
+    """Mean seconds that caches save a request."""
     _reuse = 0.5
-    """The share of prompts that was cached, on average."""
+    """Mean fraction of prompts that was cached."""
     _continued = 0.5
-    """The share of requests that continue a conversation."""
+    """Fraction of requests that continue a conversation."""
 
     def choose(self, key: RequestKey, now: float, excluded: Collection[str] = ()) -> Choice | None:
         fleet = self.fleet
@@ -177,9 +180,11 @@ class Affinity(LeastLoaded):
         self._reuse += _NEWS * (cached - self._reuse)
 
     def _bonus(self, slot: int, home: Home, known: int) -> float:
-        """Seconds that a home is worth: what this request may find there that other gateways have sent, and what later
-        ones may find because it went there. Nothing for what this gateway knows to be cached somewhere, and nothing
-        once requests turn out to have nothing in common. known: tokens of the prompt that some worker has cached."""
+        """Value of a home in seconds: what this request may find there from other gateways, and what later ones will.
+
+        It is 0 for a prefix that is known to be cached, and falls to 0 if requests share nothing.
+        known: tokens of the prompt that some worker has cached.
+        """
         later = _HOME_SHARE * self._saved
         if not home.tokens:
             return self._continued * later
@@ -187,9 +192,11 @@ class Affinity(LeastLoaded):
         return later + self._reuse * float(self.fleet.token_seconds[slot]) * unknown if unknown > 0 else 0.0
 
     def _homes(self, key: RequestKey, usable: Flags, known: int, share: float) -> dict[int, Home]:
-        """The workers that are homes of the request's parts. The home of what is known to be cached is compared by
-        chance alone, as often as is this gateway's share of all requests: all gateways know it, and would send there at
-        once what many ask for. known: tokens of the prompt that some worker has cached."""
+        """The home workers of the request's parts, by slot.
+
+        A home whose part is known to be cached is kept with probability `share`. All gateways know it and would all
+        send popular requests there at once. known: tokens of the prompt that some worker has cached.
+        """
         homes = [home for home in key.homes if not home.tokens or home.tokens > known or self.random.random() < share]
         if not homes:
             return {}
@@ -197,14 +204,14 @@ class Affinity(LeastLoaded):
         return dict(zip(np.argmax(weights * usable, axis=1).tolist(), homes, strict=True))
 
     def _with_images(self, key: RequestKey) -> Collection[int]:
-        """Workers that have the request's images, wherever those were in other prompts."""
+        """Workers that have the request's images, from any prompt."""
         found: set[int] = set()
         for image in key.images[:_MATCHES]:
             found.update(self.index.some_holders(image, 2, self.random))
         return found
 
     def _random(self, usable: Flags) -> Collection[int]:
-        """Two workers by chance: a new one gets requests for what others have cached as well."""
+        """Up to two random workers, so that a new worker gets requests that others have cached, too."""
         slots = [self.random.randrange(len(usable)) for _ in range(2)]
         return [slot for slot in slots if usable[slot]]
 

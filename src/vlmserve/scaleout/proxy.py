@@ -1,4 +1,4 @@
-"""A request's way through a gateway: to a worker, to another one if that fails before anything has come, and back."""
+"""Forward a request to a worker, retry on another if the first fails before it answers, and return the answer."""
 
 from __future__ import annotations
 
@@ -58,26 +58,26 @@ GENERATING = frozenset(
         "/classify",
     }
 )
-"""Paths of requests that an engine answers."""
+"""Paths that an engine answers."""
 _OF_A_MODEL = GENERATING | {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
 _LARGE = 2 * 1024**2
-"""Bytes of a body that is read by another thread."""
+"""Bytes; larger bodies are parsed in another thread."""
 _PASSED_ON = ("content-type", "accept", "traceparent", "tracestate", "idempotency-key", "range")
 _OTHER_KEY = RequestKey((), (), 0, (), b"")
 _MOST_WHOLE = 4 * 1024**2
-"""Bytes of an answer that is no stream of events, and is held until it is whole, so that another worker may give it."""
+"""Bytes; smaller answers are buffered until complete, so that another worker can replace a failed one."""
 ADAPTER_PATIENCE = 10.0
-"""Seconds that a request waits for a worker to load its adapter."""
+"""Maximum seconds that a request waits for a worker to load its adapter."""
 _NEWS = 0.5
-"""Seconds in which a gateway hears that a worker is leaving."""
+"""Seconds in which a gateway learns that a worker is leaving."""
 _MOST_IMAGES_TOLD = 16
-"""Of a request, that other gateways hear of."""
+"""Maximum images of a request that other gateways are told."""
 _EVENTS = b"text/event-stream"
 _EVENT_END = b"\n\n"
 
 
 class _Failed(Exception):
-    """An attempt that another worker may make good. answer: what the worker said, if it said something."""
+    """A failed attempt that another worker may repeat. answer: the worker's, if it gave one."""
 
     def __init__(self, reason: str, answer: _Whole | None = None) -> None:
         super().__init__(reason)
@@ -85,7 +85,7 @@ class _Failed(Exception):
 
 
 class _Whole:
-    """An answer that is there."""
+    """A complete answer."""
 
     def __init__(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         self.status = status
@@ -94,7 +94,7 @@ class _Whole:
 
 
 class Proxy:
-    """One request. path: as the client wrote it, with its query."""
+    """One request."""
 
     def __init__(self, gateway: Gateway, request: Request) -> None:
         self.gateway = gateway
@@ -108,17 +108,17 @@ class Proxy:
         self._router: Router
         self._key = _OTHER_KEY
         self._fields: dict[str, Any] | None = None
-        """Of the body, until it is known where the request goes."""
+        """The body's fields, until the request is routed."""
         self._read_seconds = 0.0
         self._is_of_a_model = False
         self._name: object = None
-        """Of the model or adapter that the request names."""
+        """The model or adapter that the request names."""
         self._may_be_absent = False
-        """Whether a worker has just failed that may be about to leave."""
+        """True after the failure of a worker that may be leaving."""
         self.streams = False
-        """Whether the client wants a stream, once the body is read."""
+        """True if the client wants a stream; valid after `read`."""
         self.is_kept = False
-        """Whether the answer may be stored, so that it is to be stored as failed if its worker dies."""
+        """True if the answer may be stored. If its worker dies, it is stored as failed."""
 
     async def read(self, share: BodyShare) -> None:
         """Read the body. Raises VLMServeError."""
@@ -137,7 +137,7 @@ class Proxy:
         self._read_seconds = time.perf_counter() - began
 
     def _see(self) -> None:
-        """Find the model, and see what routing looks at. Raises VLMServeError."""
+        """Find the model and make the routing key. Raises VLMServeError."""
         began = time.perf_counter()
         name, fields, self._fields = self._find_model(), self._fields, None
         if self._path in GENERATING and fields is not None:
@@ -149,13 +149,13 @@ class Proxy:
         self.gateway.metrics.routing.observe(self._read_seconds + time.perf_counter() - began)
 
     def _find_model(self) -> str:
-        """The model of the request, whose router is kept. Raises VLMServeError."""
+        """Find the request's model and its router. Raises VLMServeError."""
         gateway = self.gateway
         name, self._router = gateway.model(self._name) if self._is_of_a_model else gateway.any_model()
         return name
 
     async def _read_fields(self) -> dict[str, Any] | None:
-        """The body's fields if it is an object; else a worker says what is wrong with it."""
+        """The fields of the body if it is an object; otherwise the worker reports the error."""
         if not self._body or content_type(self._request).startswith("multipart/"):
             return None
         try:
@@ -168,7 +168,7 @@ class Proxy:
         return fields if isinstance(fields, dict) else None
 
     async def answer(self) -> Response:
-        """The answer of a worker. Raises VLMServeError if there is none."""
+        """Get a worker's answer. Raises VLMServeError if no worker can answer."""
         await self.gateway.await_worker(self._name)
         self._see()
         excluded: set[str] = set()
@@ -186,14 +186,16 @@ class Proxy:
             except _Failed as failure:
                 excluded.add(route.worker.info.id)
                 if last is None or failure.answer is not None:
-                    last = failure  # what a full worker says tells a client more than a lost connection
+                    last = failure  # a full worker's answer tells the client more than a lost connection
         if last is not None and last.answer is not None:
             return _response(last.answer)
         raise UnavailableError("No worker can answer now; try again soon")
 
     async def _send(self, excluded: set[str]) -> tuple[int, Route] | None:
-        """As `Gateway.send`. It waits for a worker if the model's last one has left a moment ago, and for the request's
-        adapter where no worker has it, but some have just joined and are about to load it."""
+        """Call `Gateway.send`, and wait if a worker is about to come.
+
+        It waits if the model's last worker has just left, or if no worker has the adapter yet.
+        """
         gateway, account = self.gateway, account_of(self._request)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ADAPTER_PATIENCE):
@@ -215,7 +217,7 @@ class Proxy:
         return None
 
     async def _hear_of_failed(self) -> None:
-        """Until it is known whether a worker that has just failed is leaving; `_NEWS` seconds at most."""
+        """Wait until a worker that has just failed is known to be leaving; `_NEWS` seconds at most."""
         self._may_be_absent = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_NEWS):
@@ -223,7 +225,7 @@ class Proxy:
                     await self.gateway.change_of_worker()
 
     async def _try(self, number: int, route: Route) -> Response:
-        """One attempt. Raises _Failed."""
+        """Send the request to one worker. Raises _Failed."""
         stack = contextlib.AsyncExitStack()
         try:
             async with contextlib.AsyncExitStack() as opening:
@@ -250,9 +252,9 @@ class Proxy:
         return _response(whole)
 
     def _judge(self, number: int, route: Route, whole: _Whole) -> None:
-        """What an answer says of its worker. Raises _Failed if another one is to be asked."""
+        """Record what an answer says about its worker. Raises _Failed if another worker should try."""
         if whole.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-            # It is full, or it ends: nobody's fault.
+            # It is full or shutting down, which is no failure.
             self.gateway.forget(number)
             route.abandon()
             self._may_be_absent = whole.status == HTTPStatus.SERVICE_UNAVAILABLE
@@ -282,11 +284,11 @@ class Proxy:
         return headers
 
     def drop_body(self) -> None:
-        """The request is not sent again."""
+        """Free the body of a request that will not be sent again."""
         self._body = bytearray()
 
     async def broken(self, first: bytes, reason: str) -> bytes:
-        """The last event of a stream whose worker has ended it. first: at least the first event."""
+        """The last event of a stream whose worker died. first: at least the first event."""
         self.gateway.metrics.broken.inc()
         error = UnavailableError(f"The worker that was answering is gone ({reason}); send the request again")
         note_error(self._request.scope, "worker_lost", reason)
@@ -303,7 +305,7 @@ class Proxy:
 
 
 class _Stream(Response):
-    """A stream, passed on as it comes."""
+    """Passes a worker's stream on."""
 
     def __init__(
         self, proxy: Proxy, route: Route, number: int, answer: Answer, first: bytes, stack: contextlib.AsyncExitStack
@@ -332,7 +334,7 @@ class _Stream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for data in self._data():
             await send({"type": "http.response.body", "body": data, "more_body": True})
-        if not self._is_cut:  # else the connection is closed, which is how a client sees it
+        if not self._is_cut:  # a cut answer closes the connection, so that the client notices
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _data(self) -> AsyncGenerator[bytes, None]:
@@ -356,7 +358,7 @@ class _Stream(Response):
 
 
 async def forward(request: Request) -> Response:
-    """Every path that a gateway does not answer itself."""
+    """Forward a request to a worker."""
     gateway: Gateway = request.app.state.gateway
     if gateway.num_in_flight >= gateway.settings.max_in_flight:
         raise OverloadedError(f"{gateway.num_in_flight} requests are under way already; try again later")
@@ -383,14 +385,14 @@ async def _answer(request: Request, proxy: Proxy, share: BodyShare) -> Response:
 
 
 def _note_error(request: Request, body: bytes) -> None:
-    """Have the log say why a worker did not answer a request. body: of its error, in the form of any API."""
+    """Log a worker's error. body: the error in any API's form."""
     with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
         error = msgspec.json.decode(body)["error"]
         note_error(request.scope, str(error.get("code") or error["type"]), str(error["message"]))
 
 
 class _Held(Response):
-    """A response, with what is let go of once it is sent."""
+    """A response that releases resources after it is sent."""
 
     def __init__(self, response: Response, stack: contextlib.ExitStack) -> None:
         self._response = response
@@ -407,12 +409,12 @@ def _is_events(answer: Answer) -> bool:
 
 
 def _is_stream(answer: Answer) -> bool:
-    """Whether an answer is passed on before it is whole."""
+    """Return whether an answer is passed on before it is complete."""
     return _is_events(answer) or int(dict(answer.headers).get(b"content-length", b"0")) > _MOST_WHOLE
 
 
 async def _rest(answer: Answer, first: bytes) -> _Whole:
-    """A whole answer. Raises UpstreamError."""
+    """Read the rest of an answer. Raises UpstreamError."""
     body = bytearray(first)
     while data := await answer.read():
         body += data
@@ -427,7 +429,7 @@ def _response(whole: _Whole) -> Response:
 
 
 def _response_of(first: bytes) -> dict[str, Any]:
-    """The response whose stream began with `first`, without what came later."""
+    """The response object in the first event of a stream."""
     line = first.partition(b"data: ")[2].partition(b"\n")[0]
     with contextlib.suppress(msgspec.DecodeError):
         return dict(msgspec.json.decode(line).get("response") or {})

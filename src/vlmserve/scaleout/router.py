@@ -1,4 +1,4 @@
-"""From a request's key to a worker, and back from what the worker says to what the next request needs to know."""
+"""Route requests to workers, and learn from their reports."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from vlmserve.scaleout.policy import POLICIES
 from vlmserve.scaleout.settings import PolicyName
 
 _UNKNOWN_HISTORY = 2048
-"""Tokens of a history whose length is not known."""
+"""Guessed tokens of a history of unknown length."""
 
 
 class Router:
-    """Routes the requests of one model. To be used from one thread.
+    """Routes the requests of one model. Use it from one thread.
 
-    clock: seconds, as `time.monotonic`. max_entries: digests that are remembered.
+    clock: seconds, like `time.monotonic`. max_entries: digests to remember.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Router:
         self.policy = POLICIES[policy](self.fleet, self.index, source)
 
     def set_workers(self, infos: Iterable[WorkerInfo]) -> None:
-        """The workers that there are now; those that are not among them are gone."""
+        """Set all workers; others are removed."""
         current = {info.id: info for info in infos}
         for worker in list(self.fleet):
             if worker.info.id not in current:
@@ -53,7 +53,7 @@ class Router:
                 self._see_epoch(known, info.epoch)
 
     def route(self, key: RequestKey, excluded: Collection[str] = ()) -> Route | None:
-        """Where to send a request, which counts there from now on; None if no worker may be used."""
+        """Choose a worker and count the request there. None: no usable worker."""
         now = self.clock()
         if key.follows is not None:
             key = self._with_history(key, key.follows)
@@ -61,23 +61,23 @@ class Router:
         if choice is None:
             return None
         worker = choice.worker
-        # At once, so that requests that come before it is answered are sent to the same caches.
+        # Insert before the answer, so that concurrent requests go to the same cache.
         self.index.insert(worker.slot, key.segments, key.images)
         self.fleet.begin(worker, choice.seconds, now)
         return Route(self, key, worker, choice.seconds, choice.cached)
 
     def _with_history(self, key: RequestKey, id: str) -> RequestKey:
-        """The key of a request that continues a stored response, with what is known of that."""
+        """Add the known length of a stored response to the key."""
         digest = key.history(id)
         length = self.index.history_length(digest)
         if length is None and (worker := self.fleet.tagged(id)) is not None:
-            # Another gateway has sent it there, and knows how long it was.
+            # Another gateway sent it there, and only that gateway knows the length.
             length = _UNKNOWN_HISTORY
             self.index.insert_history(worker.slot, digest, length, 0)
         return key if length is None else key.after(length)
 
     def report(self, worker_id: str, load: Load, prompts: Iterable[HeldPrompt] = ()) -> None:
-        """What a worker says without being asked. prompts: that it has cached for requests of other gateways."""
+        """Apply a beat. prompts: cached for other gateways' requests."""
         if (worker := self.fleet.get(worker_id)) is not None:
             self._hear(worker, load)
             for prompt in prompts:
@@ -88,7 +88,7 @@ class Router:
         self._see_epoch(worker, load.epoch)
 
     def _see_epoch(self, worker: Worker, epoch: str) -> None:
-        """An engine that has been started again has nothing cached."""
+        """Empty the estimate of a worker whose engine was restarted."""
         if epoch and epoch != worker.epoch:
             if worker.epoch and self.fleet.has(worker):
                 self.index.forget(worker.slot)
@@ -96,7 +96,7 @@ class Router:
 
 
 class Route:
-    """A request on its way to a worker. It must end: by `finish`, `fail` or `abandon`."""
+    """A request that was sent to a worker. End it with `finish`, `fail` or `abandon`."""
 
     def __init__(self, router: Router, key: RequestKey, worker: Worker, seconds: float, cached: float) -> None:
         self.worker = worker
@@ -108,7 +108,7 @@ class Route:
         self._is_over = False
 
     def begin(self, feedback: Feedback) -> None:
-        """The worker has begun to answer: what it had cached is known."""
+        """Learn from the first report of an answer, which says what was cached."""
         router, worker = self._router, self.worker
         self.started()
         router.fleet.heal(worker)
@@ -122,7 +122,7 @@ class Route:
             router.policy.learn(self._key, whole, actual)
 
     def started(self) -> None:
-        """Something of the answer has come: the request no longer waits for prefill."""
+        """Record that the answer has begun: the request has its prefill."""
         if self._waits:
             self._waits = False
             self._router.fleet.prefilled(self.worker, self._seconds)
@@ -132,7 +132,7 @@ class Route:
         self._router.fleet.heal(self.worker)
 
     def hear_end(self, feedback: Feedback) -> None:
-        """What the worker says of the whole answer, which may come later than its end."""
+        """Learn from the last report, which may come after `finish`."""
         router, worker = self._router, self.worker
         router._hear(worker, feedback.load)
         if feedback.response_id is not None and router.fleet.has(worker):
@@ -142,12 +142,12 @@ class Route:
                 router.index.insert_history(worker.slot, self._key.history(self._key.conversation), length, 0)
 
     def fail(self, *, connection: bool) -> None:
-        """It ended by the worker's fault. connection: nobody answered, or the connection broke; else with a 5xx."""
+        """End after a failure of the worker. connection: no answer or a broken one; otherwise a 5xx."""
         self._end()
         self._router.fleet.trip(self.worker, self._router.clock(), connection=connection)
 
     def abandon(self) -> None:
-        """It ended for another reason: the client left, or the worker takes no more requests."""
+        """End for another reason: the client left, or the worker takes no requests."""
         self._end()
         self.worker.breaker.abandon()
 

@@ -1,4 +1,4 @@
-"""How many workers there should be."""
+"""Decide how many workers a cluster needs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 from collections.abc import Sequence
 
 _MOST_GROWTH = 2.0
-"""Times the workers that there are."""
+"""Maximum growth in one step, as a multiple of the current workers."""
 _IDLE = 0.25
-"""Of the seconds that requests may wait; below that, and with so few running, there are too many workers."""
+"""Scale in if waits are below this fraction of the allowed wait, and usage is below it too."""
 
 
 def workers_wanted(queued_seconds: Sequence[float], usage: Sequence[float], most_seconds: float) -> int:
-    """How many workers keep requests waiting for at most `most_seconds` of prefill.
+    """The number of workers that keeps requests waiting at most `most_seconds` for prefill.
 
-    queued_seconds, usage: of each worker that there is now; usage is running requests over capacity. One fewer only
-    when the rest would still be nearly idle, so that caches are not thrown away for a quiet moment.
+    queued_seconds, usage: of each current worker; usage is running requests / capacity. It removes one worker at a
+    time, and only if the rest would be nearly idle: removing a worker loses its cache.
     """
     count = len(queued_seconds)
     if not count:

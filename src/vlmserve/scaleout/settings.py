@@ -15,18 +15,19 @@ PolicyName = Literal["affinity", "least-loaded", "round-robin"]
 
 @dataclass(frozen=True)
 class WorkerKind:
-    """Workers of one machine with the same settings: `count` of them, called `name` and a number. gpus: for each,
-    unless it is on the CPU."""
+    """Workers of one machine with the same settings."""
 
     name: str
+    """Prefix of the workers' names; a number follows."""
     engine: EngineConfig
     media: MediaConfig
     server: ServerConfig
     count: int = 1
     gpus: float = 0.0
+    """GPUs of each worker; ignored on the CPU."""
 
     def ready(self, cores: int) -> WorkerKind:
-        """The same with no GPUs on a CPU, and there with `cores` threads if the settings say nothing of them."""
+        """Set 0 GPUs for workers on the CPU, and `cores` threads unless the settings give a number."""
         gpus = 0.0 if self.engine.device == "cpu" else self.gpus
         engine = self.engine
         if engine.num_threads is None and not gpus:

@@ -1,4 +1,4 @@
-"""Where a cluster keeps responses, conversations and files: in one database that all of its workers reach."""
+"""Check that all workers of a cluster keep responses, conversations and files in one database."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SERVERS = ("postgresql://", "postgresql+", "postgres://")
 
 
 def is_shared(server: ServerConfig) -> bool:
-    """Whether the settings name a database that other machines reach."""
+    """Return whether the settings name a database that other machines reach."""
     return (server.storage_url or "").startswith(_SERVERS)
 
 
 def check_shared(server: ServerConfig) -> ServerConfig:
-    """The settings of a worker that may be on any machine; without a database it keeps no history.
+    """Settings of a worker on any machine; without a database it stores nothing.
 
-    Raises ConfigurationError for a database that is a file or in memory.
+    Raises ConfigurationError for a database in a file or in memory.
     """
     if server.storage_url is None and server.storage_path is None:
         logger.info("The cluster keeps no responses, conversations and files; --storage-url postgresql://... does")
@@ -31,7 +31,7 @@ def check_shared(server: ServerConfig) -> ServerConfig:
 
 
 def refuse_local(server: ServerConfig) -> None:
-    """Raises ConfigurationError for settings of a worker or a gateway that name a database of one machine."""
+    """Raise ConfigurationError for a database that belongs to one machine."""
     is_named = server.storage_path is not None or server.storage_url not in (None, "none")
     if is_named and not is_shared(server):
         raise ConfigurationError(
@@ -41,8 +41,10 @@ def refuse_local(server: ServerConfig) -> None:
 
 
 def check_local(servers: Sequence[ServerConfig]) -> None:
-    """The settings of workers on one machine, which may share a file. Raises ConfigurationError for memory, which
-    several processes do not share, and for several databases."""
+    """Check the databases of workers on one machine, which may share a file.
+
+    Raises ConfigurationError for several databases, or one in memory.
+    """
     if len({(server.storage_url, server.storage_path) for server in servers}) > 1:
         raise ConfigurationError(
             "the workers of a cluster share one history: write storage_url or storage_path into [server], not into "

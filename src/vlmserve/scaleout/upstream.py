@@ -1,7 +1,6 @@
-"""HTTP/1.1 from a gateway to a worker: kept connections, answers that are passed on as they come.
+"""HTTP/1.1 client of a gateway, with kept-alive connections and streamed answers.
 
-Of what a worker sends, at most about `_MOST_BUFFERED` bytes are kept for a client that reads slowly: then the worker
-waits, too.
+It buffers about `_MOST_BUFFERED` bytes for a slow client; then it stops reading, and the worker waits.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _NOT_PASSED_ON = frozenset({b"connection", b"keep-alive", b"transfer-encoding", 
 
 
 class UpstreamError(VLMServeError):
-    """A worker did not answer, or not to the end."""
+    """A worker did not answer, or not completely."""
 
 
 class Answer(asyncio.Protocol):
-    """A connection, and the answer that comes over it; one at a time."""
+    """A connection and its current answer."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -45,16 +44,15 @@ class Answer(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether another request may be sent."""
+        """True if another request may be sent."""
         return self._done and self._failed is None and self._transport is not None and not self._transport.is_closing()
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing at all has come of the answer."""
+        """True if nothing of the answer has arrived."""
         return not self._has_head and not self.status
 
     def send(self, parts: Iterable[bytes | bytearray]) -> None:
-        """Send a request."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self.status, self.headers = 0, []
@@ -64,12 +62,12 @@ class Answer(asyncio.Protocol):
         self._transport.writelines(parts)
 
     async def head(self) -> None:
-        """Until status and headers are there. Raises UpstreamError."""
+        """Wait for status and headers. Raises UpstreamError."""
         while not self._has_head:
             await self._wait()
 
     async def read(self) -> bytes:
-        """What has come of the body meanwhile, at least something; b"" at its end. Raises UpstreamError."""
+        """Read what has arrived, at least one byte; b"" at the end. Raises UpstreamError."""
         while not self._parts:
             if self._done:
                 return b""
@@ -82,20 +80,20 @@ class Answer(asyncio.Protocol):
         return data
 
     def passed_on(self) -> list[tuple[bytes, bytes]]:
-        """The headers that a client gets."""
+        """The headers for the client."""
         return [(name, value) for name, value in self.headers if name not in _NOT_PASSED_ON]
 
     def close(self) -> None:
-        """Close the connection; a worker ends the answer then."""
+        """Close the connection, which cancels the answer on the worker."""
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
 
     def data_received(self, data: bytes) -> None:
         if self._done:
-            self.close()  # nobody asked
+            self.close()  # unrequested data
             return
         try:
             self._parser.feed_data(data)
@@ -149,7 +147,7 @@ class Answer(asyncio.Protocol):
 
 
 class Upstream:
-    """One worker. headers: of every request."""
+    """Connections to one worker. headers: sent with every request."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         parts = urlsplit(url)
@@ -162,7 +160,7 @@ class Upstream:
     async def request(
         self, method: str, target: str, headers: Iterable[tuple[str, str]] = (), body: bytes | bytearray = b""
     ) -> AsyncIterator[Answer]:
-        """An answer whose head is there. Left before its end, the request is cancelled. Raises UpstreamError."""
+        """Send a request and yield the answer after its head. Leaving early cancels it. Raises UpstreamError."""
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
         head = f"{method} {target} HTTP/1.1\r\n{self._head}{lines}Content-Length: {len(body)}\r\n\r\n"
         parts = [head.encode("latin-1"), body] if body else [head.encode("latin-1")]
@@ -176,7 +174,7 @@ class Upstream:
                 answer.close()
 
     def close(self) -> None:
-        """Close all connections on which nothing is under way."""
+        """Close all idle connections."""
         while self._idle:
             self._idle.pop().close()
 
@@ -188,7 +186,7 @@ class Upstream:
             try:
                 await answer.head()
             except UpstreamError:
-                # The worker had closed a kept connection while the request was on its way: it has not seen it.
+                # The worker closed the idle connection before it saw the request; retry.
                 if was_kept and answer.is_silent:
                     continue
                 raise

@@ -1,4 +1,4 @@
-"""A worker as a gateway knows it."""
+"""A worker, from a gateway's side."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from vlmserve.scaleout.upstream import Upstream
 
 @dataclass
 class Member:
-    """A worker that a gateway listens to. hello: None until it has answered. made: the changes of adapters that it has
-    made."""
+    """A worker that a gateway listens to."""
 
     url: str
     upstream: Upstream
     listening: asyncio.Task[None] | None = None
     hello: Hello | None = None
+    """None until it has answered."""
     made: Changes = field(default_factory=Changes)
+    """Changes of adapters that the worker has made."""
     is_heard: bool = False

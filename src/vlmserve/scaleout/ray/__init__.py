@@ -1,1 +1,1 @@
-"""Ray finds machines for workers and gateways, and starts them again; requests do not pass through it."""
+"""Ray places workers and gateways on machines and restarts them; requests do not pass through it."""

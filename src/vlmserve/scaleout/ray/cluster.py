@@ -1,4 +1,4 @@
-"""A cluster's parts as commands: all on one machine, or a worker or gateway that joins one."""
+"""Commands of a cluster: run all of it on one machine, or join as a worker or gateway."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_METRICS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_worker_niceness": "0",  # else all other processes of the machine come before the engines
-    "RAY_task_events_report_interval_ms": "0",  # else Ray's head keeps what it knows of the latest 100,000 calls
+    "RAY_worker_niceness": "0",  # else all other processes run before the engines
+    "RAY_task_events_report_interval_ms": "0",  # else Ray's head remembers the latest 100,000 calls
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",  # else Ray ends all members a minute after its head
 }
 _OBJECT_STORE = 100 * 1024**2
-"""Bytes; nothing of a request is put there."""
+"""Bytes; requests do not use the object store."""
 _EXTRA_GRACE = 10.0
 _LOOK = 0.5
-"""Seconds between two looks at the processes that a command started."""
+"""Seconds between checks of started processes."""
 _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def up(kinds: Sequence[WorkerKind], server: ServerConfig, gateway: GatewayConfig) -> None:
-    """Run a cluster on this machine until SIGINT or SIGTERM. server: of the gateway.
+    """Run a cluster on this machine until SIGINT or SIGTERM. server: the gateway's settings.
 
     Raises ConfigurationError if the port is taken, ModelLoadError if a model cannot be loaded.
     """
@@ -56,7 +56,7 @@ def up(kinds: Sequence[WorkerKind], server: ServerConfig, gateway: GatewayConfig
     kinds = [kind.ready(max(1, cores // workers)) for kind in kinds]
     models = ", ".join(dict.fromkeys(kind.engine.model for kind in kinds))
     with _stopped() as stopped, _local_ray(cores):
-        # Engines share the cores by their threads.
+        # Ray must not reserve cores: the engines share them by their numbers of threads.
         applications = [
             worker_application(
                 kind.name, kind.engine, kind.media, kind.server, count=kind.count,
@@ -79,7 +79,7 @@ def up(kinds: Sequence[WorkerKind], server: ServerConfig, gateway: GatewayConfig
 
 
 def join_as_worker(engine: EngineConfig, media: MediaConfig, server: ServerConfig, *, name: str, address: str) -> None:
-    """Run a worker on this machine, as part of a cluster, until SIGINT or SIGTERM. Raises VLMServeError."""
+    """Run a worker of a cluster on this machine until SIGINT or SIGTERM. Raises VLMServeError."""
     server = check_shared(server)
     settings = engine.model_dump_json(), media.model_dump_json(), server.model_dump_json()
     name = name or f"{socket.gethostname()}-{os.getpid()}"
@@ -93,9 +93,9 @@ def join_as_worker(engine: EngineConfig, media: MediaConfig, server: ServerConfi
 
 
 def join_as_gateway(server: ServerConfig, gateway: GatewayConfig, *, address: str, takes_over: bool = False) -> None:
-    """Run a gateway on this machine, for a cluster, until SIGINT or SIGTERM, or until another one takes its place.
+    """Run a gateway of a cluster on this machine until SIGINT, SIGTERM or a takeover. Raises VLMServeError.
 
-    takes_over: the place of one that has this port. Raises VLMServeError.
+    takes_over: replace the gateway that has this port.
     """
     refuse_local(server)
     if not takes_over:
@@ -110,7 +110,7 @@ def join_as_gateway(server: ServerConfig, gateway: GatewayConfig, *, address: st
 
 
 def check_port(server: ServerConfig) -> None:
-    """Raises ConfigurationError if the address cannot be had."""
+    """Raise ConfigurationError if the address is taken."""
     from vlmserve.server.run import bind
 
     bind(server).close()
@@ -136,7 +136,7 @@ def _wait(member: Membership, stopped: threading.Event, grace: float) -> None:
 
 @contextlib.contextmanager
 def _stopped() -> Iterator[threading.Event]:
-    """An event that SIGINT or SIGTERM sets; a second one ends the process."""
+    """An event that SIGINT or SIGTERM sets; the second signal ends the process."""
     event = threading.Event()
 
     def stop(*_: object) -> None:
@@ -156,7 +156,7 @@ def _stopped() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def _local_ray(cores: int) -> Iterator[None]:
-    """A Ray of its own, on this machine alone, which no other machine can reach."""
+    """Start a Ray that only this machine reaches."""
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
     _keep_to_loopback()
     ray.init(
@@ -172,16 +172,13 @@ def _local_ray(cores: int) -> Iterator[None]:
 
 
 def _keep_to_loopback() -> None:
-    """Have Ray, and the processes that it starts, listen at 127.0.0.1 only, as it does by default on macOS and Windows.
-
-    By default on Linux its processes listen at the machine's address or at all of them.
-    """
+    """Have Ray and its processes listen only at 127.0.0.1. Its default on Linux is the machine's address, or all."""
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _is_on_loopback(address: str) -> bool:
-    """Whether a Ray to join is one that only this machine reaches, as `up` starts it."""
+    """Return whether only this machine reaches a Ray, such as one that `up` started."""
     found = services.find_gcs_addresses() if address == "auto" else {address}
     places = [one.rpartition(":") for one in found]
     if not places or not all(host in _LOOPBACK and port.isdecimal() for host, _, port in places):
@@ -219,7 +216,7 @@ def _joined(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _serve(grace: float) -> Iterator[None]:
-    """Ray Serve without an HTTP server of its own. Requests get `grace` seconds to finish."""
+    """Run Ray Serve without its HTTP server. Requests get `grace` seconds to finish."""
     serve.start(proxy_location="Disabled")
     try:
         yield

@@ -1,6 +1,6 @@
-"""Workers and gateways as deployments of Ray Serve, which places them, watches them and starts them again.
+"""Ray Serve deployments of workers and gateways. Serve places, watches and restarts them.
 
-`serve deploy` finds `workers` and `gateways` by their import paths; `deploy/ray/serve.yaml` shows how.
+`serve deploy` imports `workers` and `gateways` by path; see `deploy/ray/serve.yaml`.
 """
 
 from __future__ import annotations
@@ -28,31 +28,33 @@ from vlmserve.scaleout.storage import check_shared, refuse_local
 from vlmserve.settings import Settings, check_names, read_settings
 
 _EXTRA_GRACE = 10.0
-"""Seconds that a process gets to end after its requests have."""
+"""Seconds for a process to end after its requests."""
 _REPLACED = 60.0
-"""Seconds in which Serve stops a gateway whose place another one has taken."""
+"""Seconds for Serve to stop a gateway after another one took over."""
 _WATCHED: Mapping[str, Any] = {
     "max_ongoing_requests": 100,
     "health_check_period_s": 1.0,
     "logging_config": {"log_level": "WARNING", "enable_access_log": False},
 }
-"""Calls through Ray are Serve's own: requests do not come through it."""
+"""Only Serve's own calls pass through Ray."""
 _OF_WORKERS = ("name", "count", "most", "max_surge_percent", "resources")
 _QUEUED, _USAGE = "queued_seconds", "usage"
 
 
 def worker_launch(name: str, token: str, engine: str, media: str, server: str) -> WorkerLaunch:
-    """The settings of a worker on this machine, from sections as JSON. Who may ask, and how much, is for gateways to
-    say; they reach it at its machine's address."""
+    """Settings of a worker on this machine, from sections as JSON.
+
+    It listens at the machine's address without API keys: gateways check keys and limits.
+    """
     own = {"host": str(ray.util.get_node_ip_address()), "port": 0, "enable_page": False, "access_log": False}
     inner = ServerConfig.model_validate_json(server).model_copy(update={**own, "api_key": (), "api_keys_file": None})
     return WorkerLaunch(name, token, engine, media, inner.model_dump_json())
 
 
 def _keep_to_own_address() -> None:
-    """Have Serve's port for calls between replicas, which opens after this, listen at the node's address only.
+    """Have Serve's port for calls between replicas, which opens later, listen only at the node's address.
 
-    Serve has no setting for it and listens at all addresses.
+    Serve listens at all addresses and has no setting for it.
     """
     add_port = serve_replica.add_port_to_grpc_server
     own = str(ray.util.get_node_ip_address())
@@ -60,7 +62,7 @@ def _keep_to_own_address() -> None:
 
 
 class _Replica:
-    """What Serve starts, watches and ends. Requests go to the process's own address."""
+    """A replica of Serve, which owns one process. Requests go directly to the process."""
 
     def __init__(self, membership: Membership, grace: float) -> None:
         _keep_to_own_address()
@@ -79,7 +81,7 @@ class _Replica:
 
 
 class WorkerReplica(_Replica):
-    """One engine. settings: sections as JSON; name: of the deployment's workers."""
+    """One engine. engine, media, server: settings as JSON. name: prefix of the deployment's workers."""
 
     def __init__(self, name: str, engine: str, media: str, server: str, grace: float) -> None:
         self._capacity = EngineConfig.model_validate_json(engine).max_num_seqs
@@ -102,7 +104,7 @@ class WorkerReplica(_Replica):
 
 
 class GatewayReplica(_Replica):
-    """One gateway, on a port of its machine. During an update it takes that over from the replica that it replaces."""
+    """One gateway on a port of its machine. In an update it takes the port over from the old replica."""
 
     def __init__(self, server: str, gateway: str, grace: float) -> None:
         super().__init__(Membership("gateway", lambda token, _: GatewayLaunch(token, server, gateway, True)), grace)
@@ -110,7 +112,7 @@ class GatewayReplica(_Replica):
 
     def check_health(self) -> None:
         if self.membership.was_replaced:
-            # Serve stops this replica now; should it keep it, because the other one did not come up, it is of no use.
+            # Serve is about to stop this replica. Fail if it does not: the replica has no process left.
             self._replaced_at = self._replaced_at or time.monotonic()
             if time.monotonic() - self._replaced_at < _REPLACED:
                 return
@@ -118,7 +120,7 @@ class GatewayReplica(_Replica):
 
 
 def scale(context: AutoscalingContext, most_seconds: float = 2.0) -> tuple[int, dict[str, Any]]:
-    """A policy of Serve's: as many workers as keep requests from waiting."""
+    """Autoscaling policy for Serve; see `workers_wanted`."""
     metrics: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
     queued, usage = metrics.get(_QUEUED, {}), metrics.get(_USAGE, {})
     wanted = workers_wanted(list(queued.values()), list(usage.values()), most_seconds) if queued else (
@@ -139,10 +141,10 @@ def worker_application(
     max_surge_percent: int = 0,
     resources: Mapping[str, float] | None = None,
 ) -> serve.Application:
-    """`count` workers with the same settings, or up to `most` if more requests wait.
+    """Make `count` workers with the same settings, or up to `most` under load.
 
-    max_surge_percent: of the workers, how many more an update may start before it stops those that they replace.
-    resources: what Ray sets aside for each, like ``{"num_cpus": 4, "num_gpus": 1}``.
+    max_surge_percent: extra workers that an update may start before it stops old ones. resources: Ray resources of
+    each worker, like ``{"num_cpus": 4, "num_gpus": 1}``.
     """
     grace = server.shutdown_grace + _EXTRA_GRACE
     options: dict[str, Any] = {
@@ -162,7 +164,7 @@ def worker_application(
 def gateway_application(
     server: ServerConfig, gateway: GatewayConfig, *, count: int = 1, resources: Mapping[str, float] | None = None
 ) -> serve.Application:
-    """`count` gateways, each on a machine of its own. A single one may stay on its machine when it is updated."""
+    """Make `count` gateways, each on its own machine. An update of a single gateway may stay on its machine."""
     grace = server.shutdown_grace + _EXTRA_GRACE
     replica: Any = serve.deployment(
         GatewayReplica,
@@ -170,7 +172,7 @@ def gateway_application(
         **_WATCHED,
         num_replicas=count,
         max_replicas_per_node=1 if server.port and count > 1 else None,
-        max_surge_percent=100 if count == 1 else 0,  # with one on each machine there is no place for another one
+        max_surge_percent=100 if count == 1 else 0,  # with one on each machine there is no room for another
         ray_actor_options=_set_aside(resources),
         graceful_shutdown_timeout_s=grace + _EXTRA_GRACE,
     )
@@ -178,7 +180,7 @@ def gateway_application(
 
 
 def workers(args: dict[str, Any]) -> serve.Application:
-    """For `serve deploy`. args: those of `worker_application`, and settings of a server by their names."""
+    """Entry point for `serve deploy`. args: of `worker_application`, and server settings by name."""
     own = {name: args.pop(name) for name in _OF_WORKERS if name in args}
     kinds = (EngineConfig, MediaConfig, ServerConfig)
     check_names(args, kinds)
@@ -190,7 +192,7 @@ def workers(args: dict[str, Any]) -> serve.Application:
 
 
 def gateways(args: dict[str, Any]) -> serve.Application:
-    """For `serve deploy`. args: `count` and `resources`, and settings of a server and a gateway by their names."""
+    """Entry point for `serve deploy`. args: `count`, `resources`, and settings of server and gateway by name."""
     own = {name: args.pop(name) for name in ("count", "resources") if name in args}
     check_names(args, (ServerConfig, GatewayConfig))
     server, gateway = _of(ServerConfig, args), _of(GatewayConfig, args)
@@ -201,7 +203,7 @@ def gateways(args: dict[str, Any]) -> serve.Application:
 
 
 def _set_aside(resources: Mapping[str, float] | None) -> dict[str, Any]:
-    """What Ray sets aside for a replica: processors, GPUs, and whatever else machines say that they have."""
+    """Ray resources of a replica: CPUs, GPUs, memory and custom ones."""
     wanted = {"num_cpus": 1.0, **(resources or {})}
     own: dict[str, Any] = {name: wanted.pop(name) for name in ("num_cpus", "num_gpus", "memory") if name in wanted}
     return {**own, "resources": wanted}

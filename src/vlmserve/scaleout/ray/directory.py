@@ -1,7 +1,7 @@
-"""Who belongs to a cluster: an actor that workers and gateways tell that they are there.
+"""Members of a cluster: workers and gateways report to a Ray actor.
 
-A member that has not said so for `MEMORY` seconds is gone. The actor keeps nothing that members do not say again, and
-may be started again.
+A member that has not reported for `MEMORY` seconds is gone. Members repeat all that the actor knows, so it may be
+restarted.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import ray
 
 NAMESPACE = "vlmserve"
 BEAT = 0.5
-"""Seconds between two words of a member."""
+"""Seconds between two reports of a member."""
 MEMORY = 5.0
 _START = 600.0
-"""Seconds for which a name is kept for a member that has not said yet that it is there."""
+"""Seconds that a name is reserved for a starting member."""
 _WAIT = 1.0
-"""Seconds after which a gateway that waits for a change is answered without one."""
+"""Maximum seconds that `next_urls` waits for a change."""
 _NAME = "directory"
 
 Kind = Literal["worker", "gateway"]
 
 
 class Directory:
-    """The actor. All times are those of its own clock."""
+    """The actor. All times are by its own clock."""
 
     def __init__(self, token: str) -> None:
         self._token = token
         self._members: dict[str, tuple[Kind, str, float]] = {}
         self._names: dict[str, tuple[str, float]] = {}
-        """Of members by their ids, and until when these have them."""
+        """Name and end of its reservation, by member id."""
         self._changed = asyncio.Condition()
 
     async def token(self) -> str:
-        """What the members of the cluster know each other by."""
+        """The cluster's shared secret."""
         return self._token
 
     async def name(self, id: str, prefix: str) -> str:
-        """A name for a member that is about to start: `prefix` and the lowest number that no other member has."""
+        """Reserve a name for a starting member: `prefix` and the lowest free number."""
         now = time.monotonic()
         self._names = {one: (name, until) for one, (name, until) in self._names.items() if until >= now}
         taken = {name for name, _ in self._names.values()}
@@ -51,7 +51,7 @@ class Directory:
         return name
 
     async def beat(self, id: str, kind: Kind, url: str, name: str) -> None:
-        """A member is there. name: empty for one that needs none."""
+        """Report a member. name: empty if it has none."""
         is_new = id not in self._members
         if name:
             self._names[id] = name, time.monotonic() + MEMORY
@@ -70,7 +70,7 @@ class Directory:
         return sorted(url for own, url, _ in self._members.values() if own == kind)
 
     async def next_urls(self, kind: Kind, known: list[str]) -> list[str]:
-        """The same, as soon as it is not what is known; at the latest after a second."""
+        """Wait until the URLs differ from `known`, one second at most, and return them."""
         deadline = time.monotonic() + _WAIT
         while (urls := await self.urls(kind)) == known and (left := deadline - time.monotonic()) > 0:
             try:
@@ -86,8 +86,8 @@ class Directory:
 
 
 def open_directory() -> Any:
-    """The cluster's directory, which the first who asks makes."""
-    # Ray's head would keep what it knows of the latest 100,000 calls, and members make some each second.
+    """Get the cluster's directory; the first call creates it."""
+    # Without events: members make some calls each second, and Ray's head remembers the latest 100,000.
     settings = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 10_000, "enable_task_events": False}
     actor = ray.remote(num_cpus=0, **settings)(Directory)
     options = {"name": _NAME, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}

@@ -1,6 +1,6 @@
-"""The head of a Ray that this process started, and a cluster whose head has ended.
+"""Shut a cluster down after its Ray head has ended.
 
-The head cannot be started again. Its state is in its memory, and nodes end when they find a new head.
+The head cannot be restarted: its state is in memory, and nodes end when they find a new head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker or gateway that was started on this machine, and its place in the directory."""
+"""The process of a worker or gateway on this machine, and its entry in the directory."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from vlmserve.scaleout.ray.directory import BEAT, Kind, open_directory
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 5.0
-"""Seconds to wait for the directory; then the member goes on with what it knows."""
+"""Timeout in seconds for the directory; after it, the member keeps its last knowledge."""
 
 
 class Membership:
-    """A process, told of and telling the directory. Use as a context manager. url: where it answers.
+    """A member's process and its reports to the directory. Use it as a context manager. url: the member's address.
 
-    Raises the VLMServeError for which it does not start.
+    Raises the VLMServeError that kept the process from starting.
     """
 
     def __init__(self, kind: Kind, launch: Callable[[str, str], Launch], prefix: str = "") -> None:
-        """launch: the process's settings, with the cluster's token and the name that it gets. prefix: of a name that no
-        other member has; empty: it gets none."""
+        """launch: makes settings of the cluster's token and the member's name. prefix: of that name; empty: no name."""
         self._directory = open_directory()
         self._kind = kind
         self._id = secrets.token_hex(8)
@@ -37,7 +36,7 @@ class Membership:
         self._process = MemberProcess(launch(ray.get(self._directory.token.remote()), self._name))
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
-        if kind == "gateway":  # one that takes the place of another is up once it has heard of its workers
+        if kind == "gateway":  # a gateway that takes over is up only after it has heard from its workers
             self._start(self._follow)
         try:
             self.url = self._process.wait_until_up()
@@ -60,11 +59,11 @@ class Membership:
 
     @property
     def was_replaced(self) -> bool:
-        """Whether it was a gateway whose place another one has taken, and has ended since."""
+        """True if it was a gateway and ended because another one took over."""
         return self._process.was_replaced
 
     def drain(self, grace: float) -> None:
-        """Let the process finish what is under way, for at most `grace` seconds, and close."""
+        """Let the process finish its requests for at most `grace` seconds, and close."""
         self._process.terminate()
         try:
             self._process.wait(grace)
@@ -73,11 +72,11 @@ class Membership:
         self.close()
 
     def close(self) -> None:
-        """End the process, and be forgotten."""
+        """End the process and leave the directory."""
         self._over.set()
         self._process.close()
         for thread in self._threads:
-            thread.join(2 * _PATIENCE)  # Ray ends a process in which a thread asks it something while it shuts down
+            thread.join(2 * _PATIENCE)  # Ray kills a process if a thread calls it during shutdown
         try:
             ray.get(self._directory.leave.remote(self._id), timeout=_PATIENCE)
         except RayError:
@@ -96,7 +95,7 @@ class Membership:
             self._over.wait(BEAT)
 
     def _follow(self) -> None:
-        """Tell a gateway who its workers are. While the directory is away, they are those from before."""
+        """Tell a gateway its workers; without a directory it keeps the last ones."""
         known: list[str] = []
         while not self._over.is_set() and self.is_alive:
             try:
