@@ -1,1 +1,1 @@
-"""Answering many rows of a file or folder, with results that survive an interruption."""
+"""Answer many rows of a file or folder, with results that survive an interruption."""

@@ -1,4 +1,4 @@
-"""Who answers a batch: the engine in this process, or a server that runs already."""
+"""Answer a batch with the engine in this process or with a running server."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from vlmserve.server.schema.batches import BatchLine
 from vlmserve.types import Grammar, SamplingParams
 
 ATTEMPTS = 6
-"""How often a question is put to a server that is overloaded or cannot be reached."""
+"""Tries of a request to a server that is overloaded or unreachable."""
 LONGEST_PAUSE = 30.0
 
 Conversation = list[dict[str, Any]]
 
 
 class Chat(NamedTuple):
-    """What a row asks, if the input does not have a request for it."""
+    """The conversation of a row without its own request."""
 
     messages: Conversation
     params: SamplingParams
@@ -40,15 +40,15 @@ class BatchAnswers(Protocol):
     name: str
 
     def answer(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Result]]:
-        """The number of each of them and what came of it, in any order.
+        """Yield the index and the result of each ask, in any order.
 
-        Raises VLMServeError where no further answer is to be expected.
+        Raises VLMServeError if no more answers can be expected.
         """
         ...
 
 
 class LocalAnswers:
-    """The engine in this process. llm: what it belongs to."""
+    """Answers with an engine in this process."""
 
     def __init__(self, engine: EngineConfig, media: MediaConfig) -> None:
         from vlmserve.llm import LLM
@@ -63,7 +63,7 @@ class LocalAnswers:
                 read.append((number, *((ask, {}) if isinstance(ask, Chat) else self._read(ask))))
             except InvalidRequestError as error:
                 yield number, Result(error=str(error))
-        # A call has one set of options for all conversations.
+        # `LLM.chat` takes one set of options for all conversations.
         for options, group in itertools.groupby(read, key=lambda one: one[2]):
             yield from self._answer([(number, chat) for number, chat, _ in group], options)
 
@@ -88,7 +88,7 @@ class LocalAnswers:
             yield number, Result(output.text, output.finish_reason, "", *tokens)
 
     def _read(self, line: BatchLine) -> tuple[Chat, dict[str, Any]]:
-        """What a request asks, and with which options. Raises InvalidRequestError."""
+        """The conversation of a request and its options. Raises InvalidRequestError."""
         from vlmserve.server.schema.base import validate
         from vlmserve.server.schema.chat import ChatRequest
         from vlmserve.server.schema.content import conversation
@@ -110,7 +110,7 @@ class LocalAnswers:
 
 
 def check_body(body: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError for a request whose answer is not one text."""
+    """Raise InvalidRequestError for a request whose answer is not one text."""
     for field, neutral in (("n", 1), ("best_of", 1), ("stream", False), ("use_beam_search", False), ("tools", [])):
         if body.get(field) not in (None, neutral):
             raise InvalidRequestError(
@@ -119,8 +119,7 @@ def check_body(body: Mapping[str, Any]) -> None:
 
 
 class ServerAnswers:
-    """A server, as `connect` finds it. model: that is asked, whatever requests name. concurrency: how many questions it
-    is asked at a time."""
+    """Answers with a server (see `connect`). model: replaces the model in requests. concurrency: requests in flight."""
 
     def __init__(self, url: str, model: str | None, concurrency: int) -> None:
         self._client, self.name = connect(url, model, concurrency)
@@ -195,7 +194,7 @@ def _response_format(grammar: Grammar) -> dict[str, Any]:
 
 
 class _Usage(msgspec.Struct):
-    """Tokens, under the names of both APIs."""
+    """Token counts, by the names of both APIs."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -249,7 +248,7 @@ class _Response(msgspec.Struct):
 
 
 def _result(path: str, response: Any) -> Result:
-    """Read a body with status 200."""
+    """Read the body of a response with status 200."""
     kind: type[_Response] | type[_Completion] = _Response if path == "/responses" else _Completion
     try:
         return msgspec.json.decode(response.content, type=kind).result()

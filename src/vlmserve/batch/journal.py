@@ -1,4 +1,4 @@
-"""Results on disk as they come, so that an interrupted batch can continue."""
+"""Store results as they come, so that an interrupted batch can continue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmserve.errors import ConfigurationError
 
 
 class Result(msgspec.Struct, omit_defaults=True):
-    """What came of a question. finish_reason: "stop" or "length". error: why there is no answer."""
+    """The result of a question. finish_reason: "stop" or "length". error: why there is no answer."""
 
     answer: str = ""
     finish_reason: str = ""
@@ -28,10 +28,10 @@ class _Line(msgspec.Struct):
 
 
 class Journal:
-    """Results by the digests of their questions, each in a file before `add` returns.
+    """Results by the digests of their questions. `add` returns after a result is on disk.
 
-    A line that was cut off when the process ended is dropped. One process writes to a file: another one is refused with
-    ConfigurationError.
+    An incomplete last line, from a killed process, is dropped. Raises ConfigurationError if another process
+    writes to the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,7 +42,7 @@ class Journal:
         self._file.truncate(self._read())
 
     def _read(self) -> int:
-        """Take over what is in the file; how many bytes of it are whole lines."""
+        """Read the results of the file. Returns the bytes of its complete lines."""
         self._file.seek(0)
         whole = 0
         for line in _lines(self._file.read()):
@@ -57,14 +57,14 @@ class Journal:
         return whole
 
     def add(self, question: bytes, result: Result) -> None:
-        """Keep a result, in the place of an earlier one of the same question."""
+        """Store a result; it replaces an earlier one of the same question."""
         self.results[question] = result
         self._file.write(msgspec.json.encode(_Line(question.hex(), result)) + b"\n")
         self._file.flush()
         os.fdatasync(self._file.fileno())
 
     def remove(self) -> None:
-        """The results are elsewhere now."""
+        """Delete the file, after the results were stored elsewhere."""
         self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:

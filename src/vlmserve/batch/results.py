@@ -1,4 +1,4 @@
-"""The file that a batch ends with."""
+"""Write the output file of a batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESERVED = ("id", "answer", "error", "finish_reason")
 
 
 def check_output(path: Path, rows: Sequence[Row]) -> None:
-    """Raise ConfigurationError for a file that no results can be written to, or columns that have their names."""
+    """Raise ConfigurationError for an unsuitable output file, or for input columns with reserved names."""
     if path.suffix.lower() not in FORMATS:
         raise ConfigurationError(f"--output {path}: the name must end in {', '.join(FORMATS)}")
     if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
@@ -33,10 +33,10 @@ def check_output(path: Path, rows: Sequence[Row]) -> None:
 
 
 def write_results(path: Path, rows: Sequence[Row], results: Sequence[Result], *, parsed: bool) -> None:
-    """One line for each row, in their order: its id and columns, the answer, and the error if there is one.
+    """Write one record for each row, in order: its id and columns, the answer, and any error.
 
-    parsed: answers are JSON, as are those to requests that say so; a table has a column for each property of theirs.
-    The file is there whole, or not at all.
+    parsed: all answers are JSON; otherwise only answers to requests for JSON are. Tables get a column for each property
+    of JSON answers. The file is written atomically.
     """
     records = [
         _record(row, result, parsed=parsed or _asks_for_json(row)) for row, result in zip(rows, results, strict=True)
@@ -52,7 +52,7 @@ def write_results(path: Path, rows: Sequence[Row], results: Sequence[Result], *,
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there whole, or not at all."""
+    """Write a file atomically."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with unfinished.open("wb") as file:
         file.write(data)
@@ -97,7 +97,7 @@ def _parquet(records: Sequence[dict[str, Any]]) -> bytes:
     def column(values: list[Any]) -> Any:
         try:
             return pyarrow.array(values)
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError):  # of several types
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError):  # mixed types
             return pyarrow.array([None if value is None else str(_cell(value)) for value in values], pyarrow.string())
 
     flat = [_flat(record) for record in records]
@@ -108,7 +108,7 @@ def _parquet(records: Sequence[dict[str, Any]]) -> bytes:
 
 
 def _columns(flat: Sequence[dict[str, Any]]) -> list[str]:
-    """The names of a table's columns, in order."""
+    """The column names of a table, in order."""
     names = dict.fromkeys(name for record in flat for name in record)
     for name in ("finish_reason", "error"):
         names.pop(name, None)
@@ -118,7 +118,7 @@ def _columns(flat: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    """With a column for each property of an answer that is an object."""
+    """Split an answer that is an object into a column for each property."""
     answer = record["answer"]
     if not isinstance(answer, dict):
         return record

@@ -1,4 +1,4 @@
-"""The rows of a batch: images of a folder, lines of a file, requests in OpenAI's form."""
+"""Rows of a batch: images in a folder, lines of a file, or requests in OpenAI's batch form."""
 
 from __future__ import annotations
 
@@ -22,35 +22,40 @@ from vlmserve.frontend.wire import DOCUMENT_ENDINGS, URL_SCHEMES, medium_part
 from vlmserve.server.schema.batches import BatchLine, read_line
 
 IMAGE_COLUMNS = ("image", "images")
-"""Columns that name a row's images, in any case."""
+"""Names of columns with a row's images, in lower case."""
 _ID_COLUMNS = ("id", "custom_id")
 _MORE_ENDINGS = (".heic", ".heif", ".avif", ".webp")
-"""Of images that not every system knows by name."""
+"""Image suffixes that some systems do not know."""
 _FIELDS = Formatter()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One question. id: what it is called in the results. images: paths or URLs, of documents too. columns: what else
-    the input says of it, by name, which the prompt may use. request: the whole question, where the input has it. pages:
-    of documents, as requests write them; None: all."""
+    """One question."""
 
     id: str
     images: tuple[str, ...] = ()
+    """Paths or URLs of images and documents."""
     columns: dict[str, Any] = field(default_factory=dict)
+    """Other columns of the input, which the prompt may use."""
     request: BatchLine | None = None
+    """The whole question, if the input gives it."""
     pages: str | None = None
+    """Pages of documents, as requests write them; None: all."""
 
 
 def read_rows(source: str) -> list[Row]:
-    """The rows of a folder of images and documents, a pattern like ``photos/*.jpg``, a list of paths or URLs (.txt), a
-    file with columns (.csv, .jsonl), or a document, each page of which is a row. Paths in a file are relative to it. A
-    .jsonl file may hold requests in OpenAI's batch form instead: all of its lines, or none.
+    """Read rows from one of these sources:
 
-    A column "id" or "custom_id" is the row's id, which is its number otherwise, from 1; "image" or "images" names its
-    images. Names of columns may have capitals.
+    - a folder of images and documents, or a pattern like ``photos/*.jpg``: one row for each file
+    - a document: one row for each page
+    - a .txt file of paths or URLs, or a .csv or .jsonl file with columns: one row for each line
+    - a .jsonl file in which all lines are requests in OpenAI's batch form
 
-    Raises ConfigurationError for a source that cannot be read, or in which two rows have the same id.
+    Paths in a file are relative to it. The column "id" or "custom_id" is the row's id (default: its number, from 1);
+    "image" or "images" names its images. Capitals in column names do not matter.
+
+    Raises ConfigurationError for a source that cannot be read, or that has two rows with the same id.
     """
     path = expanded(source)
     if path.is_dir():
@@ -99,7 +104,6 @@ def _read_file(path: Path) -> list[Row]:
 
 
 def _pages(path: Path) -> list[Row]:
-    """A row for each page of a document."""
     from vlmserve.media.documents import count_pages
 
     try:
@@ -130,7 +134,7 @@ def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, by number. A byte order mark at the beginning is skipped."""
+    """The numbers and bytes of lines that are not empty. Skips a byte order mark."""
     for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         if line.strip():
             yield number, line
@@ -145,7 +149,7 @@ def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _holds_requests(path: Path) -> bool:
-    """Whether its first object has what only requests have together."""
+    """Return whether the first object has the fields of a batch request."""
     first = next(_read_jsonl(path), {})
     return isinstance(first.get("body"), dict) and {"custom_id", "method", "url"} <= first.keys()
 
@@ -173,19 +177,19 @@ def _row(path: Path, number: int, columns: dict[str, Any]) -> Row:
 
 
 def _named(columns: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """The columns of these names, which may have capitals and blanks around them, in the order of `names`."""
+    """Columns with these names, ignoring capitals and surrounding blanks, in the order of `names`."""
     return [column for name in names for column in columns if column.strip().lower() == name]
 
 
 @dataclass(frozen=True)
 class Question:
-    """What all rows are asked. prompt: with the names of columns in braces. system: the system message, if any."""
+    """The question to all rows. prompt: may have column names in braces. system: the system message."""
 
     prompt: str
     system: str | None = None
 
     def check(self, rows: Iterable[Row]) -> None:
-        """Raise ConfigurationError for a prompt that is no pattern, or that names a column that a row lacks."""
+        """Raise ConfigurationError for an invalid prompt, or for one that names a column that a row lacks."""
         try:
             names = {name for _, name, _, _ in _FIELDS.parse(self.prompt) if name is not None}
         except ValueError as error:
@@ -198,7 +202,7 @@ class Question:
                 )
 
     def messages(self, row: Row) -> list[dict[str, Any]]:
-        """The conversation of a row. Raises InvalidImageError for an image that is no file."""
+        """The conversation of a row. Raises InvalidImageError for a missing image file."""
         text = _FIELDS.vformat(self.prompt, (), {"id": row.id, **row.columns})
         content = [*(medium_part(place, row.pages) for place in row.images), {"type": "text", "text": text}]
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -206,7 +210,7 @@ class Question:
 
 
 def digest(row: Row, messages: list[dict[str, Any]], settings: bytes) -> bytes:
-    """Tells what is asked of a row from everything else: text, contents of images, and settings of the batch.
+    """A digest of everything that determines the answer: texts, image contents, and the settings of the batch.
 
     messages: of a row without a request. Raises OSError for an image that cannot be read.
     """

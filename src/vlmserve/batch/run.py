@@ -1,4 +1,4 @@
-"""Answering all rows of a batch, each question once."""
+"""Answer all rows of a batch, each question once."""
 
 from __future__ import annotations
 
@@ -17,33 +17,36 @@ from vlmserve.errors import ConfigurationError, InvalidImageError
 from vlmserve.types import SamplingParams
 
 READERS = 4
-"""Threads that read images, to know what is asked already."""
+"""Threads that read images to compute the digests of questions."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of a batch that has ended. rows: all of them. asked: questions that were answered now. resumed: rows that an
-    earlier run had answered. repeated: rows whose question another row asked. failed: rows without an answer."""
+    """Counts of a finished batch."""
 
     rows: int
     asked: int
+    """Questions that this run answered."""
     resumed: int
+    """Rows that an earlier run answered."""
     repeated: int
+    """Rows with the same question as another row."""
     failed: int
+    """Rows without an answer."""
 
 
 class Progress:
-    """Gets what a batch has done; the methods do nothing here."""
+    """Receives the progress of a batch; these methods do nothing."""
 
     def begin(self, total: int, done: int) -> None:
-        """total: questions; done: those of them that an earlier run has answered."""
+        """total: questions. done: questions that an earlier run answered."""
 
     def advance(self, result: Result) -> None:
-        """One more question is answered."""
+        """One more question has its answer."""
 
 
 def journal_path(output: Path) -> Path:
-    """Where the results of an unfinished batch are."""
+    """The file with the results of an unfinished batch."""
     return output.with_name(f"{output.name}.progress")
 
 
@@ -58,13 +61,14 @@ def run_batch(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Summary:
-    """Ask the question of each row, and write the results to `output` when all are there. question: None if all rows
-    have requests; params counts for the others.
+    """Ask the question of each row, and write the results to `output` when all are there.
 
-    Until then the results are in `journal_path`, and an interrupted run continues from there. They stay there if some
-    rows failed, for a run with `retry`. Equal questions are asked once, unless answers are drawn at random.
+    question, params: for rows without their own request; question is None if all rows have one.
 
-    Raises ConfigurationError for what cannot be run, and VLMServeError if answers stop coming.
+    Results go to `journal_path` first, and an interrupted run continues from there. Failed rows keep the journal, for a
+    run with `retry`. Equal questions are asked once, unless answers are sampled at random.
+
+    Raises ConfigurationError for input that cannot be run, and VLMServeError if answers stop coming.
     """
     progress = progress or Progress()
     check_output(output, rows)
@@ -103,7 +107,7 @@ def _ask(row: Row, question: Question | None, params: SamplingParams) -> Ask:
 
 
 def _draws(row: Row, params: SamplingParams) -> bool:
-    """Whether equal questions may have different answers."""
+    """Return whether equal questions may get different answers."""
     if row.request is not None:
         return row.request.body.get("temperature") != 0 and row.request.body.get("seed") is None
     return params.temperature > 0 and params.seed is None
@@ -119,7 +123,7 @@ def _settings(row: Row, model: str, params: SamplingParams) -> bytes:
 def _questions(
     rows: Sequence[Row], question: Question | None, params: SamplingParams, model: str
 ) -> Sequence[tuple[bytes, Result | None]]:
-    """For each row the key of its question, and what is wrong with it, if it cannot be asked."""
+    """The key of each row's question, and an error if it cannot be asked."""
 
     def read(numbered: tuple[int, Row]) -> tuple[bytes, Result | None]:
         number, row = numbered

@@ -1,4 +1,4 @@
-"""Vectors of the rows of a batch, and the file that holds them."""
+"""Compute vectors of a batch's rows and write them to a file."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ COLUMNS = ("id", "vector", "error")
 
 
 class Vector(NamedTuple):
-    """The vector of a row: float32 ``[dimensions]``, or the reason why it has none."""
+    """The vector of a row, float32 ``[dimensions]``, or the error."""
 
     data: npt.NDArray[np.float32] | None
     error: str | None = None
 
 
 def check_vectors(path: Path, rows: Sequence[Row], question: Question) -> None:
-    """Raise ConfigurationError for a file that no vectors can be written to, or rows that have nothing to embed."""
+    """Raise ConfigurationError for an unsuitable output file, or for rows that have nothing to embed."""
     if path.suffix.lower() not in FORMATS:
         raise ConfigurationError(f"--output {path}: the name must end in {' or '.join(FORMATS)}")
     if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
@@ -56,7 +56,7 @@ def embed_rows(
     dimensions: int | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Vector]:
-    """Return the vector of each row: of its images and of the prompt with its columns. advance: called after each."""
+    """Return the vector of each row's images and prompt. advance: called after each row."""
 
     vectors: list[Vector] = []
     prompts: list[Embeddable] = []
@@ -90,10 +90,7 @@ def _prompt(row: Row, question: Question) -> Embeddable:
 
 
 def write_vectors(path: Path, rows: Sequence[Row], vectors: Sequence[Vector]) -> None:
-    """Write one record for each row, in their order: its id, image and columns, the vector, and the error.
-
-    The file is there whole, or not at all.
-    """
+    """Write one record for each row, in order: id, image and columns, vector, error. The file is written atomically."""
     records = []
     for row in rows:
         image = {"image": row.images[0]} if len(row.images) == 1 and not row.columns else {}
@@ -122,5 +119,5 @@ def _parquet(records: Sequence[dict[str, Any]], vectors: Sequence[Vector]) -> by
 
 
 def _cell(value: Any) -> str | None:
-    """Text, so that a column has one type."""
+    """Convert a value to text, so that a column has one type."""
     return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -1,4 +1,4 @@
-"""One answer as it comes: when its pieces were there, and what they say of tokens."""
+"""Read one answer as it arrives: the times of its pieces, and the server's token counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from vlmserve.loadtest.client import RequestFailedError
 
 MAX_EVENT = 16 * 1024**2
-"""Bytes of an event, or of an error."""
+"""Maximum bytes of an event or an error."""
 
 _FAILED = 400
 _NOTHING = msgspec.Raw(b"null")
@@ -46,7 +46,7 @@ class _Chunk(msgspec.Struct):
 
 
 class _Error(msgspec.Struct):
-    """An error in OpenAI's form; some servers leave out the object around it."""
+    """An error in OpenAI's form; some servers omit the outer object."""
 
     message: object = None
     code: object = None
@@ -60,8 +60,8 @@ _chunk = msgspec.json.Decoder(_Chunk)
 class Answer:
     """Reads the body of a completion, streamed or not.
 
-    times: when each piece with something in it was there. num_tokens: as the server counted, or None. is_whole: whether
-    the server said that it is all.
+    times: arrival of each piece with text, reasoning or tool calls. num_tokens: by the server's count, or None.
+    is_whole: whether the server marked the answer as complete.
     """
 
     __slots__ = (
@@ -83,11 +83,11 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What it says, if it was to be kept."""
+        """The answer's text; empty unless `keeps_text`."""
         return "".join(self._text)
 
     def feed(self, status: int, data: bytes, now: float) -> None:
-        """A piece of the body. Raises RequestFailedError for what is no answer, or an error in a stream."""
+        """Add a piece of the body. Raises RequestFailedError for an error event, or data that is no completion."""
         self.ended = now
         if status >= _FAILED:
             if len(self._error) < MAX_EVENT:
@@ -106,7 +106,7 @@ class Answer:
                 self._event(line[5:].strip(), now)
 
     def check(self, status: int) -> None:
-        """Call at the end. Raises RequestFailedError unless this was a whole answer."""
+        """Call it at the end. Raises RequestFailedError unless the answer is complete."""
         if status >= _FAILED:
             raise http_failure(status, self._error)
         if not self._streams:
@@ -115,7 +115,7 @@ class Answer:
             raise RequestFailedError("broken stream", "the stream ended before the answer was complete")
 
     def _event(self, data: bytes, now: float) -> None:
-        if not data and self._streams:  # some servers keep connections open in this way
+        if not data and self._streams:  # some servers send these to keep connections open
             return
         if data == b"[DONE]":
             self.is_whole = True
@@ -153,7 +153,7 @@ def http_failure(status: int, body: bytes) -> RequestFailedError:
 
 
 def _describe(body: bytes) -> tuple[str, str]:
-    """An error's code behind a space, and its message."""
+    """The code of an error, after a space, and its message."""
     try:
         error = msgspec.json.decode(body, type=_Error)
         if bytes(error.error)[:1] == b"{":

@@ -1,4 +1,4 @@
-"""When requests are sent in an open loop."""
+"""Arrival times of requests in an open loop."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from vlmserve.loadtest.settings import LoadConfig
 
 
 def arrival_times(load: LoadConfig, count: int, seed: int) -> npt.NDArray[np.float64]:
-    """Seconds after the start at which each of `count` requests is sent, [count], rising.
+    """Seconds from the start to the sending of each of `count` requests, [count], ascending.
 
-    Gaps are drawn from a gamma distribution whose shape is `burstiness`, for 1 the exponential one of a Poisson
-    process, and then stretched so that the last request comes when it would if all gaps were of mean length: a short
-    test has the rate that it was given. Raises ConfigurationError for a ramp without its rates.
+    Gaps have a gamma distribution with shape `burstiness`; 1 makes a Poisson process. They are scaled to the total of
+    the mean gaps, so that even a short test has the requested rate. Raises ConfigurationError for a ramp without rates.
     """
     if load.request_rate is not None and np.isinf(load.request_rate):
         return np.zeros(count)
@@ -38,7 +37,7 @@ def _rates(load: LoadConfig, count: int) -> npt.NDArray[np.float64]:
         raise ConfigurationError("--request-rate is one rate and --ramp-up-strategy many; give one of the two")
     place = np.linspace(0, 1, count)
     if load.ramp_up_strategy == "linear":
-        # By the share of requests sent, not of time: the square of a rate that is linear in time is linear in requests.
+        # A rate r(t) that is linear in time has r(n)^2 linear in the number n of requests sent.
         return np.asarray(np.sqrt(start**2 + (end**2 - start**2) * place))
-    # A rate that grows exponentially in time grows linearly with the requests sent.
+    # A rate that is exponential in time is linear in the number of requests sent.
     return np.asarray(start + (end - start) * place)

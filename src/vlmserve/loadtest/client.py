@@ -1,7 +1,6 @@
-"""HTTP/1.1 for load tests: persistent connections whose bytes get their time before they are parsed.
+"""HTTP/1.1 client for load tests, with persistent connections. It reads the clock before it parses data.
 
-It does no more than a load test needs, since whatever the client computes delays the times of the other streams: no
-redirects, proxies or compression.
+It supports no redirects, proxies or compression: all computation in the client delays other streams' times.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from vlmserve.errors import ConfigurationError, VLMServeError
 clock = time.perf_counter
 
 MAX_BODY = 64 * 1024**2
-"""Bytes of an answer that is collected whole."""
+"""Maximum bytes of an answer that `fetch` collects."""
 
 Sink = Callable[[int, bytes, float], None]
-"""Gets each piece of an answer's body: the status, the bytes, and when they were there."""
+"""Called with each piece of a body: status, bytes, arrival time."""
 
 
 class RequestFailedError(VLMServeError):
-    """A request without a whole answer. reason: what such failures are counted under."""
+    """A request without a complete answer. reason: the class of failures for reports."""
 
     def __init__(self, reason: str, message: str = "") -> None:
         super().__init__(message or reason)
@@ -37,7 +36,7 @@ class RequestFailedError(VLMServeError):
 
 
 class _Connection(asyncio.Protocol):
-    """One connection; it carries one request at a time."""
+    """A connection with one request at a time."""
 
     __slots__ = (
         "_framed", "_keep", "_now", "_parser", "_reply", "_sink", "_status", "is_fresh", "received", "transport",
@@ -59,7 +58,7 @@ class _Connection(asyncio.Protocol):
         return self._keep and self.is_open
 
     def send(self, request: Iterable[bytes], sink: Sink) -> asyncio.Future[int]:
-        """The status, once the whole answer was given to `sink`. Fails with RequestFailedError."""
+        """A future of the status, done after all of the body went to `sink`. Fails with RequestFailedError."""
         assert self.transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._sink = sink
@@ -69,19 +68,18 @@ class _Connection(asyncio.Protocol):
         return self._reply
 
     def abort(self) -> None:
-        """Close at once."""
         self._reply = None
         if self.transport is not None:
             self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
 
     def data_received(self, data: bytes) -> None:
         self._now = clock()
         self.received = True
         if self._reply is None:
-            self.abort()  # nobody asked
+            self.abort()  # unrequested data
             return
         try:
             self._parser.feed_data(data)
@@ -127,14 +125,14 @@ class _Connection(asyncio.Protocol):
 
 
 class Client:
-    """Requests to one server, each over a kept connection, or a new one if all are busy."""
+    """Sends requests to one server, each over an idle connection or a new one."""
 
     def __init__(
         self, url: str, *, headers: Sequence[tuple[str, str]] = (), timeout: float = 600.0, insecure: bool = False
     ) -> None:
-        """url: scheme, host and port, and a path before all others. timeout: seconds of a whole request.
+        """url: scheme, host, port and path prefix. timeout: seconds for a whole request.
 
-        Raises ConfigurationError for anything that is not a URL.
+        Raises ConfigurationError for an invalid URL.
         """
         parts = urlsplit(url)
         try:
@@ -155,16 +153,13 @@ class Client:
         self._head = "".join(f"{line}\r\n" for line in lines).encode()
 
     def request(self, method: str, path: str, body: Sequence[bytes] = ()) -> list[bytes]:
-        """The bytes of a request. body: in parts, which are not copied."""
+        """The bytes of a request. body: parts, which are not copied."""
         length = sum(map(len, body))
         line = f"{method} {self._prefix}{path} HTTP/1.1\r\n".encode()
         return [b"%s%sContent-Length: %d\r\n\r\n" % (line, self._head, length), *body]
 
     async def send(self, request: Sequence[bytes], sink: Sink) -> int:
-        """Send a request, give all of its answer's body to `sink`, and return the status.
-
-        Raises RequestFailedError.
-        """
+        """Send a request, pass its answer's body to `sink`, and return the status. Raises RequestFailedError."""
         try:
             async with asyncio.timeout(self._timeout):
                 return await self._send(request, sink)
@@ -172,7 +167,7 @@ class Client:
             raise RequestFailedError("timeout", f"no complete answer within {self._timeout:g} seconds") from None
 
     async def fetch(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """A whole answer: its status and body. Raises RequestFailedError."""
+        """Send a request and return status and body. Raises RequestFailedError."""
         parts: list[bytes] = []
         size = 0
 
@@ -197,7 +192,7 @@ class Client:
             try:
                 status = await connection.send(request, sink)
             except RequestFailedError as error:
-                # The server had closed a kept connection while the request was on its way: it has not seen it.
+                # The server closed the idle connection before it saw the request; retry.
                 if was_kept and not connection.received and error.reason == "connection closed":
                     continue
                 raise

@@ -1,4 +1,4 @@
-"""Workloads from a file: one request a line, in JSON."""
+"""Workloads from a JSONL file with one request on each line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _URL_SCHEMES = ("http://", "https://", "data:", "file://")
 
 
 class _Line(msgspec.Struct):
-    """A line as people write it; `output_tokens` is vLLM's name for `max_tokens`. Unknown keys are left alone."""
+    """A line of the file. `output_tokens` is vLLM's name for `max_tokens`. Unknown keys are ignored."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -31,19 +31,20 @@ class _Line(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Entry:
-    """A request: a prompt, with URLs of images, or whole messages. line: where it stands in the file, from 1. answer:
-    the right one, if the file says."""
+    """A request: a prompt with image URLs, or complete messages."""
 
     line: int
+    """Line in the file, from 1."""
     prompt: str | None
     messages: list[dict[str, Any]] | None
     urls: list[str]
     max_tokens: int | None
     answer: str | None = None
+    """The correct answer."""
 
 
 def read_dataset(config: WorkloadConfig) -> list[Entry]:
-    """The dataset of a workload. Raises ConfigurationError."""
+    """Read the dataset of a workload. Raises ConfigurationError."""
     entries = read_entries(Path(str(config.dataset_path)), "--dataset-path")
     if config.images or config.turns > 1:
         raise ConfigurationError("--images and --turns are for random workloads; a dataset has its own")
@@ -51,7 +52,7 @@ def read_dataset(config: WorkloadConfig) -> list[Entry]:
 
 
 def read_entries(path: Path, flag: str) -> list[Entry]:
-    """All lines that are not empty; paths of images are relative to the file. flag: which named the file.
+    """Read all lines that are not empty. Image paths are relative to the file. flag: named the file, for errors.
 
     Raises ConfigurationError for a file that cannot be read or is broken.
     """

@@ -1,4 +1,4 @@
-"""From records to figures. Times are milliseconds from here on, as people read them."""
+"""Compute figures from records. Times are in milliseconds from here on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmserve.loadtest.record import Record
 PERCENTILES = (50, 90, 95, 99)
 _BINS = 40
 _SHOWN = 99.0
-"""Percentile up to which a histogram goes, so that one straggler does not squeeze everything else into a bar."""
+"""Percentile at the right end of histograms, so that one straggler does not squeeze the rest into a bar."""
 _BUCKETS = 100
 _POINTS = 2000
 
@@ -22,7 +22,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Statistics of some values; std is that of a whole population."""
+    """Statistics of values; std is the population's."""
 
     count: int
     mean: float
@@ -36,7 +36,6 @@ class Summary(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Summary | None:
-        """None without values."""
         array = np.fromiter(values, np.float64)
         if not array.size:
             return None
@@ -55,7 +54,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Requests that failed for one reason, with the message of the first of them."""
+    """Requests that failed for one reason. message: the first request's."""
 
     reason: str
     count: int
@@ -63,7 +62,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Histogram(msgspec.Struct, frozen=True):
-    """edges: one more than counts. beyond: values above the last edge."""
+    """A histogram. edges: one more than counts. beyond: number of values above the last edge."""
 
     edges: list[float]
     counts: list[int]
@@ -71,7 +70,7 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 class Series(msgspec.Struct, frozen=True):
-    """The test over time, in buckets. times: the middle of each, seconds after the start; the others are a second."""
+    """The test over time, in buckets. times: their middles, in seconds after the start. Other fields: per second."""
 
     times: list[float]
     running: list[float]
@@ -90,7 +89,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 def failures(records: Iterable[Record]) -> list[Failure]:
-    """By reason, most frequent first."""
+    """Group failures by reason, most frequent first."""
     failed = [record for record in records if record.reason is not None]
     messages: dict[str, str] = {}
     for record in failed:
@@ -99,10 +98,10 @@ def failures(records: Iterable[Record]) -> list[Failure]:
 
 
 def latencies(records: Sequence[Record]) -> dict[str, list[float]]:
-    """Milliseconds of all whole answers by the name of the time.
+    """Milliseconds of all complete answers, by metric.
 
-    Those from the schedule begin when a request should have been sent, so that a client which was late, or waited for
-    its turn, hides nothing.
+    Times from the schedule start at a request's planned time, so a client that was late, or waited for a free place,
+    hides nothing.
     """
     good = [record for record in records if record.is_good]
     first = [(record, ttft) for record in good if (ttft := record.ttft) is not None]
@@ -118,7 +117,6 @@ def latencies(records: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def histogram(values: Sequence[float]) -> Histogram | None:
-    """None without values."""
     if not values:
         return None
     array = np.asarray(values)
@@ -130,20 +128,20 @@ def histogram(values: Sequence[float]) -> Histogram | None:
 
 
 def concurrency(records: Sequence[Record]) -> tuple[float, int]:
-    """Running requests: on average, and at most."""
+    """Mean and maximum of running requests."""
     if not records:
         return 0.0, 0
     sent = np.array([record.sent for record in records])
     ended = np.array([record.end for record in records])
     span = float(ended.max() - sent.min())
-    # At the same moment, the request that ends is counted before the one that begins.
+    # At the same moment, count the end of a request before the start of another.
     events = sorted([(at, 1) for at in sent] + [(at, -1) for at in ended])
     running = np.cumsum([change for _, change in events])
     return (float((ended - sent).sum() / span) if span > 0 else 1.0), int(running.max())
 
 
 def series(records: Sequence[Record]) -> Series:
-    """What went on in each of about a hundred stretches of time."""
+    """Split the test into about `_BUCKETS` buckets."""
     if not records:
         return Series([], [], [], [], [])
     sent = np.array([record.sent for record in records])
@@ -157,7 +155,7 @@ def series(records: Sequence[Record]) -> Series:
 
     times = np.concatenate([np.asarray(record.times) for record in records] or [np.empty(0)])
     weights = [np.full(len(r.times), r.num_tokens / len(r.times) if r.num_tokens else 1.0) for r in records if r.times]
-    # The time that requests spend running up to a moment; its rise over a bucket is how many run in it.
+    # Seconds that requests have been running until each edge; the rise over a bucket gives the mean running requests.
     spent = np.array([np.clip(edge - sent, 0, ended - sent).sum() for edge in edges])
     return Series(
         times=[float(edge) for edge in edges[:-1] + width / 2],
@@ -169,6 +167,6 @@ def series(records: Sequence[Record]) -> Series:
 
 
 def points(records: Sequence[Record]) -> list[Point]:
-    """Requests in the order of their sending; of very many, every so-manieth."""
+    """Requests in the order of sending, thinned to about `_POINTS`."""
     chosen = sorted(records, key=lambda record: record.sent)[:: max(1, -(-len(records) // _POINTS))]
     return [Point(r.sent, None if (ttft := r.ttft) is None else ttft * 1e3, r.e2el * 1e3, r.is_good) for r in chosen]

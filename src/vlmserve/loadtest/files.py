@@ -1,4 +1,4 @@
-"""Reports as files: JSON, Markdown, and a page that works by itself."""
+"""Reports as files: JSON, Markdown, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PAGE = files("vlmserve.loadtest") / "page"
 
 
 def as_json(report: Report) -> str:
-    """All figures; times in milliseconds, those of single requests in seconds."""
+    """All figures. Times are in milliseconds; times of single requests in seconds."""
     return msgspec.json.format(msgspec.json.encode(report, enc_hook=list)).decode() + "\n"
 
 
@@ -37,7 +37,7 @@ def as_markdown(report: Report) -> str:
 
 
 def as_html(report: Report) -> str:
-    """One file with everything in it: tables as they are, plots by a script that it carries along."""
+    """One self-contained page with tables and scripted plots."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     plots = {
         "series": report.series,
@@ -46,7 +46,7 @@ def as_html(report: Report) -> str:
         "trials": report.trials,
         "names": NAMES,
     }
-    # Nothing in it may end the script that it stands in.
+    # Escape "<", so that no text can end the script element.
     data = msgspec.json.encode(plots).decode().replace("<", "\\u003c")
     return environment.from_string(_read("report.html.jinja")).render(
         report=report,
@@ -63,7 +63,7 @@ WRITERS = {".json": as_json, ".md": as_markdown, ".html": as_html}
 
 
 def check_paths(paths: list[Path]) -> None:
-    """Raises ConfigurationError for a file that no report can be written to; call before the test."""
+    """Raise ConfigurationError for paths that no report can be written to. Call it before the test."""
     for path in paths:
         if path.suffix not in WRITERS:
             raise ConfigurationError(f"--output {path}: the name must end in {', '.join(WRITERS)}")
@@ -72,7 +72,7 @@ def check_paths(paths: list[Path]) -> None:
 
 
 def write(report: Report, path: Path) -> None:
-    """Write the kind of report that the file's name asks for. Raises OSError."""
+    """Write a report in the format of the path's suffix. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(WRITERS[path.suffix](report), "utf-8")
 

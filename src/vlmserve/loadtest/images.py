@@ -1,4 +1,4 @@
-"""Random images, the same for the same seed, about as hard to compress as photographs."""
+"""Random images, reproducible by seed, about as hard to compress as photos."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmserve.errors import ConfigurationError
 
 MAX_SIDE = 16_384
 _DETAIL = ((8, 90.0), (48, 30.0), (256, 10.0))
-"""Cells along each side and the strength of noise in them: large shapes, and finer and weaker ones above them."""
+"""Grid cells per side and amplitude of each noise layer, from coarse to fine."""
 
 
 def parse_image_size(text: str) -> tuple[int, int]:
@@ -26,7 +26,7 @@ def parse_image_size(text: str) -> tuple[int, int]:
 
 
 def random_image(draw: np.random.Generator, size: tuple[int, int], kind: Literal["jpeg", "png"]) -> bytes:
-    """A file of random colours. size: width and height in pixels."""
+    """An image file of random colors. size: width and height in pixels."""
     pixels = np.full((size[1], size[0], 3), 128.0, np.float32)
     for cells, strength in _DETAIL:
         grid = (min(cells, size[1]), min(cells, size[0]), 3)
@@ -39,5 +39,4 @@ def random_image(draw: np.random.Generator, size: tuple[int, int], kind: Literal
 
 
 def data_url(file: bytes, kind: str) -> str:
-    """An image's file as it travels inside a request."""
     return f"data:image/{kind};base64,{base64.b64encode(file).decode()}"

@@ -1,4 +1,4 @@
-"""What a test costs: the client's own processor time, memory and lag, and those of the server as it says itself."""
+"""CPU time and memory of client and server during a test, and the client's lag."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import psutil
 from vlmserve.loadtest.client import Client, RequestFailedError, clock
 
 INTERVAL = 1.0
-"""Seconds between samples of processor time and memory."""
+"""Seconds between samples of CPU time and memory."""
 _TICK = 0.05
-"""Seconds between measurements of how late the client is."""
+"""Seconds between measurements of the client's lag."""
 _METRIC = re.compile(
     rb"^(?:\w+:)?process_(cpu_seconds_total|resident_memory_bytes)(?:\{([^}]*)\})? ([0-9.eE+-]+)", re.MULTILINE
 )
-"""Lines of Prometheus' text format with names that its own clients use, with or without a prefix."""
+"""Samples of Prometheus's standard process metrics, with or without a prefix."""
 _LABEL = re.compile(rb'process="(\w+)"')
 
 
 class ProcessUsage(msgspec.Struct):
-    """What a process used. cores: processor seconds a second, None where they are not known. memory: most bytes."""
+    """Usage of a process. cores: mean CPU seconds per second; None if unknown. memory: peak bytes."""
 
     name: str
     cores: float | None = None
@@ -34,7 +34,7 @@ class ProcessUsage(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """All processes, the client first. lags: seconds that the client was late for a moment of its own, seconds."""
+    """Usage of all processes. lags: delays of the client's timer, in seconds."""
 
     client: ProcessUsage = msgspec.field(default_factory=lambda: ProcessUsage("client"))
     server: list[ProcessUsage] = []
@@ -42,14 +42,14 @@ class Usage(msgspec.Struct):
 
 
 class _Samples:
-    """Of one process: processor seconds and memory at some times."""
+    """CPU seconds and memory of one process over time."""
 
     def __init__(self) -> None:
         self.seconds: list[tuple[float, float]] = []
         self.memory: list[float] = []
 
     def usage(self, name: str) -> ProcessUsage:
-        """Over all samples; a counter that fell back belongs to another process, and is left out."""
+        """Usage over all samples. A counter that fell belongs to a restarted process and is skipped."""
         rates = [
             (after - before) / (later - earlier)
             for (earlier, before), (later, after) in zip(self.seconds, self.seconds[1:], strict=False)
@@ -64,7 +64,7 @@ class _Samples:
 
 
 class Monitor:
-    """An asynchronous context manager that looks while a test runs. metrics: whether to ask the server's /metrics."""
+    """An async context manager that samples during a test. metrics: whether to query the server's /metrics."""
 
     def __init__(self, client: Client, *, metrics: bool) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""A whole load test: probe the server, make the workload, warm up, send, report."""
+"""Run a load test: probe the server, make the workload, warm up, send, report."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from vlmserve.loadtest.target import Target, open_target
 from vlmserve.loadtest.workload import Session, digest, make_workload
 
 _WARM_UP = 2**31
-"""Salt of the requests that warm up: they share nothing with those that count."""
+"""Salt of warm-up requests, which share no content with measured ones."""
 _MOST_WARMUPS = 8
 _TRIAL_SECONDS = 15.0
 _FEWEST = 20
-"""Requests of a trial, however low its rate."""
+"""Minimum requests of a trial."""
 _REFRESH = 0.5
 _INTERRUPTED = "it was interrupted"
 
 
 class Watcher(Protocol):
-    """Somebody who wants to see how far the test is."""
+    """Receives the progress of a test."""
 
     def stage(self, text: str, total: int | None) -> None:
-        """Something new begins. total: requests or things to make, if that is known."""
+        """A stage begins. total: requests or items to make, if known."""
 
     def advance(self, done: int, counts: Counts | None) -> None:
-        """So many are done."""
+        """Report `done` requests or items."""
 
 
 async def perform(config: TestConfig, watcher: Watcher, *, detailed: bool = False) -> Report:
-    """Test a server. Ctrl-C ends the test, and what was seen until then is reported.
+    """Test a server. Ctrl-C ends the test early and reports the results until then.
 
-    Raises TargetError if there is nothing to test, ConfigurationError for wrong settings.
+    Raises TargetError if the server cannot be tested, ConfigurationError for wrong settings.
     """
     _check(config)
     watcher.stage("Looking at the server", None)
@@ -65,7 +65,7 @@ class _Test:
         self._interrupted = False
 
     async def measure(self) -> Report:
-        """One run as the settings say."""
+        """Run once, as configured."""
         config = self._config
         sessions = self._make(None, 0)
         times = arrival_times(config.load, len(sessions), config.workload.seed) if config.is_open else None
@@ -74,7 +74,7 @@ class _Test:
         return self._report(outcome, sessions, ())
 
     async def search(self) -> Report:
-        """Runs of many rates; the report is of the best one, or of the last if none passed."""
+        """Try many rates. The report shows the best one, or the last if none passed."""
         trials: list[Trial] = []
         chosen: tuple[Outcome, list[Session]] = (Outcome(), [])
         await self._warm_up(_MOST_WARMUPS)
@@ -123,7 +123,7 @@ class _Test:
         )
 
     async def _warm_up(self, num_sessions: int) -> None:
-        """Requests that nobody counts: connections are opened, and the server does what it does only once."""
+        """Send uncounted requests, which open connections and trigger the server's one-time work."""
         at_once = self._config.concurrency
         count = self._config.load.num_warmups
         if count is None:
@@ -166,7 +166,7 @@ class _Test:
 
     @contextlib.contextmanager
     def _interruptible(self, run: Run) -> Iterator[None]:
-        """Ctrl-C ends the run instead of the program."""
+        """Make Ctrl-C end the run, not the program."""
 
         def interrupt() -> None:
             self._interrupted = True
@@ -198,7 +198,7 @@ class _Test:
 
 
 def _check(config: TestConfig) -> None:
-    """Raises ConfigurationError for settings that do not go together."""
+    """Raise ConfigurationError for settings that conflict."""
     try:
         objectives = config.goal.objectives
     except ValueError as error:
@@ -214,7 +214,7 @@ def _check(config: TestConfig) -> None:
 
 
 def _judge(rate: float, outcome: Outcome, bad: int, wanted: float) -> Trial:
-    """Whether a rate passes. A client that does not keep up makes times longer, never shorter: what passes, passes."""
+    """Decide whether a rate passes. A slow client only makes times longer, so a pass stays valid."""
     records = outcome.records
     share = 1 - bad / len(records) if records else 0.0
     delays = Summary.of(record.delay * 1e3 for record in records)
@@ -237,10 +237,7 @@ def _judge(rate: float, outcome: Outcome, bad: int, wanted: float) -> Trial:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection stops the clock of all streams; what a test leaves behind is freed by counting references.
-
-    Objects that the caller has frozen stay frozen.
-    """
+    """Disable the garbage collector, which would pause all streams. Frozen objects of the caller stay frozen."""
     is_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()

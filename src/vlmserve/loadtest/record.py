@@ -1,4 +1,4 @@
-"""What is known of one request when it is over."""
+"""Measurements of one request."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import msgspec
 
 
 class Record(msgspec.Struct):
-    """One request. All times are seconds after the test began.
-
-    scheduled: when it should have been sent; in a closed loop, when it was. times: of each piece of the answer with
-    something in it; empty without streaming. num_tokens, num_prompt_tokens: as the server counted; where it does not,
-    num_tokens is the number of pieces and num_prompt_tokens None. reason: why it failed; None if it did not.
-    """
+    """One request. Times are seconds since the start of the test."""
 
     scheduled: float
+    """Planned time of sending; in a closed loop, the actual time."""
     sent: float
     end: float
     times: array[float]
+    """Arrival of each piece with content; empty without streaming."""
     num_tokens: int = 0
+    """The server's count, or the number of pieces if it does not count."""
     num_prompt_tokens: int | None = None
+    """The server's count."""
     cached_tokens: int | None = None
     is_counted: bool = True
     session: int = 0
     turn: int = 0
     num_images: int = 0
     reason: str | None = None
+    """Class of the failure; None for a complete answer."""
     message: str = ""
 
     @property
@@ -41,29 +41,29 @@ class Record(msgspec.Struct):
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each token after the first, on average; None for a single token."""
+        """Mean seconds per token after the first; None for a single token."""
         if self.num_tokens < 2 or not self.times:
             return None
         return (self.times[-1] - self.times[0]) / (self.num_tokens - 1)
 
     @property
     def e2el(self) -> float:
-        """Seconds from sending to the answer's end."""
+        """Seconds from sending to the end of the answer."""
         return self.end - self.sent
 
     @property
     def delay(self) -> float:
-        """Seconds that it was sent behind its time."""
+        """Seconds from the planned to the actual sending."""
         return max(0.0, self.sent - self.scheduled)
 
     def gaps(self) -> list[float]:
-        """Seconds between pieces."""
+        """Seconds between consecutive pieces."""
         return [after - before for before, after in pairwise(self.times)]
 
     def keeps(self, objectives: dict[str, float]) -> bool:
-        """Whether it has a whole answer within all bounds, counted from when it should have been sent.
+        """Return whether the answer is complete and meets all objectives, counted from the planned sending.
 
-        The bound of itl is for the longest gap. What a request has nothing of, like gaps of a single token, is kept.
+        The itl objective bounds the longest gap. Metrics without a value, like gaps of one token, meet any bound.
         """
         if not self.is_good:
             return False

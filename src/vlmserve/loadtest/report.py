@@ -1,4 +1,4 @@
-"""The report of a load test: all figures, as they are written to JSON, and what they should be read with."""
+"""The report of a load test: all figures, as in the JSON file, and warnings."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vlmserve.loadtest.search import Trial
 from vlmserve.loadtest.settings import TestConfig
 
 _BUSY = 0.8
-"""Share of a core from which on the client's own work shows in the times."""
+"""Cores in use above which the client's own work distorts the times."""
 _LATE_MS = 10.0
 
 
 class Throughput(msgspec.Struct, frozen=True):
-    """Of whole answers, each a second."""
+    """Complete answers and their tokens, per second."""
 
     requests: float
     input_tokens: float
@@ -32,7 +32,7 @@ class Throughput(msgspec.Struct, frozen=True):
 
 
 class Goodput(msgspec.Struct, frozen=True):
-    """Requests that kept all objectives: how many, their share of those that ended, and how many a second."""
+    """Requests that met all objectives. share: of all ended requests. requests: per second."""
 
     objectives_ms: dict[str, float]
     count: int
@@ -41,17 +41,17 @@ class Goodput(msgspec.Struct, frozen=True):
 
 
 class Concurrency(msgspec.Struct, frozen=True):
-    """Running requests at a time."""
+    """Requests in flight."""
 
     mean: float
     peak: int
 
 
 class Report(msgspec.Struct):
-    """Everything there is to say of a test.
+    """All results of a test.
 
-    latency_ms: by name, see docs/loadtest.md. workload: digest of all that was asked. lag_ms: how late the client was
-    for moments of its own, delay_ms: for requests of an open loop. requests: each one, if it was asked for.
+    workload: digest of all requests. latency_ms: by metric, see docs/loadtest.md. lag_ms: lateness of the client's
+    timer. delay_ms: lateness of requests in an open loop. requests: only if requested.
     """
 
     url: str
@@ -100,7 +100,7 @@ def make_report(
     trials: Sequence[Trial] = (),
     detailed: bool = False,
 ) -> Report:
-    """Figures of what was seen. started: a date and a time. detailed: keep every request."""
+    """Make a report. started: date and time. detailed: keep every request."""
     records = outcome.records
     good = [record for record in records if record.is_good]
     latencies = figures.latencies(records)
@@ -146,7 +146,7 @@ def make_report(
 
 
 def throughput(good: Sequence[Record], seconds: float) -> Throughput:
-    """Rates over the whole test; zero of none."""
+    """Rates over the whole test."""
     if seconds <= 0:
         return Throughput(0.0, 0.0, 0.0)
     return Throughput(
@@ -157,7 +157,6 @@ def throughput(good: Sequence[Record], seconds: float) -> Throughput:
 
 
 def goodput(config: TestConfig, records: Sequence[Record], seconds: float) -> Goodput | None:
-    """None without objectives."""
     objectives = config.goal.objectives
     if not objectives:
         return None
@@ -167,7 +166,7 @@ def goodput(config: TestConfig, records: Sequence[Record], seconds: float) -> Go
 
 
 def client_limits(client: ProcessUsage, lag_ms: Summary | None, delay_ms: Summary | None) -> list[str]:
-    """In which ways the client, and not the server, may have made the times."""
+    """Reasons to suspect that the client, not the server, limited the results."""
     found = []
     if client.cores is not None and client.cores > _BUSY:
         found.append(f"it used {client.cores:.2f} of one core")
@@ -180,7 +179,7 @@ def client_limits(client: ProcessUsage, lag_ms: Summary | None, delay_ms: Summar
 
 def _warnings(report: Report, config: TestConfig) -> list[str]:
     warnings = []
-    # Where the number at once is bounded, waiting for one's turn is what was asked for.
+    # With --max-concurrency, delays are intended.
     delay = None if config.load.max_concurrency is not None else report.delay_ms
     if limits := client_limits(report.client, report.lag_ms, delay):
         warnings.append(
@@ -204,7 +203,7 @@ def _warnings(report: Report, config: TestConfig) -> list[str]:
 
 
 def _settings(config: TestConfig) -> dict[str, Any]:
-    """What was not left at its default, without secrets. Infinity is a text, since JSON has no such number."""
+    """Settings that differ from their defaults, without secrets. JSON has no infinity, so it becomes "inf"."""
     settings: dict[str, Any] = {}
     for part in (config.target, config.workload, config.load, config.goal):
         chosen = part.model_dump(exclude_defaults=True, exclude={"api_key", "header"})

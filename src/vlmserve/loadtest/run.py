@@ -1,4 +1,4 @@
-"""Sending: a closed loop that follows answers, or an open one that follows the clock, whatever the server does."""
+"""Send requests in a closed loop, after earlier answers, or in an open loop, by the clock."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vlmserve.loadtest.wire import RequestFormat, answer_message
 from vlmserve.loadtest.workload import Fragments, Session
 
 _EARLY = 0.0005
-"""Seconds before its time at which a request may be sent: timers are no finer than a millisecond."""
+"""Seconds that a request may be sent early, because timers have a resolution of a millisecond."""
 
 
 @dataclass
 class Counts:
-    """How far a test is."""
+    """Progress of a test."""
 
     sent: int = 0
     running: int = 0
@@ -33,23 +33,23 @@ class Counts:
 
 @dataclass
 class Outcome:
-    """All that was seen. seconds: from the first request's sending to the last answer's end.
-
-    stopped: why not all requests were sent; unfinished: how many were given up because of that.
-    """
+    """Results of a run."""
 
     records: list[Record] = field(default_factory=list)
     seconds: float = 0.0
+    """From the first request sent to the end of the last answer."""
     usage: Usage = field(default_factory=Usage)
     stopped: str | None = None
+    """Why the run ended early."""
     unfinished: int = 0
+    """Requests in flight that were cancelled then."""
 
 
 class Run:
-    """One test: sessions that are sent once.
+    """Sends sessions once.
 
-    times: when each begins, seconds after the start; without, `concurrency` of them run at a time. duration: seconds
-    after which none begins. watch: sees every record as it comes; a text that it returns ends the test at once.
+    times: start of each session in seconds; without them, `concurrency` sessions run at a time. duration: seconds after
+    which no session starts. watch: gets every record; a text that it returns ends the run at once.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class Run:
         self._start = 0.0
 
     def stop(self, why: str) -> None:
-        """End at once: what runs is given up."""
+        """End at once and cancel requests in flight."""
         self._outcome.stopped = self._outcome.stopped or why
         self._stop.set()
 
     async def run(self, monitor: Monitor) -> Outcome:
-        """Send everything, and wait for the answers."""
+        """Send all sessions and wait for their answers."""
         async with monitor:
             self._start = clock()
             await self._until_stopped(self._closed() if self._times is None else self._open(self._times))
@@ -139,7 +139,7 @@ class Run:
         return False
 
     async def _session(self, number: int, session: Session, due: float | None) -> None:
-        """All turns of a conversation; a turn that fails is its last."""
+        """Send all turns of a conversation until one fails."""
         messages: list[Fragments] = []
         for place, turn in enumerate(session.turns):
             if place and self._think_time:
@@ -197,7 +197,7 @@ class Run:
 
 @contextlib.asynccontextmanager
 async def shown_every(seconds: float, show: Callable[[], None]) -> AsyncIterator[None]:
-    """Call `show` again and again, and once more at the end."""
+    """Call `show` periodically, and once at the end."""
 
     async def repeat() -> None:
         while True:

@@ -1,4 +1,4 @@
-"""The highest rate that passes: doubling until one fails, then halving what lies between."""
+"""Search the highest rate that passes: double it until one fails, then bisect."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ LOWEST_RATE = 0.01
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """One rate that was tried. rate: requests a second; share: of those that kept all objectives; times: milliseconds.
-
-    why: what ended it early, and whether the client may be why it failed.
-    """
+    """A tried rate."""
 
     rate: float
+    """Requests per second."""
     passed: bool
     share: float
+    """Fraction of requests that met all objectives."""
     num_requests: int
     output_tokens_per_s: float = 0.0
     ttft_p99: float | None = None
+    """Milliseconds."""
     tpot_p99: float | None = None
+    """Milliseconds."""
     why: str = ""
+    """Why it ended early, and whether a slow client may have made it fail."""
 
 
 async def find_rate(
@@ -35,10 +37,10 @@ async def find_rate(
     most: int = MAX_TRIALS,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Trial]:
-    """All trials, in their order; `best` says what they found.
+    """Return all trials in order; `best` picks the result.
 
-    start: the first rate. precision: how far the lowest rate that failed may be above the highest that passed, as a
-    share of it. stop: asked after each trial whether to end with what there is.
+    start: the first rate. precision: stop when the lowest failed rate is at most this fraction above the highest passed
+    one. stop: asked after each trial whether to end.
     """
     trials: list[Trial] = []
     passed, failed = 0.0, math.inf

@@ -1,4 +1,4 @@
-"""What a load test sends, how fast, and what it demands. Lengths are tokens, times seconds."""
+"""Settings of a load test. Lengths are in tokens, times in seconds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vlmserve.settings import Settings, parse_json, read_settings
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 OBJECTIVES = ("ttft", "tpot", "itl", "e2el")
-"""Times that an objective may bound, in the order in which reports have them."""
+"""Metrics that may have objectives, in the order of reports."""
 
 
 def parse_objective(text: str) -> tuple[str, float]:
-    """A bound as people write it, ``ttft=500ms`` or vLLM's ``ttft:500``: its name, and seconds.
+    """Parse an objective, ``ttft=500ms`` or vLLM's ``ttft:500``, into its name and seconds.
 
-    A number without a unit is milliseconds. Raises ValueError.
+    The default unit is milliseconds. Raises ValueError.
     """
     match = re.fullmatch(r"\s*(\w+)\s*[=:]\s*(\d+(?:\.\d+)?)\s*(s|ms|us)?\s*", text)
     if match is None or match[1] not in OBJECTIVES:
@@ -27,7 +27,7 @@ def parse_objective(text: str) -> tuple[str, float]:
 
 
 class TargetConfig(Settings):
-    """What is tested."""
+    """The server under test."""
 
     model: str | None = Field(None, description="Model to ask for; default: the first that the server lists.")
     endpoint: str = Field(
@@ -48,7 +48,7 @@ class TargetConfig(Settings):
 
 
 class WorkloadConfig(Settings):
-    """What the requests ask."""
+    """The content of requests."""
 
     num_prompts: int | None = Field(
         None, ge=1, le=10_000_000, description="Requests, or conversations with --turns; default: 100, or the dataset."
@@ -105,7 +105,7 @@ class LoadConfig(Settings):
 
 
 class GoalConfig(Settings):
-    """What is demanded."""
+    """Latency objectives."""
 
     slo: tuple[str, ...] = Field(
         (), description="Latency objectives for ttft, tpot, itl and e2el, like ttft=500ms,tpot=50ms."
@@ -117,14 +117,14 @@ class GoalConfig(Settings):
 
     @property
     def objectives(self) -> dict[str, float]:
-        """Bounds in seconds by name. Raises ValueError for what is none."""
+        """Bounds in seconds by metric. Raises ValueError."""
         texts = [part for text in (*self.slo, *self.goodput) for part in re.split(r"[,\s]+", text) if part]
         found = dict(map(parse_objective, texts))
         return {name: found[name] for name in OBJECTIVES if name in found}
 
 
 class TestConfig(Settings):
-    """All of a load test. url: the server, with or without ``/v1``."""
+    """All settings of a load test. url: of the server, with or without ``/v1``."""
 
     __test__ = False
     url: str
@@ -135,12 +135,12 @@ class TestConfig(Settings):
 
     @property
     def concurrency(self) -> int | None:
-        """Requests at once; None: no limit."""
+        """Maximum requests in flight; None: no limit."""
         return 8 if self.load.max_concurrency is None and not self.is_open else self.load.max_concurrency
 
     @property
     def is_open(self) -> bool:
-        """Whether requests have a time of their own, instead of following answers."""
+        """True if requests are sent by the clock and do not wait for answers."""
         if self.load.request_rate == math.inf and self.load.max_concurrency is not None:
             return False
         return self.load.request_rate is not None or self.load.ramp_up_strategy is not None

@@ -1,4 +1,4 @@
-"""The report as tables of texts, which the terminal, Markdown and the page show alike."""
+"""Tables of a report for the terminal, Markdown and the HTML page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOTHING = "-"
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts; all columns but the first `words` hold numbers."""
+    """Rows of text. The first `words` columns are text, the others numbers."""
 
     title: str
     headings: tuple[str, ...]
@@ -33,7 +33,7 @@ class Table:
 
 
 def tables(report: Report) -> Iterator[Table]:
-    """All tables that have something in them, most important first."""
+    """All tables with rows, most important first."""
     makers = (_outcome, _failures, _trials, _latency, _tokens, _cost)
     for table in (make(report) for make in makers):
         if table.rows:
@@ -41,7 +41,7 @@ def tables(report: Report) -> Iterator[Table]:
 
 
 def headline(report: Report) -> list[tuple[str, str]]:
-    """The few figures that people look for first, with what they are."""
+    """Names and values of the most important figures."""
     times = report.latency_ms
     ended = report.num_good + report.num_failed
     shown = [
@@ -61,14 +61,14 @@ def headline(report: Report) -> list[tuple[str, str]]:
 
 
 def number(value: float) -> str:
-    """With three or four digits that count, and commas."""
+    """Format a number with three or four significant digits and commas."""
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 100 else f"{value:.2f}"
 
 
 def percent(share: float) -> str:
-    """Only what is all of it is 100%."""
+    """Format a fraction. Only 1 becomes 100%."""
     return "100%" if share == 1 else f"{min(share, 0.9999):.2%}" if share > 0.999 else f"{share:.1%}"
 
 

@@ -1,4 +1,4 @@
-"""The server under test: its model, what it understands, and how many tokens words are to it."""
+"""The server under test: its model, supported extensions, and tokens per word."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from vlmserve.loadtest.wire import RequestFormat
 from vlmserve.loadtest.workload import user_message
 
 _CONTROL_TIMEOUT = 10.0
-"""Seconds for an answer that no model has to be run for."""
+"""Timeout in seconds for requests that run no model."""
 _COPIES = 16
-"""Times that a word is repeated to see what it costs."""
+"""Repetitions of a word to measure its tokens."""
 _AT_ONCE = 16
-"""Words that are asked about at a time."""
+"""Concurrent requests for words' tokens."""
 _REFUSED = (400, 404, 405, 422, 501)
-"""What a server answers to a field or a path that it does not know."""
+"""Statuses of servers that do not know a field or path."""
 _KEY_VARIABLES = ("VLMSERVE_API_KEY", "OPENAI_API_KEY")
 
 
 class TargetError(VLMServeError):
-    """The server cannot be tested: nobody is there, or it refuses the first request already."""
+    """The server cannot be tested: it does not answer, or rejects the first request."""
 
 
 @dataclass
 class Target:
-    """A server that answers. client, control: for what is measured, and for everything else.
-
-    max_model_len: its context in tokens, if it says so. has_metrics: whether there is something at /metrics. notes:
-    what the figures should be read with, in sentences.
-    """
+    """A server that answers."""
 
     url: str
     client: Client
+    """For measured requests."""
     control: Client
+    """For all other requests."""
     form: RequestFormat
     model: str
     max_model_len: int | None = None
+    """Context length in tokens, if the server tells."""
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     has_metrics: bool = False
     notes: list[str] = field(default_factory=list)
+    """Sentences that a reader of the figures must know."""
 
     def close(self) -> None:
         self.client.close()
@@ -57,9 +57,9 @@ class Target:
 
 
 async def open_target(config: TestConfig) -> Target:
-    """Ask a server what it serves, try a short request, and see what words cost.
+    """Find the server's model, try a short request, and measure words' tokens.
 
-    Raises TargetError where that fails, ConfigurationError for wrong settings.
+    Raises TargetError if that fails, ConfigurationError for wrong settings.
     """
     settings = config.target
     url = config.url.rstrip("/").removesuffix("/v1")
@@ -84,7 +84,7 @@ def _headers(settings: TargetConfig) -> list[tuple[str, str]]:
             raise ConfigurationError(f"--header {text!r}: write 'Name: value'")
         headers.append((name.strip(), value.strip()))
     key = settings.api_key or next((os.environ[name] for name in _KEY_VARIABLES if os.environ.get(name)), "")
-    # The server's own variable may hold several keys.
+    # VLMSERVE_API_KEY may hold several keys.
     key = key.partition(",")[0].strip()
     return [*headers, ("Authorization", f"Bearer {key}")] if key else headers
 
@@ -97,7 +97,7 @@ async def _status(client: Client, path: str) -> int:
 
 
 async def _find_model(client: Client, wanted: str | None, url: str) -> tuple[str, int | None]:
-    """The model's name and its context. A server without a list is believed to have the model that was named."""
+    """The model's name and context length. Without a list of models, the server is trusted to have the wanted one."""
     try:
         status, body = await client.fetch("GET", "/v1/models")
     except RequestFailedError as error:
@@ -118,7 +118,7 @@ async def _find_model(client: Client, wanted: str | None, url: str) -> tuple[str
 
 
 async def _probe(client: Client, settings: TargetConfig, model: str, url: str) -> tuple[RequestFormat, list[str]]:
-    """How the server can be asked: with as many of the useful extensions as it takes."""
+    """Find the request format with the most extensions that the server accepts, and notes on missing ones."""
     notes = []
     wanted = settings.ignore_eos
     exacts = [True, False] if wanted else [False]
@@ -142,7 +142,7 @@ async def _probe(client: Client, settings: TargetConfig, model: str, url: str) -
 
 
 async def ask_once(client: Client, form: RequestFormat, text: str, *, max_tokens: int) -> Answer:
-    """The answer to a question of its own. Raises RequestFailedError."""
+    """Send a single request. Raises RequestFailedError."""
     content = user_message(text) if form.is_chat else (msgspec.json.encode(text),)
     answer = Answer(streams=form.streams)
     answer.check(await client.send(form.request(client, [content], max_tokens), answer.feed))
@@ -150,7 +150,7 @@ async def ask_once(client: Client, form: RequestFormat, text: str, *, max_tokens
 
 
 async def _vocabulary(target: Target) -> Vocabulary:
-    """What words cost, by the server's tokenizer, or else as a mean by its count of two prompts."""
+    """Measure words by the server's tokenizer, or their mean from the token counts of two prompts."""
     anchor = await _count(target, [ANCHOR])
     if anchor is not None:
         costs: dict[str, float] = {}
@@ -192,7 +192,7 @@ async def _prompt_tokens(target: Target, words: Sequence[str]) -> int | None:
 
 
 def _check_lengths(config: TestConfig, max_model_len: int | None) -> None:
-    """Raises ConfigurationError for random texts that can never fit, as far as the server says what does."""
+    """Raise ConfigurationError for random texts that exceed the known context length."""
     workload = config.workload
     longest = (1 + workload.random_range_ratio) * (workload.random_input_len + workload.random_output_len)
     wanted = int(longest * workload.turns) + workload.random_prefix_len

@@ -1,4 +1,4 @@
-"""Random texts of a known number of tokens, without a tokenizer: the server says what words cost."""
+"""Random texts of known token counts. No tokenizer is needed: the server tells the tokens of each word."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 ANCHOR = "the"
-"""How every text begins: what a tokenizer makes of a first word, without a space before it, is counted once."""
+"""First word of every text. A word without a space before it may have other tokens, so it is counted separately."""
 
 WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
@@ -26,14 +26,14 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Words and what each costs in tokens behind a space. anchor: what the first word costs.
-
-    is_exact: whether this is what the server's tokenizer says of each word, or a mean over many.
-    """
+    """Words and their token counts."""
 
     costs: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(WORDS, 1.0))
+    """Tokens of a word with a space before it."""
     anchor: float = 1.0
+    """Tokens of the first word."""
     is_exact: bool = False
+    """True if the server's tokenizer counted each word; False for a mean."""
 
     @cached_property
     def _words(self) -> list[str]:
@@ -45,12 +45,12 @@ class Vocabulary:
 
     @cached_property
     def _fillers(self) -> list[str]:
-        """Words to fill up with, dearest first, one of each cost."""
+        """One word for each token count, largest first, to fill texts up."""
         by_cost = {cost: word for word, cost in sorted(self.costs.items(), reverse=True)}
         return [by_cost[cost] for cost in sorted(by_cost, reverse=True)]
 
     def text(self, draw: np.random.Generator, num_tokens: int) -> tuple[str, float]:
-        """Random words that are `num_tokens` tokens, or as close below as words get, and how many tokens they are."""
+        """Random words with at most `num_tokens` tokens, as close as possible, and their tokens."""
         room = num_tokens - self.anchor
         drawn = draw.integers(len(self._words), size=int(max(room, 0) / self._tokens.min()) + 1)
         spent = np.cumsum(self._tokens[drawn])

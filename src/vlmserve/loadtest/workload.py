@@ -1,4 +1,4 @@
-"""What a load test asks: conversations of one or more turns, made before the clock starts, the same for a seed."""
+"""Workloads: conversations that are made before the test and reproducible by seed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from vlmserve.loadtest.text import Vocabulary
 
 DEFAULT_PROMPTS = 100
 _LENGTHS, _TEXTS, _IMAGES, _PREFIXES = range(2, 6)
-"""Streams of random numbers that do not depend on one another; arrivals have the first."""
+"""Independent random streams; arrivals use stream 1."""
 
 Fragments = tuple[bytes, ...]
-"""A piece of JSON in parts; images that are sent again are one object in memory."""
+"""JSON in parts. Repeated images share one object in memory."""
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One question: its messages as JSON between commas, or a completion's prompt. max_tokens: of its answer."""
+    """A question: comma-separated JSON messages, or a completion's prompt. max_tokens: of the answer."""
 
     content: Fragments
     max_tokens: int
 
 
 class Session(msgspec.Struct, frozen=True):
-    """A conversation, which most often has one turn."""
+    """A conversation, usually of one turn."""
 
     turns: list[Turn]
     num_images: int = 0
@@ -46,10 +46,10 @@ def make_workload(
     salt: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Session]:
-    """The conversations of a test, in the order in which they are sent.
+    """Make the conversations of a test, in the order of sending.
 
-    count: how many, instead of what the settings say. salt: another set for the same seed, which shares neither texts
-    nor images with the first. Raises ConfigurationError for what a completion cannot have, and for broken datasets.
+    count: overrides the settings. salt: gives another set for the same seed, without common texts or images. Raises
+    ConfigurationError for images or turns in completions, and for broken datasets.
     """
     if not is_chat and (config.images or config.turns > 1):
         raise ConfigurationError("completions have neither images nor turns; use --endpoint /v1/chat/completions")
@@ -65,7 +65,7 @@ def make_workload(
 
 
 def digest(sessions: Iterable[Session]) -> str:
-    """What tells one workload from another, in hexadecimal."""
+    """A hexadecimal digest that identifies a workload."""
     hasher = blake3()
     for turn in (turn for session in sessions for turn in session.turns):
         for part in (*turn.content, b"%d" % turn.max_tokens):
@@ -74,7 +74,7 @@ def digest(sessions: Iterable[Session]) -> str:
 
 
 def user_message(text: str, images: Iterable[bytes] = ()) -> Fragments:
-    """A question as JSON. images: parts of the message that are JSON already."""
+    """A question as JSON. images: content parts as JSON."""
     parts = [part for image in images for part in (image, b",")]
     if not parts:
         return (msgspec.json.encode({"role": "user", "content": text}),)
@@ -126,7 +126,7 @@ class _Maker:
 
 
 def _from_dataset(config: WorkloadConfig, *, is_chat: bool, count: int | None) -> list[Session]:
-    """The lines of a file in their order, from its start again when there are not enough."""
+    """The lines of a file in order; starts over if `count` is larger."""
     entries = read_dataset(config)
     sessions = [_dataset_session(entry, config, is_chat=is_chat) for entry in entries]
     wanted = count or config.num_prompts or len(sessions)
