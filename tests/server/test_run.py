@@ -317,7 +317,7 @@ def test_fatal_error_is_the_last_json_log_line(folder):
     arguments = ["--engine", "mock", "--port", "0", "--log-format", "json", "--max-model-len", "99999999"]
     program = [sys.executable, "-m", "vlmserve", "serve", str(folder), *arguments]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (1, "")
     *_, last = map(json.loads, done.stderr.splitlines())
     assert last["level"] == "critical"
     assert "--max-model-len" in last["message"]
@@ -341,7 +341,7 @@ def test_a_folder_without_weights_is_a_clear_error(tmp_path):
 def test_engine_load_error_keeps_its_class(folder):
     with serving(folder, ready=False, fresh=True, max_model_len=10**6) as server:
         assert server.process.wait(60) == 1
-        assert server.process.stdout.read().startswith("ConfigurationError")
+        assert server.process.stdout.read().startswith("CapacityError")
 
 
 def test_a_signal_while_loading_ends_it(folder):
