@@ -1,1 +1,1 @@
-"""Calibration: prompts through a model, layer by layer, and weights that are quantized on the way."""
+"""Calibrated quantization: run prompts through a model layer by layer, and quantize each layer."""

@@ -1,4 +1,4 @@
-"""Prompts through a decoder, one layer at a time: all prompts through the first layer, then all through the second."""
+"""Layer-wise forward passes: all prompts pass the first layer, then all pass the second."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ TOKENS_AT_ONCE = 2048
 
 
 class OneLayer:
-    """Runs one layer instead of all, on states of its own instead of embeddings. A `LayerExecutor`."""
+    """A `LayerExecutor` that runs one layer, on stored states instead of embeddings."""
 
     def __init__(self) -> None:
         self.layer: Callable[[Tensor, Sequence[LayerCache], StepContext], Tensor] | None = None
         self.states: Tensor | None = None
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
-        """See `LayerExecutor.run`. While there is no layer, what enters the first one is returned."""
+        """Run `layer`; without one, return the input of the first layer."""
         if self.layer is None:
             return x
         assert self.states is not None
         return self.layer(self.states, caches, step)
 
     def for_part(self) -> LayerExecutor:
-        """See `LayerExecutor.for_part`. Features are added by `LayerByLayer`."""
+        """Return the same executor; `LayerByLayer` adds features."""
         return self
 
 
 @dataclass(frozen=True)
 class Group:
-    """Prompts that are computed together, one after another in a batch."""
+    """Prompts that are computed in one batch, in order."""
 
     prompts: list[Prompt]
     scheduled: list[ScheduledRequest]
@@ -60,11 +60,10 @@ class Group:
 
 
 class LayerByLayer:
-    """Prompts at their way through the layers of a decoder whose executor is `executor`.
+    """The states of all prompts between two layers of a decoder with the executor `executor`.
 
-    prompts: with how much each of their tokens counts where inputs are observed. states: of each group of prompts,
-    ``[tokens, hidden_size]``: what the next layer gets. cross: by key, what layers
-    attend to by cross-attention, ``[states, cross_size]``.
+    prompts: with the weight of each of their tokens in observed statistics. states: the next layer's
+    input, ``[tokens, hidden_size]`` for each group. cross: inputs of cross-attention by key, ``[states, cross_size]``.
     """
 
     def __init__(self, decoder: Decoder, executor: OneLayer, device: Device, prompts: Mapping[Prompt, float]) -> None:
@@ -82,7 +81,7 @@ class LayerByLayer:
         return sum(group.num_tokens for group in self._groups)
 
     def embed(self, images: Mapping[bytes, Tensor]) -> None:
-        """Begin: embeddings of all prompts. images: embeddings by key."""
+        """Set the states to the embeddings of all prompts. images: embeddings by key."""
         self._executor.layer = None
         self.states, self._features = [], []
         for group in self._groups:
@@ -94,8 +93,10 @@ class LayerByLayer:
     def through(
         self, index: int, *, observer: Observer | None = None, image_weight: float = 1.0, keep: bool = True
     ) -> None:
-        """Compute a layer on all states. observer: watches, rows of images counting less by `image_weight`. keep: what
-        comes out are the new states."""
+        """Run a layer on all states.
+
+        image_weight: factor of the observer's weights for image tokens. keep: replace the states by the outputs.
+        """
         self._executor.layer = partial(self._decoder.through_layer, index)
         for number, group in enumerate(self._groups):
             if observer is not None:
@@ -111,7 +112,7 @@ class LayerByLayer:
         decoder = self._decoder
         batch = self._batches.build(group.scheduled)
         layers, mixer = decoder.spec.attention, decoder.spec.mixers[index]
-        # Layers are computed one by one, so all may write to the same memory.
+        # Layers run one after another, so all of them may use the same cache.
         spec, blocks = (mixer, self._most_blocks) if isinstance(mixer, AttentionSpec) else (layers[0], 1)
         cache = decoder.backend.allocate(blocks, BLOCK_SIZE, spec, decoder.dtype, decoder.device)
         if embeddings is None:
@@ -134,7 +135,7 @@ class LayerByLayer:
 
 
 def hidden_states(model: LoadedModel, group: Group) -> Tensor:
-    """``[tokens, hidden_size]``: the final hidden states of a group of prompts."""
+    """The final hidden states of a group of prompts, ``[tokens, hidden_size]``."""
     decoder = model.language_model
     images: dict[bytes, Tensor] = {}
     if model.vision is not None:
@@ -152,15 +153,14 @@ def hidden_states(model: LoadedModel, group: Group) -> Tensor:
 
 
 def _whole(metadata: BatchMetadata) -> BatchMetadata:
-    """The metadata of whole prompts, for layers with states too."""
+    """Mark that requests are whole prompts, for layers with recurrent states."""
     return replace(metadata, states=StateRows.of_prompts(metadata.query_lens, metadata.query_starts.device))
 
 
 def make_groups(decoder: LanguageModel, prompts: Sequence[Prompt]) -> Iterator[Group]:
-    """Prompts in groups of about `TOKENS_AT_ONCE` tokens and states that these attend to, each with blocks of its own
-    from 0 on."""
+    """Batch prompts, with about `TOKENS_AT_ONCE` tokens and cross-attention states in a group."""
     group, attended = Group([], [], 0, 0), 0
-    # As attention needs it, those of one token come first.
+    # The attention kernels expect requests with one token first.
     for number, prompt in enumerate(sorted(prompts, key=lambda prompt: len(prompt.token_ids))):
         length = len(prompt.token_ids)
         attended += 0 if prompt.cross is None else prompt.cross.num_states
@@ -195,7 +195,7 @@ def _scheduled(decoder: LanguageModel, prompt: Prompt, number: int, block_ids: r
 def encode_images(
     vision: VisionEncoder, device: Device, prompts: Sequence[Prompt], dtype: torch.dtype
 ) -> Iterator[tuple[bytes, Tensor]]:
-    """The embeddings of all images, each once, by key."""
+    """Yield key and embeddings of each distinct image."""
     images = {image.key: image for prompt in prompts for image in prompt.image_inputs}
     for key, image in images.items():
         pixels = device.upload_pixels(image.pixels, dtype, image.levels)
@@ -205,8 +205,10 @@ def encode_images(
 def cross_sources(
     cross: CrossStateEncoder, prompts: Sequence[Prompt], images: Mapping[bytes, Tensor]
 ) -> Iterator[tuple[bytes, Tensor]]:
-    """What layers make the keys and values of that prompts attend to by cross-attention, each once, by key. images:
-    their embeddings by key."""
+    """Yield key and source of each distinct cross-attention input, before layers make keys and values.
+
+    images: embeddings by key.
+    """
     inputs = {key_of(prompt.cross): prompt.cross for prompt in prompts if prompt.cross is not None}
     for key, one in inputs.items():
         yield key, cross.sources([images[one.image.key]], [one.token_ids])[0]

@@ -1,7 +1,7 @@
-"""Mixed precision: as many bits for each layer as a budget of memory allows, where they count most.
+"""Mixed precision: choose the bits of each layer so that the weights fit into a memory budget.
 
-What fewer bits cost is measured: the error that they make of a layer's outputs on calibration prompts, tr(dW H dW^T).
-Layers lose bits in the order of that error for each byte saved, until the weights fit.
+The cost of fewer bits is the error of a layer's outputs on calibration prompts, ``tr(dW H dW^T)``. Layers lose bits in
+the order of error per saved byte, until the weights fit.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ from vlmserve.quantization import QuantizationConfig, Scheme
 from vlmserve.types import Prompt
 
 Errors = Mapping[Scheme, float]
-"""The error of a layer's outputs by the scheme of its weight; of plain weights it is 0."""
+"""Error of a layer's outputs for each scheme of its weight; 0 for "none"."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layer that may have few bits. sizes: bytes of its weight by scheme. errors: by scheme, less than all if some
-    are out of the question."""
+    """A layer that may be quantized. sizes: bytes of its weight for each scheme. errors: for each allowed scheme."""
 
     sizes: Mapping[Scheme, int]
     errors: Errors
 
     def steps(self) -> list[tuple[float, int, Scheme]]:
-        """How it can lose bits, one step after another: error for each byte saved, bytes, and what it then has.
+        """Successive reductions of bits: error per saved byte, saved bytes, scheme.
 
-        A step costs more than the one before it: schemes that are worse in both ways are left out.
+        The error per byte increases from step to step (lower convex hull); schemes above the hull are omitted.
         """
         largest, *others = sorted(self.errors, key=lambda scheme: -self.sizes[scheme])
         hull = [largest]
@@ -63,9 +62,10 @@ class Choice:
 
 
 def assign(choices: Mapping[str, Choice], excess: int) -> dict[str, Scheme]:
-    """The schemes of layers that together save at least `excess` bytes, and few more, with little error.
+    """Choose schemes that together save at least `excess` bytes, with little error.
 
-    choices: by name; none is quantized at first. Raises ConfigurationError if that cannot be saved.
+    choices: by name. excess: bytes over the budget without quantization. Raises ConfigurationError if all steps
+    save less.
     """
     chosen: dict[str, Scheme] = dict.fromkeys(choices, "none")
     steps = sorted(
@@ -82,7 +82,7 @@ def assign(choices: Mapping[str, Choice], excess: int) -> dict[str, Scheme]:
         excess -= saved
     if excess > 0:
         raise ConfigurationError(f"--weight-memory: the weights take at least {excess / 1e6:.1f} MB more")
-    # The last step may have saved so much that one before it, which saved less, was not needed.
+    # The last step may save enough that earlier, smaller steps are unnecessary: undo them.
     for name, (before, saved) in taken.items():
         if excess + saved <= 0:
             chosen[name] = before
@@ -98,9 +98,9 @@ def choose_bits(
     kernels: str,
     progress: Callable[[int, int], None],
 ) -> QuantizationConfig:
-    """Add rules that make the weights fit into `QuantizationConfig.weight_memory`.
+    """Add rules so that the weights fit into `QuantizationConfig.weight_memory`.
 
-    Layers with rules keep these, and embedding tables and heads have 8 bits. For the rest see `Calibration`.
+    Layers with rules keep them; embedding tables and heads have 8 bits. Other arguments are as in `Calibration`.
     """
     assert wanted.weight_memory is not None
     measuring = SensitivityPass(folder, out, wanted, prompts, kernels=kernels)
@@ -119,11 +119,11 @@ def choose_bits(
 
 
 class SensitivityPass(Calibration):
-    """One pass over a checkpoint, as it is, that measures what each scheme would cost each layer."""
+    """One pass over the unquantized checkpoint that measures the error of each scheme for each layer."""
 
     @torch.inference_mode()
     def measure(self, progress: Callable[[int, int], None]) -> dict[str, dict[Scheme, float]]:
-        """The errors of layers by name. progress: is told the stages done and how many there are."""
+        """The errors of layers by name. progress: gets the number of finished stages and of all stages."""
         self._measured: dict[str, dict[Scheme, float]] = {}
         flow = LayerByLayer(self._decoder, self._executor, self._device, self._prompts)
         count = len(self._decoder.layers)
@@ -163,6 +163,6 @@ class SensitivityPass(Calibration):
                     zero_points=self._config.zero_points,
                 )
                 errors[scheme] = float(output_error(rounded.dequantize() - weight, hessian))
-            # One product makes what all layers attend to, and has as many bits for each.
+            # Layers share the weight that projects cross-attention inputs, so their errors add up.
             known = self._measured.setdefault(CROSS_STATES if name == CROSS_KV else prefix + name, {})
             known |= {scheme: known.get(scheme, 0.0) + error for scheme, error in errors.items()}

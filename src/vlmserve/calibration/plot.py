@@ -1,4 +1,4 @@
-"""A plot of what quantized models lose against the memory that they take and how fast they are: an SVG."""
+"""Plot the KL divergence of quantized models over their memory and speed, as SVG."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from html import escape
 WIDTH, HEIGHT = 420, 300
 LEFT, RIGHT, TOP, BOTTOM = 60, 90, 34, 44
 LINE = 13
-"""Pixels between two labels."""
+"""Minimum pixels between two labels."""
 COLOURS = ("#444444", "#1b4f9c", "#b3261e", "#2e7d32", "#8e24aa", "#c77700", "#00838f", "#6d4c41")
 
 
 @dataclass(frozen=True)
 class Point:
-    """A model. divergence: of the one that it was made of, in nats a token. rate: tokens a second of one answer; None:
-    not measured."""
+    """A model. divergence: from the original model, in nats per token. rate: tokens per second of one request."""
 
     name: str
     megabytes: float
@@ -26,8 +25,7 @@ class Point:
 
 
 def quality_plot(points: Sequence[Point], title: str) -> str:
-    """A panel of KL divergence against MB, and one against tokens a second if all points have them. points: at least
-    one."""
+    """Plot KL divergence over MB, and over tokens per second if all points have a rate. points: at least one."""
     panels: list[tuple[str, Callable[[Point], float]]] = [("MB of weights", lambda point: point.megabytes)]
     if all(point.rate is not None for point in points):
         panels.append(("tokens a second of one answer", lambda point: point.rate or 0.0))
@@ -77,7 +75,7 @@ def _panel(points: Sequence[Point], label: str, of: Callable[[Point], float]) ->
 
 
 def _ticks(largest: float) -> list[float]:
-    """Round numbers from 0 to one that is not less."""
+    """Round numbers from 0 up to at least `largest`."""
     if largest <= 0:
         return [0.0, 1.0]
     power = 10.0 ** math.floor(math.log10(largest))
@@ -86,7 +84,7 @@ def _ticks(largest: float) -> list[float]:
 
 
 def _spread(heights: Sequence[float]) -> list[float]:
-    """The heights of labels, near those of their points and not on each other, all within the panel."""
+    """Place labels near the heights of their points, without overlap."""
     order = sorted(range(len(heights)), key=lambda number: -heights[number])
     placed = [0.0] * len(heights)
     lowest = float(HEIGHT - BOTTOM)

@@ -1,8 +1,8 @@
-"""A process that puts a calibrated copy of a checkpoint into the cache, for the engine that has started it.
+"""A process that writes a calibrated copy of a checkpoint into the cache, for the engine that started it.
 
-Its standard input has the settings, and is kept open: when it closes, the engine is gone and this process ends. Why
-it failed is the only thing on its standard output. Of several processes with the same copy to make, one makes it and
-the others wait; one that was ended leaves what the next one goes on with.
+It reads settings from standard input, and exits when the engine closes that pipe. It writes only a failure to standard
+output. When several processes need the same copy, one makes it and the others wait. The next process
+resumes an interrupted one.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from vlmserve.settings import read_settings
 logger = logging.getLogger(__name__)
 
 LOGGED_SHARE = 0.1
-"""How much more is done when the log says so again, where there is no terminal."""
+"""Share of the work between two log lines, without a terminal."""
 
 
 def make_copy(job: Job, progress: Callable[[int, int], None]) -> None:
-    """Quantize a checkpoint into its place in the cache, unless it is there. See `quantize_checkpoint`."""
+    """Quantize a checkpoint into its place in the cache, unless it exists. Raises as `quantize_checkpoint` does."""
     place = Path(job.place)
     unfinished = place.with_name(f"{place.name}.unfinished")
     try:
@@ -48,7 +48,7 @@ def make_copy(job: Job, progress: Callable[[int, int], None]) -> None:
             if place.is_dir():
                 return
             how = read_settings(QuantizationConfig, job.settings)
-            if how.method == "rtn":  # which does not go on
+            if how.method == "rtn":  # this method cannot resume
                 shutil.rmtree(unfinished, ignore_errors=True)
             _, notes = quantize_checkpoint(Path(job.folder), unfinished, how, job.kernels, progress)
             for note in notes:
@@ -63,7 +63,7 @@ def make_copy(job: Job, progress: Callable[[int, int], None]) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Keep other processes out of this block."""
+    """Hold an exclusive lock on a file."""
     with path.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,7 +75,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _shown() -> Iterator[Callable[[int, int], None]]:
-    """Progress, on a terminal as a bar, elsewhere in the log."""
+    """Show progress: a bar on a terminal, log lines elsewhere."""
     console = Console(stderr=True)
     if console.is_terminal:
         with Progress(console=console) as bars:
@@ -94,7 +94,6 @@ def _shown() -> Iterator[Callable[[int, int], None]]:
 
 
 def main() -> int:
-    """The process."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
@@ -107,7 +106,7 @@ def main() -> int:
 
 
 def attempt(job: Job) -> bytes:
-    """Make a copy. Returns what the process answers: a `Failure`, or nothing."""
+    """Make a copy. Returns a JSON `Failure`, or nothing."""
     try:
         with _shown() as progress:
             make_copy(job, progress)

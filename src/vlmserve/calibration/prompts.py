@@ -1,4 +1,4 @@
-"""Samples to calibrate with and to measure on: from a file, a folder of images, or what comes along."""
+"""Samples for calibration and measurement: from a file, from a folder of images, or built in."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from vlmserve.pixie.questions import Example, sample_example, single
 from vlmserve.types import Prompt
 
 LONGEST = 512
-"""Tokens of a piece of text."""
+"""Tokens of a text sample."""
 TEXT_SHARE = 0.25
-"""Of the tokens for a model that takes images."""
+"""Share of tokens from text, for a model that takes images."""
 TEXT_WEIGHT = 0.1
-"""Of what these tokens count together."""
+"""Share of text in the total weight."""
 QUESTIONS_OF_IMAGE = 8
-"""At most, where an image adds no tokens to a prompt."""
+"""Maximum, for images that add no tokens to a prompt."""
 QUESTION = "Describe this image."
 IMAGE_FILES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 
@@ -33,13 +33,14 @@ IMAGE_FILES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"
 def calibration_prompts(
     source: str | None, preparer: RequestPreparer, num_tokens: int, image_weight: float
 ) -> dict[Prompt, float]:
-    """Prompts of about so many tokens altogether, fewer if the source has fewer, with how much their tokens count.
+    """Prompts with about `num_tokens` tokens in total, or all of a smaller source, with the weight of their tokens.
 
-    source: a JSONL file of prompts with images, see `read_entries`; a folder of images; None: conversations about drawn
-    images, if the model takes images, and the end of the manual that every Python brings along, of which perplexity is
-    measured on the beginning. Beside conversations the manual counts for `TEXT_WEIGHT` of all: else it would outweigh
-    them, as images count less. image_weight: how much a token of an image counts, beside 1 for others. Raises
-    ConfigurationError for a source that cannot be read, and for a prompt that the model cannot take.
+    source: a JSONL file (`read_entries`), a folder of images, or None. None means conversations about drawn images, if
+    the model takes images, and the end of Python's manual; perplexity uses its beginning. With conversations the manual
+    has the share `TEXT_WEIGHT` of the total weight; without this limit it would dominate, because `image_weight` scales
+    image tokens down.
+
+    Raises ConfigurationError for an unreadable source, and for a prompt that the model cannot take.
     """
     if source is not None:
         path = expanded(source)
@@ -64,8 +65,7 @@ def _weighted(samples: Iterable[Sample], weight: float) -> dict[Prompt, float]:
 
 
 def take(samples: Iterable[Sample], num_tokens: int) -> list[Sample]:
-    """The first samples, until their prompts have so many tokens together, those of questions that are encoded
-    included."""
+    """The first samples whose prompts have at least `num_tokens` tokens, including encoded questions."""
     taken: list[Sample] = []
     left = num_tokens
     if left > 0:
@@ -79,9 +79,9 @@ def take(samples: Iterable[Sample], num_tokens: int) -> list[Sample]:
 
 
 def file_samples(path: Path, preparer: RequestPreparer, flag: str) -> Iterator[Sample]:
-    """The lines of a file, see `read_entries`, each with its answer, if it has one. flag: which named the file.
+    """Samples of the lines of a file (`read_entries`), with their answers, if any. flag: the flag that named the file.
 
-    Raises ConfigurationError for what cannot be read, and for what the model cannot take.
+    Raises ConfigurationError for an unreadable file, and for a line that the model cannot take.
     """
     for entry in read_entries(path, flag):
         try:
@@ -119,10 +119,12 @@ def messages_of_entry(entry: Entry) -> list[dict[str, Any]]:
 
 
 def drawn_samples(preparer: RequestPreparer, first_seed: int) -> Iterator[Sample]:
-    """Conversations about drawn images with the right answers, without end. For a model that takes one image and one
-    text with each request: questions about one image, each with its answer; several about the same image if its
-    decoder reads it by cross-attention, because then an image adds no tokens, and the tower would take most of the
-    time."""
+    """Yield conversations about drawn images, with right answers, without end.
+
+    A model with one image and one text per request gets questions with answers. If its decoder reads images by
+    cross-attention, `QUESTIONS_OF_IMAGE` questions share an image: images add no tokens there, and encoding would
+    dominate.
+    """
     for seed in count(first_seed):
         example = sample_example(seed)
         if not preparer.takes_one_image:
@@ -139,7 +141,7 @@ def drawn_samples(preparer: RequestPreparer, first_seed: int) -> Iterator[Sample
 
 def _drawn(preparer: RequestPreparer, example: Example, last: int) -> Sample:
     asked = messages_of(example, last)
-    if preparer.takes_one_image:  # and no system message
+    if preparer.takes_one_image:  # and takes no system message
         asked = [message for message in asked if message["role"] == "user"]
     answer = {"role": "assistant", "content": example.turns[last][1]}
     return of_conversation(preparer, [*asked, answer], allow_local=True)

@@ -1,4 +1,4 @@
-"""How much a model differs from the one that it is a quantized copy of, on the same tokens of the same prompts."""
+"""Compare a quantized model with its original, on the same tokens of the same prompts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from vlmserve.pixie.scenes import HELD_OUT_SEEDS
 from vlmserve.types import Prompt
 
 FIRST_SEED = HELD_OUT_SEEDS + 500_000_000
-"""Of conversations; behind those of pixie's tasks."""
+"""Seed of the first conversation. The seeds differ from the seeds of pixie's tasks."""
 WINDOW = 1024
-"""Tokens of a piece of text."""
+"""Tokens of a text sample."""
 
 
 class Quality(msgspec.Struct, frozen=True):
-    """What came of a model beside a reference.
+    """Differences between a model and a reference.
 
-    num_tokens: that were predicted. loss, reference_loss: means of -log(probability). divergence: the mean of
-    KL(reference || model) of a next token, in nats. agreement: how often both find the same token likeliest, 0 to 1.
-    change_error, divergence_error: standard errors of loss - reference_loss and of the divergence, by how they differ
-    from prompt to prompt; None where there is one prompt.
+    num_tokens: predicted tokens. loss, reference_loss: mean negative log-likelihood in nats. divergence: mean of
+    ``KL(reference || model)`` of next tokens, in nats. agreement: share of tokens with the same argmax, 0 to 1.
+    change_error, divergence_error: standard errors of ``loss - reference_loss`` and `divergence`, from the variance
+    between prompts; None for one prompt.
     """
 
     num_tokens: int
@@ -54,9 +54,11 @@ class Quality(msgspec.Struct, frozen=True):
 
 
 def quality_samples(preparer: RequestPreparer, num_tokens: int, conversations: Path | None = None) -> list[Sample]:
-    """About so many tokens to compare on. conversations: a file of prompts with answers, see `file_samples`; None:
-    held-out conversations about drawn images, if the model takes images, or else the beginning of the manual that comes
-    with Python, with whose end models are calibrated."""
+    """Samples with about `num_tokens` tokens for comparisons.
+
+    conversations: a file of prompts with answers (`file_samples`). None means held-out conversations about drawn
+    images, if the model takes images, else the beginning of Python's manual; calibration uses its end.
+    """
     if conversations is not None:
         return take(file_samples(conversations, preparer, "--conversations"), num_tokens)
     if preparer.media.supports_images and preparer.can_chat:
@@ -66,10 +68,10 @@ def quality_samples(preparer: RequestPreparer, num_tokens: int, conversations: P
 
 
 class Comparison:
-    """Models beside a reference, which predicts each token that counts from those before it once for all of them.
+    """Compares models with a reference, which predicts each counted token once for all of them.
 
-    What the head of the reference gets is kept, ``[tokens that count, hidden_size]``. progress: is told the tokens done
-    and how many there are. Raises ConfigurationError where no token can be predicted.
+    The reference's hidden states are stored, ``[counted tokens, hidden_size]``. progress: gets the number of finished
+    tokens and of all tokens. Raises ConfigurationError if no token can be predicted.
     """
 
     @torch.inference_mode()
@@ -93,8 +95,7 @@ class Comparison:
 
     @torch.inference_mode()
     def of(self, model: LoadedModel, progress: Callable[[int, int], None] = lambda done, of: None) -> Quality:
-        """What a model loses. progress: is told the tokens done and how many there are. Raises ConfigurationError for
-        a model that does not have the tokens of the reference."""
+        """Measure a model. Raises ConfigurationError if its vocabulary has another size than the reference's."""
         decoder = model.language_model
         if decoder.vocab_size != self._decoder.vocab_size:
             raise ConfigurationError(
@@ -116,8 +117,8 @@ class Comparison:
 
 
 class _Predicted(NamedTuple):
-    """What a group of prompts is measured on. rows: of its batch, after which a token comes that counts. targets: these
-    tokens. prompts: where in the group the prompts of the rows are."""
+    """Measured positions of a group. rows: of the batch, before counted tokens. targets: these tokens. prompts: index
+    of each row's prompt in the group."""
 
     rows: Tensor
     targets: Tensor
@@ -138,7 +139,7 @@ def _predicted(group: Group, counted: Mapping[Prompt, Sequence[int]]) -> _Predic
 
 
 def _measured(own: Tensor, right: Tensor, targets: Tensor) -> Tensor:
-    """Of log-probabilities ``[rows, vocabulary]``: 1, and what `Quality` has means of, ``[rows, 5]``."""
+    """Terms of the means in `Quality`, ``[rows, 5]``, from log-probabilities ``[rows, vocab_size]``. The first is 1."""
     targets = targets[:, None].to(own.device)
     measured = [
         torch.ones(len(own), device=own.device),
@@ -151,12 +152,12 @@ def _measured(own: Tensor, right: Tensor, targets: Tensor) -> Tensor:
 
 
 def _quality(sums: Tensor) -> Quality:
-    """Of sums of `_measured` over prompts, ``[prompts, 5]``."""
+    """Compute means of sums of `_measured` over prompts, ``[prompts, 5]``."""
     count, *means = (sums.sum(0) / torch.tensor([1.0, *[float(sums[:, 0].sum())] * 4])).tolist()
     loss, reference_loss, divergence, agreement = means
     change_error = divergence_error = None
     if (prompts := len(sums)) > 1:
-        # Means are ratios of sums over prompts, which are independent; tokens of one are not.
+        # Means are ratios of sums over prompts. Prompts are independent, tokens of a prompt are not.
         changes = sums[:, 1] - sums[:, 2] - (loss - reference_loss) * sums[:, 0]
         divergences = sums[:, 3] - divergence * sums[:, 0]
         change_error, divergence_error = (

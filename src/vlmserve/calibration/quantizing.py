@@ -1,4 +1,4 @@
-"""Quantizing a checkpoint by any method."""
+"""Quantize a checkpoint with any method."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from vlmserve.settings import read_settings
 def quantize_checkpoint(
     folder: Path, out: Path, config: QuantizationConfig, kernels: str, progress: Callable[[int, int], None]
 ) -> tuple[Saving, list[str]]:
-    """Write a quantized copy of a checkpoint. Returns what it saves, and what went wrong, for people.
+    """Write a quantized copy of a checkpoint. Returns its saving, and notes about problems.
 
-    folder, out: see `Calibration`. progress: is told the parts done and how many there are. Raises what `Calibration`,
-    `calibration_prompts` and `save_quantized` raise.
+    folder, out: as in `Calibration`. progress: gets the number of finished parts and of all parts. Raises what
+    `Calibration`, `calibration_prompts` and `save_quantized` raise.
     """
     _check_disk(folder, out, config, kernels)
     notes: list[str] = []
@@ -52,7 +52,7 @@ def quantize_checkpoint(
 
 
 def _check_disk(folder: Path, out: Path, config: QuantizationConfig, kernels: str) -> None:
-    """Raises ConfigurationError for a disk with less room than the weights take, and what `MemoryEstimate` raises."""
+    """Raise ConfigurationError if the disk lacks space for the weights. Raises what `MemoryEstimate` raises."""
     needed = MemoryEstimate(folder, torch.device("cpu"), kernels).weights(config)
     needed = needed if config.weight_memory is None else min(needed, config.weight_memory)
     there = sum(path.stat().st_size for path in out.glob("*")) if out.is_dir() else 0

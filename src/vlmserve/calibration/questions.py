@@ -1,4 +1,4 @@
-"""How many questions of a file a model answers right."""
+"""Measure how many questions of a file a model answers correctly."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from vlmserve.loadtest.dataset import Entry, read_entries
 from vlmserve.types import SamplingParams
 
 AT_ONCE = 64
-"""Questions that are asked in one call; their images are in memory together."""
+"""Questions in one call. Their images are in memory at the same time."""
 MAX_TOKENS = 96
-"""Of an answer, where the file does not say."""
+"""Default maximum tokens of an answer."""
 
 
 def read_questions(path: Path) -> list[Entry]:
-    """The lines of a file, see `read_entries`. Raises what that raises, and ConfigurationError for a line without an
-    answer."""
+    """Read a file with `read_entries`. Raises as it does, and ConfigurationError for a line without answer."""
     entries = read_entries(path, "--questions")
     for entry in entries:
         if entry.answer is None:
@@ -30,8 +29,10 @@ def read_questions(path: Path) -> list[Entry]:
 def share_right(
     llm: LLM, questions: Sequence[Entry], progress: Callable[[int, int], None] = lambda done, of: None
 ) -> float:
-    """The share of questions, 0 to 1, to which the model's likeliest answer is the right one but for capitals, spaces
-    around it and a full stop. questions: at least one. progress: is told the questions done and how many there are."""
+    """The share of correct greedy answers, 0 to 1, ignoring case, surrounding spaces and a final full stop.
+
+    questions: at least one. progress: gets the number of finished questions and of all questions.
+    """
     right = 0
     for start in range(0, len(questions), AT_ONCE):
         some = questions[start : start + AT_ONCE]

@@ -1,4 +1,4 @@
-"""Calibrated quantization of a checkpoint: one pass over its layers, each read, quantized, written and forgotten."""
+"""Calibrated quantization of a checkpoint in one pass: each layer is read, quantized, written and freed."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ logger = logging.getLogger(__name__)
 
 UNFINISHED, STATES, CROSS = "unfinished.json", "states.unfinished", "cross.unfinished"
 OBSERVED_BYTES = 256 * 1024**2
-"""Memory for what is kept of inputs of a vision tower's layers at a time."""
+"""Bytes of input statistics, for layers outside the decoder that one pass observes."""
 EXPERTS_BYTES = 1024**3
-"""Likewise, of the experts of one layer."""
+"""Bytes of input statistics, for experts of one layer that one pass observes."""
 _EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 DECODER = "language_model."
 TRANSFORM = f"{DECODER}head_transform."
 CROSS_STATES = f"{DECODER}cross_states"
 
 Settle = Callable[[dict[str, Target], Mapping[str, InputStatistics]], None]
-"""Does something with layers whose inputs were observed."""
+"""Handles layers after their inputs were observed."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a checkpoint. errors: of each layer, see `Outcome`. notes: what went wrong, for people."""
+    """The result for a checkpoint. errors: by layer, as in `Outcome`. notes: problems, as sentences."""
 
     saving: Saving
     errors: dict[str, float]
@@ -61,12 +61,13 @@ class Result:
 
 
 class Calibration:
-    """A checkpoint with prompts, quantized into a folder.
+    """Quantizes a checkpoint into a folder, calibrated with prompts.
 
-    folder: see `QuantizedFolder`. out: new, empty, or what an interrupted run with the same settings has left, which
-    goes on there. prompts: with how much each of their tokens counts.
-    Raises what `QuantizedFolder` raises, and ConfigurationError for an `out` that holds anything else, and for models
-    that cannot be calibrated.
+    folder: as in `QuantizedFolder`. out: new, empty, or left by an interrupted run with the same settings, which then
+    resumes. prompts: with the weight of each of their tokens.
+
+    Raises what `QuantizedFolder` raises. Raises ConfigurationError for an `out` with other content, and for models that
+    cannot be calibrated.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Calibration:
 
     @torch.inference_mode()
     def run(self, progress: Callable[[int, int], None] = lambda done, of: None) -> Result:
-        """Quantize and write everything. progress: is told the stages done and how many there are."""
+        """Quantize and write everything. progress: gets the number of finished stages and of all stages."""
         flow = LayerByLayer(self._decoder, self._executor, self._device, self._prompts)
         count = len(self._decoder.layers)
         stage = self._begin(flow)
@@ -133,7 +134,7 @@ class Calibration:
         return Result(self._writer.finish(), self._errors, self._notes)
 
     def _begin(self, flow: LayerByLayer) -> int:
-        """The stage to go on with, its states read; 0 in a new folder."""
+        """Load the states of an interrupted run and return its next stage; 0 in a new folder."""
         out = self._writer.out
         settings, path = self._settings(), out / UNFINISHED
         if not path.is_file():
@@ -160,13 +161,13 @@ class Calibration:
         return stage
 
     def _note(self, flow: LayerByLayer, stage: int) -> None:
-        """Write what a run that is interrupted from now on can go on with."""
+        """Write the states that an interrupted run needs to resume."""
         about = {"stage": str(stage), "errors": json.dumps(self._errors), "notes": json.dumps(self._notes)}
         tensors = {str(number): states for number, states in enumerate(flow.states)}
         self._writer.write(STATES, tensors, about)
 
     def _settings(self) -> str:
-        """A digest of all that the result depends on."""
+        """A digest of everything that determines the result."""
         hasher = blake3(weights_digest(self._writer.checkpoint.folder))
         config = self._config.model_dump_json(exclude={"calibration", "calibration_tokens"})  # the prompts follow
         hasher.update(f"{__version__} {config} {self._device.kernels} {self._decoder.dtype}".encode())
@@ -177,7 +178,7 @@ class Calibration:
         return hasher.hexdigest()
 
     def _embed(self, flow: LayerByLayer) -> None:
-        """Make the first layer's inputs. What stands before the decoder is quantized, if it is to be."""
+        """Compute the first layer's inputs, and quantize layers outside the decoder."""
         self._load_outer()
         for target in self._outer_targets().values():
             if target.module.weight.ndim != 2:
@@ -201,8 +202,10 @@ class Calibration:
                 forget(module)
 
     def _enter(self, flow: LayerByLayer, settle: Settle) -> None:
-        """Make the first layer's inputs, and what all layers attend to. settle: what becomes of layers before the
-        decoder; those that come later get what the earlier ones then compute."""
+        """Compute the inputs of the first layer and of cross-attention.
+
+        settle: may change layers before the decoder; later layers then observe the changed outputs.
+        """
         images: dict[bytes, Tensor] = {}
         tower = self._outer_targets()
         questions = {path: tower.pop(path) for path in list(tower) if path.startswith(TEXT_ENCODER)}
@@ -221,8 +224,10 @@ class Calibration:
         return {path: target for path, target in self._targets.items() if not path.startswith(DECODER)}
 
     def _watch(self, targets: dict[str, Target], run: Callable[[], Iterable[object]], settle: Settle) -> None:
-        """Settle layers, some at a time, from what goes into them; those that are no matrix are left out. run: computes
-        all of their inputs."""
+        """Observe and settle layers, as many at a time as fit into memory. Skips weights that are not matrices.
+
+        run: computes all inputs of these layers.
+        """
         matrices = ({path: target} for path, target in targets.items() if target.module.weight.ndim == 2)
         for some in _within_memory(matrices, OBSERVED_BYTES):
             observer = Observer({path: target.module for path, target in some.items()})
@@ -235,7 +240,7 @@ class Calibration:
         return quantize_layers(targets, (), statistics, self._config)
 
     def _round(self, target: Target) -> None:
-        """A patch embedding has the shape of a convolution, and pixels go in. It is rounded to nearest."""
+        """Round a patch embedding to nearest: it is a convolution of pixels."""
         weight = target.module.weight.data
         config = self._config
         rounded = round_to_nearest(
@@ -272,12 +277,12 @@ class Calibration:
         return layer
 
     def _layer_targets(self, index: int) -> dict[str, Target]:
-        """The layers to quantize inside a layer of the decoder, by their names there."""
+        """The layers to quantize in a decoder layer, by their names in it."""
         prefix = f"{DECODER}layers.{index}."
         return {path.removeprefix(prefix): target for path, target in self._targets.items() if path.startswith(prefix)}
 
     def _rest(self, flow: LayerByLayer) -> None:
-        """What is left of the decoder: tables, the last norm, the head."""
+        """Write the rest of the decoder: embedding tables, final norm, head."""
         outcome = Outcome()
         self._transform(flow, lambda some, statistics: outcome.add(self._quantize(some, statistics)))
         layers = f"{DECODER}layers."
@@ -285,7 +290,7 @@ class Calibration:
         self._write(len(self._decoder.layers) + 1, names, outcome)
 
     def _transform(self, flow: LayerByLayer, settle: Settle) -> None:
-        """Settle what stands between the last layer and the output head, in families that have such."""
+        """Settle the layers between the last decoder layer and the output head, if the model has them."""
         if (transform := self._decoder.head_transform) is not None:
             self._load(lambda name: name.startswith(TRANSFORM))
             targets = {path: target for path, target in self._targets.items() if path.startswith(TRANSFORM)}
@@ -296,7 +301,7 @@ class Calibration:
         self._writer.checkpoint.load(self._model, filled=filled)
 
     def _write(self, number: int, names: Sequence[str], outcome: Outcome, prefix: str = "") -> None:
-        """Write a stage's tensors. names: canonical. prefix: before the outcome's names."""
+        """Write the tensors of a stage. names: canonical. prefix: goes before the outcome's names."""
         paths = {module: path for path, module in self._model.named_modules()}
         written: dict[str, dict[str, Tensor]] = {}
         for name, weight in outcome.weights.items():
@@ -317,14 +322,14 @@ class Calibration:
 
 
 def _as_stored(path: str, module: Linear) -> Iterator[tuple[str, Tensor]]:
-    """Each weight that a layer is made of in its checkpoint, with the layer's outputs that it has, in its order."""
+    """Yield the name of each stored weight of a layer, with the layer's output rows that it holds."""
     order = torch.arange(module.out_features) if module.order is None else module.order.argsort()
     sizes = list(module.parts.values()) if isinstance(module, MergedLinear) else [module.out_features]
     yield from zip(weight_names(path, module), torch.split(order, sizes), strict=True)
 
 
 def _plain_slots(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's tensors as its checkpoint has them."""
+    """Yield names and tensors of a module as its checkpoint stores them."""
     if not isinstance(module, Linear):
         yield from module_slots(path, module)
         return
@@ -335,8 +340,11 @@ def _plain_slots(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def observed_together(targets: dict[str, Target]) -> Iterator[dict[str, Target]]:
-    """Yield the targets of a layer that one pass observes: all, or in large mixtures some experts at a time and then
-    all others. Quantized experts change no input of another target of their layer."""
+    """Yield the targets of a layer in groups, each for one pass.
+
+    There is one group, unless experts exceed `EXPERTS_BYTES`: then groups of experts come first, and all other targets
+    last. Quantized experts change no input of another target of their layer.
+    """
     experts: dict[str, dict[str, Target]] = {}
     for path, target in targets.items():
         if (match := _EXPERT.search(path)) is not None:
@@ -350,7 +358,7 @@ def observed_together(targets: dict[str, Target]) -> Iterator[dict[str, Target]]
 
 
 def _within_memory(units: Iterable[dict[str, Target]], most: int) -> Iterator[dict[str, Target]]:
-    """Yield units in their order, joined while the statistics of their inputs take at most `most` bytes."""
+    """Join consecutive units while the statistics of their inputs take at most `most` bytes."""
     some: dict[str, Target] = {}
     taken = 0
     for unit in units:
@@ -365,6 +373,5 @@ def _within_memory(units: Iterable[dict[str, Target]], most: int) -> Iterator[di
 
 
 def forget(module: nn.Module) -> None:
-    """Free the memory of a module's parameters."""
     for parameter in module.parameters():
         parameter.data = parameter.data.new_empty(0)

@@ -1,4 +1,4 @@
-"""Prompts with the tokens that a model is measured on: of conversations the answers, of plain text everything."""
+"""Prompts with positions to predict: the answers of conversations, or all of a text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmserve.types import Prompt
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt. counted: places of the tokens that a model is to predict, in order; never the first one, no image's."""
+    """A prompt. counted: ascending positions of tokens to predict, without the first token and image tokens."""
 
     prompt: Prompt
     counted: tuple[int, ...]
@@ -27,12 +27,13 @@ def of_text(prompt: Prompt) -> Sample:
 def of_conversation(
     preparer: RequestPreparer, messages: Sequence[Mapping[str, Any]], *, allow_local: bool = False
 ) -> Sample:
-    """A conversation in OpenAI's form of which the answers count, as fine-tuning counts them: what a model would say,
-    from behind the generation prompt to the token that ends the turn.
+    """Make a sample that counts a conversation's answers, as fine-tuning does: up to the token that ends the turn.
 
-    An answer begins where the tokens are no longer those of the conversation before it with the generation prompt;
-    templates may write earlier turns in another way than the last one. An answer with nothing before it does not count.
-    Behind a question there is a generation prompt. allow_local and what is raised: as of `RequestPreparer.chat`.
+    messages: in OpenAI's form; a final question gets a generation prompt. An answer starts where the tokens of the
+    whole conversation differ from the prompt that asks for the answer; templates may render earlier turns differently.
+    A first message never counts.
+
+    `allow_local` and errors are as in `RequestPreparer.chat`.
     """
     answered = bool(messages) and messages[-1].get("role") == "assistant"
     if preparer.takes_one_image and answered:
@@ -65,7 +66,7 @@ def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def _common(first: Prompt, second: Prompt) -> int:
-    """How many tokens two prompts begin with together."""
+    """Length of the common prefix of two prompts, in tokens."""
     pairs = zip(first.token_ids, second.token_ids, strict=False)
     shorter = min(len(first.token_ids), len(second.token_ids))
     return next((place for place, (one, other) in enumerate(pairs) if one != other), shorter)

@@ -1,1 +1,1 @@
-"""What the server remembers: conversations, their items, responses and files, in SQLite or PostgreSQL."""
+"""Stored conversations, items, responses, files and batches, in SQLite or PostgreSQL."""

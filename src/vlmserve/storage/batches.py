@@ -1,6 +1,6 @@
-"""Batches: files of requests, and what came of each of them until all are answered.
+"""Batches: files of requests, their progress and their results.
 
-One server works on a batch at a time: it holds the batch until a moment that it moves on as long as it lives.
+One server works on a batch at a time. It holds the batch until `held_until`, and keeps extending that time.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Status = Literal["validating", "failed", "in_progress", "finalizing", "completed
 Outcome = Literal["failed", "completed", "expired", "cancelled"]
 UNFINISHED: Sequence[Status] = ("validating", "in_progress", "finalizing", "cancelling")
 RESULTS_PURPOSE = "batch_output"
-"""Of the files that batches write."""
+"""Purpose of the files that batches write."""
 JSON_LINES = "application/jsonl"
-"""Of the files that batches read and write."""
+"""Media type of the files that batches read and write."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What there is to know of a batch beside its requests and results. Times are seconds since 1970.
+    """The state of a batch. Times are seconds since 1970.
 
-    tenant: whose caches it may use; empty: everybody's. window: as the client wrote it. output_lifetime: seconds that
-    its output files are kept. num_bytes: of its results until it ends.
+    tenant: whose caches it may use; empty: the shared ones. window: as the client wrote it. output_lifetime: seconds
+    that output files are kept. num_bytes: of stored results; 0 after the end.
     """
 
     id: str
@@ -66,7 +66,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What came of a row. row: its number, from 0. line: of the output or error file, without its end."""
+    """The result of a row. row: from 0. line: of the output or error file, without newline."""
 
     row: int
     succeeded: bool
@@ -77,8 +77,11 @@ class BatchResult:
 
 
 class Batches:
-    """All batches. Methods with `owner` see only its own, and raise NotFoundError for any other id; those with `holder`
-    change only batches that this server holds."""
+    """All batches.
+
+    Methods with `owner` see only its batches, and raise NotFoundError for other ids. Methods with `holder` change only
+    batches that this server holds.
+    """
 
     def __init__(self, database: Database, files: Files, clock: Callable[[], float]) -> None:
         self._database = database
@@ -99,8 +102,11 @@ class Batches:
         metadata: dict[str, str],
         most: int,
     ) -> Batch:
-        """A new batch of the requests in a file, to be done within that many seconds. Raises InvalidRequestError for
-        another kind of file, and OverloadedError if the owner has `most` unfinished ones already."""
+        """Create a batch of the requests in a file. seconds: until it expires.
+
+        Raises InvalidRequestError for a file with another purpose, OverloadedError if the owner has `most` unfinished
+        batches.
+        """
 
         def work(connection: Connection) -> Batch:
             try:
@@ -129,7 +135,7 @@ class Batches:
             return _batch(_find(connection, owner, id))
 
     def cancel(self, owner: str, id: str) -> Batch:
-        """Have a batch end with the results that it has. Raises InvalidRequestError if it has ended."""
+        """Cancel a batch; it keeps the results that it has. Raises InvalidRequestError if it has ended."""
 
         def work(connection: Connection) -> Batch:
             batch = _batch(_find(connection, owner, id))
@@ -145,10 +151,7 @@ class Batches:
         return self._database.write(work)
 
     def claim(self, holder: str, seconds: float, most: int, busy: Sequence[str] = ()) -> list[Batch]:
-        """The oldest unfinished batches that nobody works on, at most so many; the holder has them for so long.
-
-        busy: those that the holder has and works on, or does not want now.
-        """
+        """Hold the `most` oldest unfinished batches that no other server holds, for `seconds`. busy: ids to skip."""
 
         def work(connection: Connection) -> list[Batch]:
             now = self._clock()
@@ -160,7 +163,7 @@ class Batches:
             connection.execute(update(batches).where(mine).values(holder=holder, held_until=now + seconds))
             return found
 
-        with self._database.read() as connection:  # most often there is nothing to write
+        with self._database.read() as connection:  # usually there is nothing to write
             if (
                 connection.execute(select(batches.c.id).where(batches.c.status.in_(UNFINISHED)).limit(1)).first()
                 is None
@@ -169,7 +172,7 @@ class Batches:
         return self._database.write(work)
 
     def hold(self, holder: str, seconds: float) -> dict[str, Status]:
-        """Hold batches for longer; the status of each that is still the holder's."""
+        """Extend the hold of all batches of this holder; returns their status by id."""
 
         def work(connection: Connection) -> dict[str, Status]:
             mine = (batches.c.holder == holder) & batches.c.status.in_(UNFINISHED)
@@ -184,7 +187,7 @@ class Batches:
         self._database.write(lambda connection: connection.execute(mine))
 
     def requests(self, batch: Batch) -> bytes:
-        """The content of its input file, which is kept as long as the batch is."""
+        """The content of the batch's input file, which stays even if the client deletes the file."""
         with self._database.read() as connection:
             query = select(blobs.c.data).where(blobs.c.digest == batch.input_digest)
             return bytes(connection.execute(query).scalar_one())
@@ -195,7 +198,7 @@ class Batches:
             return set(connection.execute(query).scalars())
 
     def begin(self, holder: str, id: str, num_rows: int, model: str | None) -> Status | None:
-        """A batch's requests are well-formed and are answered from now on. Its status; None if another has it."""
+        """Start a validated batch. Returns its status; None: another server holds it."""
 
         def work(connection: Connection) -> Status | None:
             counted = update(batches).where(batches.c.id == id, batches.c.holder == holder)
@@ -210,7 +213,7 @@ class Batches:
         return self._database.write(work)
 
     def add(self, holder: str, id: str, results: Sequence[BatchResult]) -> Status | None:
-        """Keep results. The batch's status; None if another server has it, and nothing is kept."""
+        """Store results. Returns the batch's status; None: another server holds it, and nothing was stored."""
 
         def work(connection: Connection) -> Status | None:
             succeeded = sum(result.succeeded for result in results)
@@ -252,10 +255,10 @@ class Batches:
         errors: Sequence[Mapping[str, Any]] = (),
         unanswered: Sequence[bytes] = (),
     ) -> None:
-        """End a batch: its results become files, and nothing else is left of them.
+        """End a batch and move its results into files.
 
-        errors: why it failed. unanswered: further lines of the file of errors. Raises StorageFullError, after which it
-        has not ended.
+        errors: why it failed. unanswered: extra lines of the error file. Raises StorageFullError; then the batch goes
+        on.
         """
 
         def work(connection: Connection) -> None:
@@ -292,7 +295,8 @@ class Batches:
         self._database.write(work)
 
     def list(self, owner: str, page: Page) -> tuple[list[Batch], bool]:
-        """A page of batches by age, and whether there are more. Raises InvalidRequestError if `page.after` is none."""
+        """A page of batches, newest first, and whether there are more. Raises InvalidRequestError for an unknown
+        `page.after`."""
         with self._database.read() as connection:
             query = select(batches).where(batches.c.owner == owner)
             if page.after is not None:
@@ -308,7 +312,7 @@ class Batches:
 
 
 def delete_batch(connection: Connection, id: str) -> int:
-    """Delete a batch and what only it refers to; returns how many bytes they were. Its files stay."""
+    """Delete a batch and data that only it uses; returns the number of bytes. Its files stay."""
     mine = batch_results.c.batch_id == id
     deleted = sizes_of(connection, delete(batch_results).where(mine).returning(batch_results.c.num_bytes))
     digests = connection.execute(delete(batches).where(batches.c.id == id).returning(batches.c.input_digest))

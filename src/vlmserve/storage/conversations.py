@@ -27,7 +27,7 @@ from vlmserve.storage.tables import conversations, items, responses
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What there is to know of a conversation beside its items. created_at: seconds since 1970."""
+    """A conversation without its items. created_at: seconds since 1970."""
 
     id: str
     created_at: float
@@ -35,7 +35,7 @@ class Conversation:
 
 
 class Conversations:
-    """All conversations; each method sees only those of `owner`, and raises NotFoundError for any other id."""
+    """All conversations. Methods see only the owner's conversations, and raise NotFoundError for other ids."""
 
     def __init__(self, database: Database, clock: Callable[[], float], max_blob_bytes: int) -> None:
         self._database = database
@@ -43,7 +43,7 @@ class Conversations:
         self._max_blob_bytes = max_blob_bytes
 
     def create(self, owner: str, id: str, metadata: dict[str, str], new: Sequence[PackedItem]) -> Conversation:
-        """A new conversation that begins with these items. Raises StorageFullError."""
+        """Create a conversation with these items. Raises StorageFullError."""
 
         def work(connection: Connection) -> Conversation:
             now = self._clock()
@@ -59,8 +59,6 @@ class Conversations:
             return _conversation(_find(connection, owner, id))
 
     def update(self, owner: str, id: str, metadata: dict[str, str]) -> Conversation:
-        """Replace its metadata."""
-
         def work(connection: Connection) -> Conversation:
             row = _find(connection, owner, id)
             values = {"metadata": _text(metadata), "used_at": self._clock()}
@@ -70,7 +68,7 @@ class Conversations:
         return self._database.write(work)
 
     def delete(self, owner: str, id: str) -> None:
-        """Delete it, with its items and the responses that were made in it."""
+        """Delete a conversation with its items and responses."""
 
         def work(connection: Connection) -> None:
             _find(connection, owner, id)
@@ -79,7 +77,7 @@ class Conversations:
         self._database.delete(work)
 
     def add(self, owner: str, id: str, new: Sequence[PackedItem]) -> None:
-        """Append items, together and in their order. Raises StorageFullError."""
+        """Append items in one transaction. Raises StorageFullError."""
         self._database.write(lambda connection: self.append(connection, owner, id, new))
 
     def append(
@@ -90,8 +88,8 @@ class Conversations:
         new: Sequence[PackedItem],
         more: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """The same in a transaction of the caller's. more: further columns of each item."""
-        # Others who append wait here until this transaction ends.
+        """`add` within the caller's transaction. more: extra columns of each item."""
+        # The update locks the row: concurrent appends wait for this transaction.
         places = (
             update(conversations)
             .where(conversations.c.id == id, conversations.c.owner == owner)
@@ -116,7 +114,7 @@ class Conversations:
         insert_items(connection, new, rows, self._max_blob_bytes)
 
     def items(self, owner: str, id: str, page: Page, max_bytes: int) -> tuple[list[dict[str, Any]], bool]:
-        """A page of its items, and whether there are more. Raises as `read_page` does."""
+        """A page of a conversation's items, and whether there are more. Raises as `read_page` does."""
         with self._database.read() as connection:
             _find(connection, owner, id)
             series = items.c.conversation_id == id
@@ -131,7 +129,6 @@ class Conversations:
             return with_sizes(connection, [(row.id, row.body) for row in rows])
 
     def item(self, owner: str, id: str, item_id: str) -> dict[str, Any]:
-        """One of its items."""
         with self._database.read() as connection:
             _find(connection, owner, id)
             query = select(items.c.id, items.c.body).where(items.c.conversation_id == id, items.c.id == item_id)
@@ -142,7 +139,7 @@ class Conversations:
             return item
 
     def delete_item(self, owner: str, id: str, item_id: str) -> Conversation:
-        """Delete one of its items, also from the response that it was part of."""
+        """Delete an item, also from the response that it is part of."""
 
         def work(connection: Connection) -> Conversation:
             row = _find(connection, owner, id)
@@ -156,7 +153,7 @@ class Conversations:
 
 
 def delete_conversation(connection: Connection, id: str) -> int:
-    """Delete a conversation and all that belongs to it; returns how many bytes that was."""
+    """Delete a conversation with its items and responses; returns the number of bytes."""
     made_in_it = select(responses.c.id).where(responses.c.conversation_id == id)
     deleted = delete_items(connection, or_(items.c.conversation_id == id, items.c.response_id.in_(made_in_it)))
     sizes = delete(responses).where(responses.c.conversation_id == id).returning(responses.c.num_bytes)

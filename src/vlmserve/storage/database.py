@@ -1,4 +1,4 @@
-"""The connection to a database: SQLite or PostgreSQL, through SQLAlchemy."""
+"""Transactions on a SQLite or PostgreSQL database, with SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from vlmserve.storage.tables import EMPTY_WAL, LEAN_SETTINGS, SQLITE_SETTINGS, c
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 5
-"""How often a transaction is tried that another one got in the way of."""
+"""Attempts of a transaction that collides with others."""
 _POSTGRESQL_TIMEOUT = 10
 """Seconds to connect."""
 SQLITE_TIMEOUT = 30
-"""Seconds to wait for others who use the file."""
+"""Seconds to wait for a lock."""
 _SQLITE_PAUSE = 0.02
 
 Result = TypeVar("Result")
 
 
 class Database:
-    """Runs transactions. Its methods block, and may be called from as many threads as there are connections."""
+    """Runs transactions. Methods block; call them from at most `num_connections` threads."""
 
     def __init__(self, url: str, num_connections: int) -> None:
-        """Open or make a database. Raises ConfigurationError if that cannot be done."""
+        """Open or create a database. Raises ConfigurationError if that fails."""
         self._engine = _make_engine(_parse(url), num_connections)
         self.is_sqlite = self._engine.dialect.name == "sqlite"
         path = self._engine.url.database if self.is_sqlite else None
@@ -55,7 +55,7 @@ class Database:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Connection]:
-        """A connection that sees the database as it is at one moment. Raises StorageError."""
+        """A connection with a snapshot of the database. Raises StorageError."""
         try:
             with self._engine.connect() as connection:
                 if not self.is_sqlite:
@@ -66,8 +66,10 @@ class Database:
             raise _failed(error) from error
 
     def write(self, work: Callable[[Connection], Result]) -> Result:
-        """What `work` returns, once all that it wrote is on the disk. It is called again if another transaction got in
-        its way. Raises StorageError, after which nothing of it is written."""
+        """Run `work` in a transaction; its result returns after the commit is on disk.
+
+        Calls `work` again if another transaction collided with it. Raises StorageError; then nothing was written.
+        """
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 with self._engine.connect() as connection:
@@ -80,7 +82,7 @@ class Database:
         raise AssertionError("unreachable")
 
     def delete(self, work: Callable[[Connection], Result]) -> Result:
-        """The same for work that deletes, which succeeds on a full disk, too: in the reserved space."""
+        """`write` for work that deletes. It succeeds on a full disk as well: it uses the reserved space."""
         try:
             return self.write(work)
         except StorageError as error:
@@ -95,8 +97,7 @@ class Database:
             self._reserve.take()
 
     def _delete_leanly(self, work: Callable[[Connection], Result]) -> Result:
-        """Write little into SQLite's log: pages are given back a few at a time once they are free, without having been
-        overwritten."""
+        """Delete with small writes to SQLite's log: without overwriting, and freeing 256 pages at a time."""
         try:
             with self._engine.connect() as connection:
                 cursor: sqlite3.Cursor = connection.connection.cursor()  # type: ignore[assignment]
@@ -119,16 +120,19 @@ class Database:
             raise _failed(error) from error
 
     def _collided(self, error: SQLAlchemyError) -> bool:
-        """Whether another transaction may be why one failed. With SQLite all wait for each other, and where the
-        connection broke nobody knows whether it did."""
+        """Return whether a failed transaction may have collided with another one.
+
+        SQLite's transactions wait instead. After a broken connection nobody knows whether the transaction was
+        committed.
+        """
         if isinstance(error, IntegrityError):
             return True
         return isinstance(error, OperationalError) and not self.is_sqlite and not error.connection_invalidated
 
     def shrink(self) -> None:
-        """Give back to the file system what deleted rows have left, as far as nobody reads it. Raises StorageError."""
+        """Return the space of deleted rows to the file system, except what readers still use. Raises StorageError."""
         if not self.is_sqlite:
-            return  # PostgreSQL does so by itself
+            return  # PostgreSQL's autovacuum does it
         try:
             with contextlib.closing(self._engine.raw_connection()) as connection:
                 connection.cursor().execute(EMPTY_WAL).fetchall()
@@ -190,7 +194,7 @@ def _make_engine(url: URL, num_connections: int) -> Engine:
 
 
 def _make_file(path: Path) -> None:
-    """So that nobody else on this machine can read it."""
+    """Create the file so that other users of this machine cannot read it."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
@@ -199,7 +203,7 @@ def _make_file(path: Path) -> None:
 
 
 def _prepare_sqlite(connection: Any, _: object) -> None:
-    connection.isolation_level = None  # sqlite3 would begin transactions when it thinks fit
+    connection.isolation_level = None  # `_begin_sqlite` begins transactions, not sqlite3
     cursor = connection.cursor()
     for setting in SQLITE_SETTINGS:
         set_sqlite(cursor, setting)
@@ -207,7 +211,7 @@ def _prepare_sqlite(connection: Any, _: object) -> None:
 
 
 def set_sqlite(cursor: sqlite3.Cursor, setting: str) -> None:
-    # Who changes the journal does not wait for others who do so, whatever the timeout is, but fails at once.
+    # Changes of the journal mode ignore SQLite's busy timeout and fail at once, so retry here.
     deadline = time.monotonic() + SQLITE_TIMEOUT
     while True:
         try:
@@ -220,6 +224,6 @@ def set_sqlite(cursor: sqlite3.Cursor, setting: str) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A transaction that reads first and then writes could not wait for another one's end.
+    # SQLite cannot upgrade a read transaction to a write transaction while another one writes.
     writes = connection.get_execution_options().get("writes")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

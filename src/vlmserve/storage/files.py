@@ -1,4 +1,4 @@
-"""Files: names for bytes that are stored once."""
+"""Files: named references to blobs, which are stored once per content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vlmserve.storage.tables import blobs, files
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file without its content. media_type: as ``image/png``, by its content. Times are seconds since 1970."""
+    """A file without its content. media_type: such as ``image/png``, detected. Times are seconds since 1970."""
 
     id: str
     filename: str
@@ -29,7 +29,7 @@ class File:
 
 
 class Files:
-    """All files; each method sees only those of `owner`, and raises NotFoundError for any other id."""
+    """All files. Methods see only the owner's files, and raise NotFoundError for other ids."""
 
     def __init__(self, database: Database, clock: Callable[[], float], max_blob_bytes: int) -> None:
         self._database = database
@@ -39,7 +39,7 @@ class Files:
     def create(
         self, owner: str, id: str, data: bytes, filename: str, purpose: str, media_type: str, lifetime: float | None
     ) -> File:
-        """Keep a file. lifetime: seconds until it is deleted. Raises StorageFullError."""
+        """Store a file. lifetime: seconds until it is deleted. Raises StorageFullError."""
 
         def work(connection: Connection) -> File:
             return self.insert(connection, owner, id, data, filename, purpose, media_type, lifetime)
@@ -57,7 +57,6 @@ class Files:
         media_type: str,
         lifetime: float | None,
     ) -> File:
-        """The same in a transaction of the caller's."""
         now, digest = self._clock(), digest_of(data)
         expires_at = None if lifetime is None else now + lifetime
         file = File(id, filename, purpose, media_type, len(data), now, expires_at)
@@ -71,14 +70,15 @@ class Files:
             return _file(self.find(connection, owner, id))
 
     def content(self, owner: str, id: str) -> bytes:
-        """The bytes of a file."""
         with self._database.read() as connection:
             digest = self.find(connection, owner, id).digest
             return bytes(connection.execute(select(blobs.c.data).where(blobs.c.digest == digest)).scalar_one())
 
     def list(self, owner: str, page: Page, purpose: str | None) -> tuple[list[File], bool]:
-        """A page of files by age, and whether there are more. purpose: only those with it. Raises InvalidRequestError
-        if `page.after` is no file."""
+        """A page of files by age, and whether there are more.
+
+        purpose: list only files with this purpose. Raises InvalidRequestError for an unknown `page.after`.
+        """
         order = tuple_(files.c.created_at, files.c.id)
         with self._database.read() as connection:
             query = select(files).where(files.c.owner == owner, self._alive())
@@ -97,7 +97,7 @@ class Files:
             return [_file(row) for row in rows[: page.limit]], len(rows) > page.limit
 
     def delete(self, owner: str, id: str) -> None:
-        """Delete a file, and its bytes if nothing else has the same."""
+        """Delete a file, and its bytes unless something else uses them."""
 
         def work(connection: Connection) -> None:
             self.find(connection, owner, id)
@@ -109,7 +109,6 @@ class Files:
         return or_(files.c.expires_at.is_(None), files.c.expires_at > self._clock())
 
     def find(self, connection: Connection, owner: str, id: str) -> Row[Any]:
-        """A file's row, in a transaction of the caller's."""
         query = select(files).where(files.c.id == id, files.c.owner == owner, self._alive())
         row = connection.execute(query).one_or_none()
         if row is None:
@@ -118,7 +117,7 @@ class Files:
 
 
 def delete_file(connection: Connection, id: str) -> int:
-    """Delete a file, and its bytes if nothing else has the same; returns how many these were."""
+    """Delete a file, and its bytes unless something else uses them; returns the number of deleted bytes."""
     digests = connection.execute(delete(files).where(files.c.id == id).returning(files.c.digest)).scalars().all()
     return delete_orphans(connection, digests)
 

@@ -1,4 +1,4 @@
-"""Rows of items and blobs: how they are written, read page by page, and forgotten."""
+"""Write, page and delete rows of items and blobs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from vlmserve.storage.tables import batches as batches_table
 from vlmserve.storage.tables import blobs, files, item_blobs, items
 
 _MANY = 500
-"""Values in one list of a statement."""
+"""Maximum values in one list of a statement."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedItem:
-    """An item on its way into the database. blobs: its images by their digests."""
+    """An item before it is stored. blobs: bytes of its images by digest."""
 
     id: str
     body: str
@@ -29,13 +29,12 @@ class PackedItem:
 
     @classmethod
     def of(cls, item: Mapping[str, Any]) -> PackedItem:
-        """A JSON object with an ``id``."""
         return cls(item["id"], *pack(item))
 
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """An item as it lies in the database. blobs: the sizes of its images by their digests."""
+    """An item in the database. blobs: sizes of its images in bytes, by digest."""
 
     id: str
     body: str
@@ -48,7 +47,7 @@ class StoredItem:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a client asks of a list. after: the id before the first one that it wants."""
+    """Query of a list. after: list items after this id."""
 
     after: str | None = None
     limit: int = 20
@@ -56,14 +55,14 @@ class Page:
 
 
 def batches(values: Iterable[str]) -> Iterator[list[str]]:
-    """As many at a time as one statement may list."""
+    """Split values into lists that one statement may contain."""
     rest = iter(values)
     while some := list(islice(rest, _MANY)):
         yield some
 
 
 def insert_blobs(connection: Connection, data: Mapping[str, bytes], max_bytes: int) -> None:
-    """Add what is not there yet. Raises StorageFullError if all blobs would then be more than `max_bytes`."""
+    """Add missing blobs. Raises StorageFullError if all blobs together would exceed `max_bytes`."""
     check_room(connection, {digest: len(content) for digest, content in data.items()}, max_bytes)
     kind = sqlite if connection.dialect.name == "sqlite" else postgresql
     known = _known(connection, data)
@@ -74,7 +73,7 @@ def insert_blobs(connection: Connection, data: Mapping[str, bytes], max_bytes: i
 
 
 def check_room(connection: Connection, sizes: Mapping[str, int], max_bytes: int) -> None:
-    """Raises StorageFullError if blobs of these sizes do not fit beside the others."""
+    """Raise StorageFullError if all blobs, with new ones of these sizes, would exceed `max_bytes`."""
     known = _known(connection, sizes)
     new = sum(size for digest, size in sizes.items() if digest not in known)
     if new and new + num_bytes_of(connection, blobs) > max_bytes:
@@ -85,7 +84,7 @@ def check_room(connection: Connection, sizes: Mapping[str, int], max_bytes: int)
 
 
 def num_bytes_of(connection: Connection, table: Table) -> int:
-    # PostgreSQL sums whole numbers up to a Decimal.
+    # PostgreSQL sums integers to a Decimal.
     return int(connection.execute(select(func.coalesce(func.sum(table.c.num_bytes), 0))).scalar_one())
 
 
@@ -99,7 +98,7 @@ def _known(connection: Connection, digests: Iterable[str]) -> set[str]:
 def insert_items(
     connection: Connection, new: Sequence[PackedItem], rows: Iterable[dict[str, Any]], max_bytes: int
 ) -> None:
-    """Add items, `rows` saying where each belongs. Raises StorageFullError."""
+    """Add items. rows: extra columns of each. Raises StorageFullError."""
     if not new:
         return
     insert_blobs(connection, {digest: data for item in new for digest, data in item.blobs.items()}, max_bytes)
@@ -118,8 +117,8 @@ def read_page(
 ) -> tuple[list[StoredItem], bool]:
     """Items of a series in the order of `position`, and whether there are more.
 
-    There may be less than asked for: no more than are `max_bytes` together, but at least one.
-    Raises InvalidRequestError if `page.after` is none of the series.
+    A page ends early before it exceeds `max_bytes`, but has at least one item. Raises InvalidRequestError if
+    `page.after` is not in the series.
     """
     query = select(items.c.id, items.c.body).where(series)
     if page.after is not None:
@@ -137,7 +136,7 @@ def read_page(
 
 
 def with_sizes(connection: Connection, rows: Sequence[tuple[str, str]]) -> list[StoredItem]:
-    """Items of their ids and bodies."""
+    """Add the sizes of images to rows of id and body."""
     sizes: dict[str, dict[str, int]] = {id: {} for id, _ in rows}
     for some in batches(sizes):
         query = select(item_blobs.c.item_id, blobs.c.digest, blobs.c.num_bytes).join(blobs)
@@ -147,7 +146,7 @@ def with_sizes(connection: Connection, rows: Sequence[tuple[str, str]]) -> list[
 
 
 def unpack_items(connection: Connection, stored: Iterable[StoredItem]) -> Iterator[dict[str, Any]]:
-    """The items as they came. Raises NotFoundError for one whose images were deleted meanwhile."""
+    """Decode items, with their images. Raises NotFoundError if images were deleted meanwhile."""
     for item in stored:
         query = select(blobs.c.digest, blobs.c.data).where(blobs.c.digest.in_(list(item.blobs)))
         found = {row.digest: row.data for row in connection.execute(query)} if item.blobs else {}
@@ -157,7 +156,7 @@ def unpack_items(connection: Connection, stored: Iterable[StoredItem]) -> Iterat
 
 
 def delete_items(connection: Connection, which: ColumnElement[bool]) -> int:
-    """Delete items and what only they refer to; returns how many bytes they were."""
+    """Delete items and blobs that only they use; returns bytes."""
     digests = connection.execute(
         select(item_blobs.c.digest).distinct().join(items, items.c.id == item_blobs.c.item_id).where(which)
     )
@@ -168,16 +167,16 @@ def delete_items(connection: Connection, which: ColumnElement[bool]) -> int:
 
 
 def sizes_of(connection: Connection, deleting: Executable) -> int:
-    """Run a statement that deletes rows and returns their sizes; their sum."""
+    """Run a statement that deletes rows and returns their sizes; returns the sum."""
     return sum(int(size) for size in connection.execute(deleting).scalars())
 
 
 def delete_orphans(connection: Connection, digests: Iterable[str]) -> int:
-    """Delete those of these blobs that nothing refers to any more; returns how many bytes they were."""
+    """Delete unused blobs among `digests`; returns bytes."""
     deleted = 0
     for some in batches(sorted(digests)):
-        # Two that delete the last references at once would each see the other's: who comes second waits here, and its
-        # next statement sees what the first one has done.
+        # Lock the blobs: two transactions that delete the last references at the same time would each still see the
+        # other's reference. The second one waits here and then sees what the first one deleted.
         connection.execute(
             select(blobs.c.digest).where(blobs.c.digest.in_(some)).order_by(blobs.c.digest).with_for_update()
         )

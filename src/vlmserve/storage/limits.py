@@ -1,4 +1,4 @@
-"""What is used up of rate limits that several servers share."""
+"""Rate limits that several servers share."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vlmserve.storage.tables import rate_limits, running_requests
 
 _MINUTE = 60.0
 _FORGOTTEN = 24 * 3600.0
-"""Seconds after which a limit that nobody used is full again, whatever was taken."""
+"""Seconds after which `Limits.forget` deletes an unused limit."""
 
 
 class Taken(NamedTuple):
-    """An amount that is taken of a limit. name: of the limit, the same on all servers."""
+    """An amount to take from a limit. name: of the limit, the same on all servers."""
 
     name: str
     per_minute: int
@@ -26,8 +26,8 @@ class Taken(NamedTuple):
 
 
 class Places(NamedTuple):
-    """How many requests a server wants to run at once. name: of the limit, the same on all servers. most: that all
-    servers together may run."""
+    """Concurrent requests that a server wants to run. name: of the limit, the same on all servers. most: for all
+    servers."""
 
     name: str
     most: int
@@ -35,22 +35,21 @@ class Places(NamedTuple):
 
 
 class Limits:
-    """Token buckets by their names: what is taken comes back evenly, `per_minute` in a minute. And places for requests
-    that run at once, which servers have for a while."""
+    """Token buckets by name, which refill evenly with `per_minute`, and leases of concurrent requests."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._database = database
         self._clock = clock
 
     def take(self, taken: Sequence[Taken]) -> dict[str, float]:
-        """Take amounts, each of another limit, in one transaction. Returns how much of each is used up, by its name.
+        """Take amounts from different limits in one transaction. Returns the used amount of each limit by name.
 
-        Servers whose clocks differ by some seconds give back that many seconds' amount too early, once. Raises
-        StorageError, after which nothing is taken.
+        Servers whose clocks differ by some seconds refill that many seconds' amount too early, once. Raises
+        StorageError; then nothing was taken.
         """
         if not taken:
             return {}
-        # In the same order everywhere, so that no two servers wait for each other.
+        # All servers sort alike, so that no two of them deadlock.
         now = self._clock()
         rows = [
             {"name": name, "per_minute": per_minute, "used": amount, "updated_at": now}
@@ -76,18 +75,17 @@ class Limits:
         return self._database.write(work)
 
     def hold(self, server: str, places: Sequence[Places], seconds: float) -> dict[str, int]:
-        """Have places for a server, each of another limit, in place of those that it had, for so many seconds.
+        """Replace a server's leases; they last for `seconds`. Returns the leased requests of each limit by name.
 
-        Returns how many it has of each, by its name: those that it wants, or what others leave of them. Servers whose
-        clocks differ by more than `seconds` do not see each other's places. Raises StorageError, after which all is as
-        it was.
+        A server gets what it wants, or what the other servers leave. Servers whose clocks differ by more than `seconds`
+        do not see each other's leases. Raises StorageError; then nothing changed.
         """
         now = self._clock()
         own = running_requests.c
 
         def work(connection: Connection) -> dict[str, int]:
             is_sqlite = connection.dialect.name == "sqlite"
-            for one in sorted(places):  # in the same order everywhere, so that no two servers wait for each other
+            for one in sorted(places):  # all servers sort alike, so that no two of them deadlock
                 if not is_sqlite:  # SQLite has one writer at a time
                     connection.execute(select(func.pg_advisory_xact_lock(_lock(one.name))))
             names = [one.name for one in places]
@@ -108,7 +106,7 @@ class Limits:
         return self._database.write(work) if places else {}
 
     def forget(self) -> int:
-        """Delete what nobody has used for a day; returns how many limits that were. Raises StorageError."""
+        """Delete limits that were unused for a day; returns their number. Raises StorageError."""
         oldest = self._clock() - _FORGOTTEN
         old = delete(rate_limits).where(rate_limits.c.updated_at < oldest)
         ended = delete(running_requests).where(running_requests.c.until < oldest)
@@ -116,5 +114,5 @@ class Limits:
 
 
 def _lock(name: str) -> int:
-    """PostgreSQL's lock for a limit."""
+    """The key of a limit's advisory lock in PostgreSQL."""
     return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "big", signed=True)

@@ -1,4 +1,4 @@
-"""JSON in which what data URLs hold is kept aside as bytes, once for all that hold the same."""
+"""Pack JSON: the bytes of data URLs are stored apart, once per content."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from blake3 import blake3
 
 _DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 _BLOB = "$blob"
-"""The only key of an object that stands for a data URL; nothing else in what is stored has a name like it."""
+"""The only key of an object that replaces a data URL. No other stored object has this key."""
 
 
 def digest_of(data: bytes) -> str:
-    """The hexadecimal blake3 digest of `data`, under which it is stored."""
+    """The hexadecimal blake3 digest of `data`, the key of a blob."""
     return blake3(data).hexdigest()
 
 
 def pack(value: Any) -> tuple[str, dict[str, bytes]]:
-    """A JSON value as text, and the bytes of its data URLs by their digests. `unpack` gives the same value again."""
+    """A JSON value as text, and the bytes of its data URLs by digest. `unpack` reverses it."""
     found: dict[str, bytes] = {}
     return msgspec.json.encode(_taken_out(value, found)).decode(), found
 
 
 def unpack(body: str, blobs: Mapping[str, bytes]) -> Any:
-    """The value that was packed. blobs: has all that `digests_in` names."""
+    """Reverse `pack`. blobs: bytes by digest."""
     return _put_back(msgspec.json.decode(body), blobs)
 
 
@@ -45,7 +45,7 @@ def _taken_out(value: Any, found: dict[str, bytes]) -> Any:
     except (msgspec.ValidationError, UnicodeEncodeError):
         return value
     if binascii.b2a_base64(data, newline=False) != encoded.encode():
-        return value  # what is written in another way comes back as it was
+        return value  # re-encoding would not give the same text, so keep it
     digest = digest_of(data)
     found[digest] = data
     return {_BLOB: [head[0], digest]}

@@ -1,6 +1,6 @@
-"""Disk space that is set aside, so that things can be deleted where the disk is full.
+"""Reserved disk space, so that deletions succeed on a full disk.
 
-SQLite writes what a deletion changes into its log before any space is free again.
+SQLite writes the changes of a deletion into its log before it frees any space.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 NUM_BYTES = 16 * 1024**2
-"""Four times the log that SQLite lets grow before it writes it back."""
+"""Bytes: 4x the size that makes SQLite write its log back."""
 _BLOCK = bytes(1024**2)
 
 
 class Reserve:
-    """A file beside a database that does nothing but take space."""
+    """A file next to a database that only takes space."""
 
     def __init__(self, database: Path) -> None:
         self._path = database.with_name(f"{database.name}-reserve")
 
     def take(self) -> None:
-        """Set the space aside if it is there and not set aside yet."""
+        """Reserve the space if the disk has it and it is not reserved yet."""
         with contextlib.suppress(OSError):
             if self._path.stat().st_size == NUM_BYTES:
                 return

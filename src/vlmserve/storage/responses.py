@@ -1,4 +1,4 @@
-"""Responses: what was asked and answered, and which of them follows which."""
+"""Responses: their inputs and outputs, and the response that each one follows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vlmserve.storage.tables import files, items, responses
 
 
 class Responses:
-    """All responses; each method sees only those of `owner`, and raises NotFoundError for any other id."""
+    """All responses. Methods see only the owner's responses, and raise NotFoundError for other ids."""
 
     def __init__(
         self, database: Database, conversations: Conversations, clock: Callable[[], float], max_blob_bytes: int
@@ -39,7 +39,7 @@ class Responses:
         self._max_blob_bytes = max_blob_bytes
 
     def check_room(self, new: Sequence[PackedItem]) -> None:
-        """Raises StorageFullError if the images of these items cannot be kept."""
+        """Raise StorageFullError if the images of these items do not fit."""
         with self._database.read() as connection:
             sizes = {digest: len(data) for item in new for digest, data in item.blobs.items()}
             check_room(connection, sizes, self._max_blob_bytes)
@@ -54,12 +54,13 @@ class Responses:
         previous_id: str | None = None,
         file_ids: Sequence[str] = (),
     ) -> None:
-        """Keep a response, and append what was asked and answered to a conversation, if one is named: all or nothing.
+        """Store a response and append its items to a conversation, if there is one, in one transaction.
 
-        One that failed leaves its conversation as it is, and a response of its id that is kept already, too.
-        response: a JSON object with an ``id`` and without its output; None keeps only what goes to the conversation.
-        file_ids: the files that it shows, which count as used now. Raises StorageFullError, and NotFoundError for a
-        conversation that is gone.
+        A failed response changes neither its conversation nor a stored response with its id.
+
+        response: a JSON object with an ``id``, without output; None stores only the conversation's items. file_ids:
+        files that it shows; they count as used at this moment. Raises StorageFullError, and NotFoundError for a deleted
+        conversation.
         """
 
         has_failed = response is not None and response.get("status") == "failed"
@@ -92,7 +93,6 @@ class Responses:
         self._database.write(work)
 
     def get(self, owner: str, id: str) -> dict[str, Any]:
-        """A response with its output."""
         with self._database.read() as connection:
             row = _find(connection, owner, id)
             query = select(items.c.id, items.c.body).where(items.c.response_id == id, items.c.is_output == 1)
@@ -101,7 +101,7 @@ class Responses:
             return {**msgspec.json.decode(row.body), "output": list(unpack_items(connection, stored))}
 
     def delete(self, owner: str, id: str) -> None:
-        """Delete a response. What it brought to a conversation stays there."""
+        """Delete a response. Its items stay in its conversation."""
 
         def work(connection: Connection) -> None:
             _find(connection, owner, id)
@@ -114,7 +114,7 @@ class Responses:
         self._database.delete(work)
 
     def inputs(self, owner: str, id: str, page: Page, max_bytes: int) -> tuple[list[dict[str, Any]], bool]:
-        """A page of what was asked, and whether there is more. Raises as `read_page` does."""
+        """A page of a response's input items, and whether there are more. Raises as `read_page` does."""
         with self._database.read() as connection:
             _find(connection, owner, id)
             series = (items.c.response_id == id) & (items.c.is_output == 0)
@@ -122,9 +122,9 @@ class Responses:
             return list(unpack_items(connection, listed)), has_more
 
     def history(self, owner: str, id: str) -> list[StoredItem]:
-        """All that was asked and answered up to the end of a response, in order.
+        """All inputs and outputs up to the end of a response, in order.
 
-        Raises InvalidRequestError for one that was made in a conversation, and if an earlier one was deleted.
+        Raises InvalidRequestError for a response in a conversation, NotFoundError if an earlier response was deleted.
         """
         with self._database.read() as connection:
             row = _find(connection, owner, id)
@@ -154,7 +154,7 @@ class Responses:
             return with_sizes(connection, rows)
 
     def find_items(self, owner: str, ids: Sequence[str]) -> dict[str, StoredItem]:
-        """Those of these items that there are, by their ids, whatever response or conversation they are part of."""
+        """The existing items with these ids, by id, of all responses and conversations."""
         rows: list[tuple[str, str]] = []
         with self._database.read() as connection:
             for some in batches(dict.fromkeys(ids)):
@@ -163,7 +163,7 @@ class Responses:
             return {item.id: item for item in with_sizes(connection, rows)}
 
     def unpack(self, stored: Sequence[StoredItem]) -> list[dict[str, Any]]:
-        """The items with their images. Raises NotFoundError for one that was deleted meanwhile."""
+        """Decode items, with their images. Raises NotFoundError for an item that was deleted meanwhile."""
         with self._database.read() as connection:
             return list(unpack_items(connection, stored))
 
@@ -180,7 +180,7 @@ class Responses:
             query = select(responses.c.thread).where(responses.c.id == previous_id, responses.c.owner == owner)
             thread = connection.execute(query).scalar_one_or_none()
         if conversation_id is not None:
-            # Here and not at the end, so that a conversation that is gone is not a reference that fails.
+            # Check first: a deleted conversation raises NotFoundError here, not a foreign key error below.
             self._conversations.append(connection, owner, conversation_id, ())
         body = msgspec.json.encode(response)
         values = {
@@ -197,7 +197,7 @@ class Responses:
 
 
 def delete_thread(connection: Connection, thread: str) -> int:
-    """Delete responses that follow each other; returns how many bytes they were."""
+    """Delete all responses of a thread; returns the number of bytes."""
     mine = select(responses.c.id).where(responses.c.thread == thread)
     deleted = delete_items(connection, items.c.response_id.in_(mine))
     sizes = delete(responses).where(responses.c.thread == thread).returning(responses.c.num_bytes)

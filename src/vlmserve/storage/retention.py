@@ -1,4 +1,4 @@
-"""What is too old, or too much, is deleted."""
+"""Delete data that is too old or too large."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ _DELETE: dict[str, Callable[[Connection, str], int]] = {
     "batch": delete_batch,
 }
 _AT_ONCE = 32
-"""Deletions in one transaction, so that nobody waits long for it."""
+"""Deletions in one transaction, so that other transactions wait briefly."""
 
 
 class Retention:
-    """Keeps a database within bounds: at most `max_age` seconds since its last use for each conversation, file, batch
-    that has ended, and chain of responses that follow each other, and at most `max_bytes` for all of them, oldest
-    first. 0: no bound."""
+    """Limits the age and size of a database. 0: no limit.
+
+    max_age: seconds since the last use of a conversation, a file, an ended batch or a thread of responses. max_bytes:
+    for everything; the oldest go first.
+    """
 
     def __init__(self, database: Database, clock: Callable[[], float], max_age: float, max_bytes: int) -> None:
         self._database = database
@@ -37,8 +39,11 @@ class Retention:
         self._max_bytes = max_bytes
 
     def sweep(self) -> int:
-        """Delete what is over the bounds, returning how many, and the last traces of what clients deleted. Raises
-        StorageError."""
+        """Delete what exceeds the limits, and remaining traces of what clients deleted. Returns the number of
+        deletions.
+
+        Raises StorageError.
+        """
         deleted = 0
         for delete_some in (self._delete_expired, self._delete_old, self._delete_surplus):
             while count := self._database.delete(delete_some):
@@ -79,7 +84,7 @@ def stored_bytes(connection: Connection) -> int:
 
 
 def _oldest(count: int) -> Select[Any]:
-    """What was not used for longest: its kind, its id and when it was used last."""
+    """The least recently used entries: kind, id and time of last use."""
     last = func.max(responses.c.created_at)
     threads = select(literal("thread").label("kind"), responses.c.thread.label("id"), last.label("used_at"))
     all_kinds = union_all(

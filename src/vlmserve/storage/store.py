@@ -1,4 +1,4 @@
-"""All that is kept, for an event loop: work runs in a few threads, and old things go by themselves."""
+"""Storage for an event loop: a few threads do the work, and one deletes old data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 4
 MAX_PENDING = 512
-"""Reads and writes that run or wait."""
+"""Running and waiting reads and writes."""
 _MEMORY = "sqlite://"
 
 Params = ParamSpec("Params")
@@ -36,12 +36,12 @@ Result = TypeVar("Result")
 
 
 class Store:
-    """Conversations, responses, files, batches and used up limits, whose methods block: call them through `run`."""
+    """Conversations, responses, files, batches and rate limits. Their methods block: call them through `run`."""
 
     def __init__(self, url: str, config: ServerConfig, clock: Callable[[], float] = time.time) -> None:
-        """Open or make the database at a URL. Raises ConfigurationError.
+        """Open or create the database at a URL. Raises ConfigurationError.
 
-        clock: seconds since 1970; what is asked for "now" everywhere.
+        clock: seconds since 1970.
         """
         threads = 1 if url == _MEMORY else _THREADS
         database = self.database = Database(url, threads)
@@ -58,9 +58,9 @@ class Store:
         self._sweeper.start()
 
     async def run(self, work: Callable[Params, Result], /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
-        """What `work` returns, in a thread. Raises what it does, and OverloadedError if too much is waiting.
+        """Run `work` in a thread. Raises what it raises, and OverloadedError if too much waits.
 
-        What was begun is finished even if the caller is cancelled.
+        Work that has started finishes even if the caller is cancelled.
         """
         return await asyncio.wrap_future(self._submit(work, *args, **kwargs))
 
@@ -79,7 +79,7 @@ class Store:
 
     def _sweep(self, interval: float) -> None:
         while not self._closing.wait(interval):
-            # What failed is in the log, and is tried again.
+            # The error is logged, and the next sweep tries again.
             with contextlib.suppress(StorageError, OverloadedError):
                 if deleted := self._submit(self.retention.sweep).result():
                     logger.info("Deleted %d old entries of the history", deleted)
@@ -87,8 +87,11 @@ class Store:
 
 
 def open_store(config: ServerConfig) -> Store | None:
-    """The store that the settings ask for; None if they ask for none, or if nobody asked for one and the user's own
-    folder cannot be written to. Raises ConfigurationError for any other that cannot be opened."""
+    """Open the configured store.
+
+    None: the configuration says "none", or nothing, and the default folder is not writable. Raises ConfigurationError
+    if a configured store does not open.
+    """
     if config.storage_url is not None and config.storage_path is not None:
         raise ConfigurationError("--storage-url and --storage-path say both where the history is; give one of them")
     match config.storage_url:
@@ -109,7 +112,7 @@ def open_store(config: ServerConfig) -> Store | None:
 
 
 def has_history(config: ServerConfig, owner: str) -> bool:
-    """Whether the history that the settings name, if it exists, has anything of an owner. Raises ConfigurationError and
+    """Return whether the configured history exists and has data of an owner. Raises ConfigurationError and
     StorageError."""
     match config.storage_url:
         case "none" | "memory":

@@ -1,4 +1,4 @@
-"""The tables."""
+"""The tables of the database."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ metadata = MetaData()
 
 
 class _Name(TypeDecorator[str]):
-    """Short text that clients may make up. What no database takes becomes what never matches."""
+    """Short text from clients. Replaces characters that databases reject, so that such a name never matches."""
 
     impl = String
     cache_ok = True
@@ -60,7 +60,7 @@ responses = Table(
     Column("id", _Name(80), primary_key=True),
     Column("owner", _Name(256), nullable=False),
     Column("conversation_id", ForeignKey("conversations.id", ondelete="CASCADE"), index=True),
-    # No foreign key: what was deleted is missed when somebody wants to go on from there, and can be named.
+    # No foreign key: an error can name a deleted response that another one follows.
     Column("previous_id", _Name(80)),
     Column("thread", _Name(80), nullable=False, index=True),
     Column("created_at", Double, nullable=False, index=True),
@@ -68,7 +68,7 @@ responses = Table(
     Column("body", Text, nullable=False),
     Index("responses_by_size", "num_bytes"),
 )
-"""thread: the id of the first response of those that follow each other; they are kept or forgotten together."""
+"""thread: id of the first response of a chain, which is kept or deleted as a whole."""
 
 items = Table(
     "items",
@@ -86,7 +86,7 @@ items = Table(
     UniqueConstraint("response_id", "response_position"),
     Index("items_by_size", "num_bytes"),
 )
-"""Turns of a conversation, inputs and outputs of a response, or both at once."""
+"""Items of a conversation, inputs and outputs of a response, or both."""
 
 blobs = Table(
     "blobs",
@@ -96,7 +96,7 @@ blobs = Table(
     Column("data", LargeBinary, nullable=False),
     Index("blobs_by_size", "num_bytes"),
 )
-"""The bytes of files and images, once each, under the hexadecimal blake3 digest of their content."""
+"""Bytes of files and images, once per content, by hexadecimal blake3 digest."""
 
 item_blobs = Table(
     "item_blobs",
@@ -154,7 +154,7 @@ batches = Table(
     Column("holder", String(40)),
     Column("held_until", Double),
 )
-"""used_at: when it has ended, and until then when it is to have ended. holder: the server that works on it."""
+"""used_at: when the batch ended, or will expire. holder: the server that works on it."""
 
 batch_results = Table(
     "batch_results",
@@ -166,7 +166,7 @@ batch_results = Table(
     Column("body", Text, nullable=False),
     Index("batch_results_by_size", "num_bytes"),
 )
-"""Lines of the files that a batch will have written when it ends."""
+"""Lines of the files that a batch writes when it ends."""
 
 rate_limits = Table(
     "rate_limits",
@@ -176,7 +176,7 @@ rate_limits = Table(
     Column("used", Double, nullable=False),
     Column("updated_at", Double, nullable=False, index=True),
 )
-"""What is used up of the limits of API keys. used: at `updated_at`; `per_minute` of it comes back in a minute."""
+"""Used amounts of API keys' limits. used: at `updated_at`; refills by `per_minute`."""
 
 running_requests = Table(
     "running_requests",
@@ -186,15 +186,14 @@ running_requests = Table(
     Column("held", Integer, nullable=False),
     Column("until", Double, nullable=False, index=True),
 )
-"""How many of the requests that a key may have at once each server has for it. until: when that ends by itself."""
+"""Concurrent requests that servers hold of a key's limit. until: when the lease expires."""
 
 VERSION = 4
-"""Version of the tables."""
 _CREATION_LOCK = 0x766C6D73
 
 
 def create_tables(connection: Connection) -> None:
-    """Create the tables of a new database, in the caller's transaction. Raises ConfigurationError for other tables."""
+    """Create the tables of a new database in the caller's transaction. Raises ConfigurationError for other tables."""
     if connection.dialect.name == "postgresql":  # several servers may start at once
         connection.execute(select(func.pg_advisory_xact_lock(_CREATION_LOCK)))
     if not inspect(connection).has_table("schema_version"):
@@ -209,20 +208,20 @@ def create_tables(connection: Connection) -> None:
 
 
 SQLITE_SETTINGS = (
-    "PRAGMA auto_vacuum = FULL",  # counts only before the first table is made
+    "PRAGMA auto_vacuum = FULL",  # has an effect only before the first table exists
     "PRAGMA journal_mode = WAL",
     "PRAGMA synchronous = FULL",
     "PRAGMA foreign_keys = ON",
     "PRAGMA secure_delete = ON",
     "PRAGMA busy_timeout = 30000",
 )
-"""What every connection to SQLite is told first. A commit is on the disk when it returns, even if the power fails; what
-is deleted is overwritten."""
+"""Settings of every connection. A commit is on disk when it returns, even after a power failure. Deleted data is
+overwritten."""
 
 LEAN_SETTINGS = ("PRAGMA secure_delete = OFF", "PRAGMA auto_vacuum = INCREMENTAL")
-"""With which deleting writes little. Those above are told again afterwards."""
+"""Settings for deletions with small writes. `SQLITE_SETTINGS` are restored afterwards."""
 EMPTY_WAL = "PRAGMA wal_checkpoint(TRUNCATE)"
-"""Until then, what was deleted is still in SQLite's log of changes, and the file has not shrunk."""
+"""Truncates SQLite's log. Before that the log still has deleted data, and the file has not shrunk."""
 
 
 def has_rows_of(connection: Connection, owner: str) -> bool:
