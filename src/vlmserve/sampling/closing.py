@@ -1,4 +1,4 @@
-"""The tokens that bring an answer to an end that its grammar accepts, in few steps. Imports no torch."""
+"""Find a few tokens that complete an answer by its grammar. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _BRACKETS = ("}", "]")
 _VALUES = (_QUOTE, "null", "n", "t", "f")
 _DIGITS = tuple("0123456789")
 _OPENERS = (":", ",", "[", "{")
-"""Where nothing else is possible."""
+"""Tried last."""
 _ORDERS = ((*_BRACKETS, *_VALUES, *_DIGITS, *_OPENERS), (_QUOTE, *_BRACKETS, *_VALUES, *_OPENERS))
-"""In which texts are tried; the second one where a pattern leads the first one astray."""
+"""Orders in which texts are tried. The second helps if a string's pattern misleads the first."""
 
 
 class ClosingTokens:
-    """The tokens of a vocabulary that close JSON."""
+    """The tokens that close JSON."""
 
     def __init__(
         self,
@@ -49,11 +49,12 @@ class ClosingTokens:
         return cls(preferred, in_strings, lengths, size)
 
     def path(self, matcher: LLMatcher, longest: int, known: list[int] | None = None) -> list[int] | None:
-        """Tokens after which the answer of `matcher` is complete; None if none are found, or no more than `longest`.
+        """Return at most `longest` tokens that complete the answer of `matcher`, or None.
 
-        Closes what is open as soon as the grammar allows it; where it wants more, what it forces comes, or else a short
-        value, or else the longest token. That is not always the shortest end, and finds none for some patterns.
-        known: an end from one token before, which often still is one, as in the middle of a string.
+        At each step it takes the tokens that the grammar forces, else a closing bracket, else a short value, else the
+        longest allowed token. The result is not always the shortest, and some patterns defeat the search.
+
+        known: the result for the state one token earlier. It is tried first and often still fits, as inside a string.
         """
         if known is not None and len(known) <= longest:
             after = matcher.deep_copy()
@@ -84,7 +85,7 @@ class ClosingTokens:
             return bool(packed[token >> 3] >> (token & 7) & 1)
 
         if self._in_strings and all(map(is_allowed, self._in_strings)):
-            return [self._in_strings[0]]  # brackets of both kinds and a quotation mark: this is inside of a string
+            return [self._in_strings[0]]  # both brackets and a quote are allowed, so this is inside a string
         for token in order:
             if is_allowed(token):
                 return [token]
@@ -94,7 +95,7 @@ class ClosingTokens:
 
 
 def _length(token: bytes) -> int:
-    """How much a token brings: its characters times two, 1 for a part of one, 0 for nothing but spaces."""
+    """Rank a token: twice its number of characters, 1 for a partial character, 0 for spaces."""
     try:
         text = token.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""JSON schemas as clients write them, changed into schemas with the same meaning that llguidance reads."""
+"""Translate clients' JSON schemas to schemas with the same meaning that llguidance accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DRAFTS = {
     "2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
 _VALUES = frozenset({"const", "enum", "default", "examples", "example"})
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 _NAMES = frozenset({"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"})
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 _LEAST_NUMBERS = frozenset({"minimum", "exclusiveMinimum"})
@@ -27,27 +27,27 @@ _IGNORED = frozenset(
     {"not", "contains", "if", "dependentRequired", "dependentSchemas", "propertyNames", "unevaluatedProperties"}
     | {"unevaluatedItems", "uniqueItems"}
 )
-"""Keywords that llguidance cannot follow."""
+"""Keywords that llguidance does not enforce."""
 _CLASS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
-"""An escaped character, or a class of characters of ECMA-262."""
+"""An escaped character, or a character class of ECMA-262."""
 _LONGEST_PATTERN = 1000
-"""Characters of a pattern whose classes are translated: `_CLASS` takes quadratic time."""
+"""Maximum characters of a pattern whose classes are translated, because `_CLASS` takes quadratic time."""
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _UNREADABLE = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
-"""Look-around and back references, for which no automaton exists."""
+"""Look-around and backreferences, which no automaton can match."""
 _MAX_COMPARED = 32
-"""Maximum number of schemas that are compared in pairs."""
+"""Schemas to compare in pairs."""
 _LONGEST_CHECKED = 16_384
-"""Characters of a pattern that llguidance parses to find out whether it is readable. This takes up to 0.1 s."""
+"""Maximum characters of a pattern that llguidance parses as a test, in up to 0.1 s."""
 _KEPT_PATTERNS = 1024
 _SLOW_PATTERN = re.compile(r"(\\[pP].*){8}|\(\?[a-zA-Z]*i", re.DOTALL)
-"""Many classes of Unicode, which take long to parse."""
+"""Eight Unicode classes or the flag ``i``, which take long to parse."""
 _FRAGMENT = "#/~%!$&'()*+,;=:@?-._"
-"""Characters that a reference within a document may contain."""
+"""Characters allowed in a reference within a document."""
 
 
 def _escape_brackets(found: re.Match[str]) -> str:
-    """Escape brackets in a class, which would begin another class within it."""
+    """Escape brackets in a class, which llguidance reads as a nested class."""
     text = found[0]
     return (
         text
@@ -57,10 +57,9 @@ def _escape_brackets(found: re.Match[str]) -> str:
 
 
 def readable(schema: Any, largest: int, *, strict: bool) -> tuple[Any, set[str]]:
-    """Return a schema that llguidance reads, and the keywords that answers need not obey.
+    """Translate a schema for llguidance. Returns also the keywords that answers need not obey.
 
-    largest: maximum absolute value of numbers that the schema does not bound; 0: none. strict: keep keywords that
-    llguidance rejects.
+    largest: maximum magnitude of unbounded numbers; 0 means no limit. strict: keep keywords that llguidance rejects.
     """
     relaxed: set[str] = set()
     return _Reader(largest, strict, relaxed).read(schema), relaxed
@@ -85,7 +84,7 @@ class _Reader:
             if name in _VALUES:
                 read[name] = value
             elif value is None:
-                continue  # generators write null for a keyword that is unset
+                continue  # generators write null for an unset keyword
             elif name in _NAMES and isinstance(value, dict):
                 read[name] = {key: self.read(one) for key, one in value.items()}
             else:
@@ -128,9 +127,9 @@ class _Reader:
             self._relaxed.add("pattern")
 
     def _outer_bounds(self, schema: dict[str, Any]) -> set[str]:
-        """Bounds of numbers beyond the server's limit of digits, which then takes their place.
+        """Names of number bounds to drop: they lie beyond the server's limit, which replaces them.
 
-        None if the schema allows only numbers beyond that limit.
+        The set is empty if the schema allows only numbers beyond the limit.
         """
         numbers = {name: value for name in NUMBER_BOUNDS if isinstance(value := schema.get(name), int | float)}
         largest = self._largest
@@ -163,7 +162,7 @@ class _Reader:
 
 @functools.lru_cache(_KEPT_PATTERNS)
 def _is_readable(pattern: str) -> bool:
-    """Return whether llguidance reads a pattern. For long and slow patterns, this is a guess."""
+    """Return whether llguidance accepts a pattern. For long and slow patterns, this is a guess."""
     from llguidance import LLMatcher
 
     if len(pattern) > _LONGEST_CHECKED or _SLOW_PATTERN.search(pattern):
@@ -173,7 +172,7 @@ def _is_readable(pattern: str) -> bool:
 
 
 def _is_unclosed(pattern: str) -> bool:
-    """Return whether a group, class or escape of a pattern has no end, or a group no beginning."""
+    """Return whether a pattern has an unclosed group, class or escape, or closes a group that it did not open."""
     depth, in_class, is_escaped = 0, False, False
     for character in pattern:
         if is_escaped or character == "\\":
@@ -190,14 +189,14 @@ def _is_unclosed(pattern: str) -> bool:
 
 
 def _are_disjoint(schemas: list[Any]) -> bool:
-    """Whether no value fits two of the schemas, as far as their types, constants and required properties show."""
+    """Return whether types, constants and required properties show that no value fits two of the schemas."""
     if len(schemas) > _MAX_COMPARED:
         return False
     return all(_differ(one, other) for one, other in itertools.combinations(schemas, 2))
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Whether two schemas have different constants, types, or schemas of a property that both require."""
+    """Return whether two schemas have different constants or types, or differ in a property that both require."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return False
     values, others = _constants(one), _constants(other)
@@ -216,18 +215,18 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def contradict(properties: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Whether no value fits both schemas of a property that two objects share."""
+    """Return whether two objects share a property whose schemas have no value in common."""
     return any(_differ(properties[name], others[name]) for name in properties.keys() & others.keys())
 
 
 def _constants(schema: dict[str, Any]) -> set[str] | None:
-    """The values that a schema lists, as JSON; None if it lists none."""
+    """The constants of a schema as JSON, or None if it lists none."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else None
 
 
 def _kinds(schema: dict[str, Any]) -> set[str]:
-    """The types that a schema allows; empty if it names none."""
+    """The types that a schema names; empty if it names none."""
     kinds = schema.get("type")
     named = {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
     return named | {"integer"} if "number" in named else named

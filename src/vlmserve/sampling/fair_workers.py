@@ -1,4 +1,4 @@
-"""Threads that share slow work fairly among clients. Imports no torch."""
+"""Threads that divide slow work fairly among clients. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vlmserve.errors import UnavailableError
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 5.0
-"""A thread without work ends after this time."""
+"""An idle thread ends after this time."""
 _MAX_IDLE_CLIENTS = 1024
-"""Clients without work whose used time is kept."""
+"""Maximum number of idle clients whose used time is kept."""
 Result = TypeVar("Result")
 
 
@@ -28,13 +28,13 @@ class _Work(NamedTuple):
 
 
 class FairWorkers:
-    """Runs work of the client that used the least time first, and of this client the cheapest work first.
+    """A thread pool that first serves the client that used the least time, and of this client the cheapest task.
 
-    Threads start with the first work and end when they are idle. Work fails if the system allows no thread at all.
+    Threads start on demand and end when idle. A task fails if the system allows no thread at all.
     """
 
     def __init__(self, name: str, threads: int, per_client: int | None = None) -> None:
-        """per_client: maximum number of threads that one client occupies (default: all)."""
+        """per_client: maximum number of threads for one client; default: all."""
         self._name = name
         self._threads = threads
         self._per_client = per_client or threads
@@ -42,13 +42,13 @@ class FairWorkers:
         self._waiting: dict[str, list[_Work]] = {}
         self._running: Counter[str] = Counter()
         self._used: dict[str, float] = {}
-        """Seconds that each client used."""
+        """Seconds that each client has used."""
         self._served = 0.0
-        """Seconds that the client served last had used. A client that returns after a pause starts from here."""
+        """Used seconds of the last client served. A client that returns after a pause starts from here."""
         self._num_threads = self._num_idle = 0
 
     def submit(self, client: str, run: Callable[[], Result], cost: float = 0.0) -> Future[Result]:
-        """Queue work. cost: seconds that it probably takes, compared only with other work of the client."""
+        """Queue a task. cost: expected seconds, compared only with the client's other tasks."""
         future: Future[Result] = Future()
         with self._changed:
             if client not in self._waiting and not self._running[client]:
@@ -63,7 +63,7 @@ class FairWorkers:
         return future
 
     def _start_thread(self) -> bool:
-        """Start a thread if the system allows one more. Returns whether at least one thread runs."""
+        """Start a thread. Returns whether at least one thread runs."""
         self._num_threads += 1
         try:
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
@@ -87,7 +87,7 @@ class FairWorkers:
             del taken, work  # an idle thread keeps no results alive
 
     def _take(self) -> tuple[str, _Work] | None:
-        """Wait for work that may run. None: there was none for a while."""
+        """Wait for a task that may run; None after `IDLE_SECONDS`."""
         with self._changed:
             self._num_idle += 1
             try:
@@ -119,7 +119,7 @@ class FairWorkers:
         with self._changed:
             self._used[client] += seconds
             self._running[client] -= 1
-            self._running += Counter()  # drops clients without work
+            self._running += Counter()  # drops zeros
             if self._waiting:
                 self._changed.notify()
             if len(self._used) > _MAX_IDLE_CLIENTS:

@@ -1,4 +1,4 @@
-"""Explain the faults of grammars to their authors."""
+"""Explain faults of grammars to their authors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ADVICE = {
     "backreferences": ("backreferences are not supported", r"repeat the group in place of \1"),
 }
 _LIMITS = ("Current row has", "initial lexer configuration", "lexer precomputation failed", "lexer error: too many")
-"""llguidance's words for a grammar over its limits, followed by names of settings that a client does not have."""
+"""Messages of llguidance about its limits. They name settings that clients do not have."""
 _TOO_COMPLEX = "it is too complex to compile; use fewer optional properties, alternatives or counted repetitions"
 
 
@@ -28,7 +28,7 @@ def shortened(message: str) -> str:
 
 
 def fault_of(grammar: Grammar, message: str) -> str:
-    """Return llguidance's message about a grammar, or one sentence for broken expressions and for limits."""
+    """Shorten llguidance's message about a grammar; broken patterns and limits get one sentence of our own."""
     found = _PATTERN.search(message)
     if found is not None and grammar.kind in ("json_schema", "regex"):
         pattern, reason = found["pattern"], found["reason"]
@@ -44,7 +44,7 @@ def _cut(text: str) -> str:
 
 
 def path_of(text: str, pattern: str) -> str:
-    """Return the place of a pattern in a schema, as ``properties.name.pattern``."""
+    """Return the path of a pattern in a schema, such as ``properties.name.pattern``."""
     places: list[_Place] = [_Place(read_schema(text))]
     while places:
         place = places.pop()
@@ -60,7 +60,7 @@ def path_of(text: str, pattern: str) -> str:
 
 
 class _Place(NamedTuple):
-    """A part of a schema. Its path is not kept, because long names of many parts would take much memory."""
+    """A part of a schema, linked to its parent. Storing each path would take much memory for long names."""
 
     node: Any
     name: str = ""

@@ -1,7 +1,7 @@
-"""Grammars that answers have to obey, through llguidance (https://github.com/guidance-ai/llguidance).
+"""Grammars of answers, through llguidance (https://github.com/guidance-ai/llguidance).
 
-llguidance sees a vocabulary as the bytes that each token stands for, which here are those that the `Detokenizer` makes
-text of: what a grammar allows and what a client reads are the same. Imports no torch.
+llguidance sees tokens as the bytes that `Detokenizer` writes for them, so the grammar applies to the text that the
+client reads. Imports no torch.
 """
 
 from __future__ import annotations
@@ -35,60 +35,63 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _LIMITS: dict[str, Any] = {
-    # A mask takes at most some tens of milliseconds with these; where counted repetitions are nested so that they come
-    # to millions, it takes a few hundred once and ends the answer. llguidance's own limits allow seconds.
+    # With these limits, a mask takes at most some tens of milliseconds. Nested counted repetitions may take a few
+    # hundred once, and then the answer fails. llguidance's own limits allow seconds.
     "initial_lexer_fuel": 50_000,
     "step_lexer_fuel": 50_000,
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
 _NEAR = 128
-"""Tokens left, beside four times what an end takes, from which on it is seen to that the answer can be completed."""
+"""With `4 * longest_end + _NEAR` or fewer tokens left, `settle` keeps room to complete the answer."""
 _CHECK_EVERY = 32
-"""Tokens between two searches for the shortest end of the answer, while many tokens are left."""
+"""Tokens between two searches for an end of the answer, while many tokens are left."""
 _CHECK_AGAIN_AFTER = 8
-"""Tokens until the next search where no end was found."""
+"""Tokens until the next search after one that found no end."""
 _SHORT_END = 32
 _LONGEST_END = 1024
-"""Tokens of an end to search for. Each takes up to a millisecond."""
+"""Maximum tokens of an end to search for. Each takes up to a millisecond."""
 _MOST_FORCED = 8
-"""Tokens of forced text to try after a grammar has compiled."""
+"""Tokens of forced text to try when a grammar has compiled."""
 _COMPILE_THREADS = max(2, min(3, usable_cores()))
-"""A client leaves at least one of them to others."""
+"""A client may use all but one."""
 LARGE_GRAMMAR = 4096
-"""Bytes of a grammar that compiles with less priority. Small grammars overtake it on busy cores."""
+"""Grammars of more bytes compile at lower priority, so small ones overtake them."""
 NICENESS = 10
 """Added to the nice value of threads and processes that compile large grammars."""
 _MAX_KNOWN = 8192
 _BYTES_PER_CHARACTER = 128
-"""Least memory of a compiled grammar for each character of its text."""
+"""Estimated minimum memory of a compiled grammar, in bytes for each character of its text."""
 
 
 Allowed = npt.NDArray[np.bool_]
 
 
 SPECIAL = b"\xff"
-"""What llguidance has special tokens begin with, so that none stands for a text that looks like its name."""
+"""Prefix of special tokens in llguidance, so that no text can produce them by name."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer as llguidance sees it, and as a model of `size` token ids does.
+    """A tokenizer for llguidance, and for a model with `size` token ids.
 
-    Where a text's first space is left out, a token that begins with one stands at the beginning for what follows it:
-    spaced: such tokens. bare: for each of them the token without the space, `size` for none. spaces: a space alone.
+    Some tokenizers drop the first space of a text. At the beginning of an answer, the grammar then sees a token with a
+    leading space as the text after the space.
     """
 
     tokenizer: LLTokenizer
     size: int
     spaced: npt.NDArray[np.int64]
+    """Tokens with a leading space."""
     bare: npt.NDArray[np.int64]
+    """For each of `spaced`, the token without the space; `size` if there is none."""
     spaces: npt.NDArray[np.int64]
+    """Tokens that are a single space."""
     closing: ClosingTokens
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int) -> Vocabulary:
-        """Raises InvalidRequestError for a tokenizer whose tokens stand for different text beside different ones."""
+        """Raises InvalidRequestError for a tokenizer whose tokens have different text in different contexts."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         rule = byte_rule(tokenizer)
@@ -99,7 +102,7 @@ class Vocabulary:
         tokens = [b"" if text is None else rule.to_bytes(text) for text in texts]
         for id_ in special:
             tokens[id_] = SPECIAL + (texts[id_] or "").encode()
-        # One more, which no model knows: when an answer may end is decided here, not there.
+        # An extra end token that no model samples: `Matcher.allowed` decides when an answer may end.
         tokens += [b""] * (size - len(tokens)) + [b"<end of answer>"]
         source = _Tokens(tokens, [*special, size], size, tokenizer.encode_inside)
         ordinary = {token: id_ for id_, token in enumerate(tokens) if token and id_ not in {*special, size}}
@@ -118,9 +121,9 @@ class Vocabulary:
 
 
 class _Tokens:
-    """A vocabulary as llguidance asks for it.
+    """A vocabulary with the interface that llguidance expects.
 
-    encode: the tokenizer's own encoding of text within an answer.
+    encode: encodes text within an answer by the tokenizer.
     """
 
     bos_token_id = None
@@ -134,7 +137,7 @@ class _Tokens:
         self._ids = {token: id_ for id_, token in enumerate(tokens) if token}
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return the token ids of text that the grammar forces. The model has seen the tokenizer's own encoding."""
+        """Encode text that the grammar forces. Prefers the tokenizer's own encoding, which the model has seen."""
         try:
             ids = self._encode(text.decode())
         except UnicodeDecodeError:
@@ -144,7 +147,7 @@ class _Tokens:
         return self._longest_first(text)
 
     def _longest_first(self, text: bytes) -> list[int]:
-        """Return token ids for parts of characters, and for text that the tokenizer changes."""
+        """Encode greedily, for incomplete characters and for text that the tokenizer would change."""
         ids = []
         while text:
             length = next((n for n in range(min(len(text), 32), 0, -1) if text[:n] in self._ids), 1)
@@ -154,10 +157,9 @@ class _Tokens:
 
 
 class Matcher:
-    """Where one answer stands in its grammar.
+    """Follows one answer through its grammar.
 
-    closes: whether the answer is brought to an end before the tokens that it may have are used up. finished: nothing
-    can follow. error: why no token fits the grammar any more. cut: whether it had to be brought to an end.
+    closes: complete the answer before its token limit.
     """
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, *, closes: bool = False) -> None:
@@ -166,22 +168,24 @@ class Matcher:
         self._begins = len(vocabulary.spaces) + len(vocabulary.spaced) > 0
         self._over = False
         self.error: str | None = None
+        """Why no token fits the grammar."""
         self.cut = False
+        """True if the answer had to be closed early."""
         self._closes = closes
         self._left = 0
         self._end: list[int] | None = None
-        """Tokens that complete the answer from here, where few are left."""
+        """Tokens that complete the answer from here, near the limit."""
         self._has_none = False
         self._next_end: list[int] | None = None
-        """The end of the answer after the token that was chosen."""
+        """Tokens that complete the answer after the chosen token."""
         self._ends: list[int] = []
         self.longest_end = 0
-        """Tokens of the longest end that a search has found."""
+        """Length of the longest end that a search found, in tokens."""
         self._unseen = _CHECK_EVERY
 
     @property
     def complete(self) -> bool:
-        """Whether the answer so far is one that the grammar wants."""
+        """True if the grammar accepts the answer so far."""
         return bool(self._matcher.is_accepting())
 
     @property
@@ -189,15 +193,16 @@ class Matcher:
         return self.error is None and (self._over or bool(self._matcher.is_stopped()))
 
     def shortest(self) -> int:
-        """How many tokens a short way to the end takes from here, if the answer is one that is brought to its end; else
-        0."""
+        """Return the number of tokens of a short answer from here, or 0 unless `closes`."""
         return len(self._vocabulary.closing.path(self._matcher, _LONGEST_END) or ()) if self._closes else 0
 
     def allowed(self, end_token_ids: frozenset[int], *, may_end: bool, left: int | None = None) -> Allowed:
-        """``[vocabulary]``: the tokens that may come next; none if that is the end, or there is an `error` from now on.
+        """Return the mask of the next token, ``[vocabulary]``.
 
-        end_token_ids: may come only where the answer is complete, and `may_end` or nothing else may come. left: tokens
-        that the answer may still have; None: any number.
+        An empty mask means that the answer is finished or that `error` is set.
+
+        end_token_ids: allowed only if the answer is complete, and either `may_end` or no other token fits. left: tokens
+        left for the answer; None: unlimited.
         """
         vocabulary = self._vocabulary
         if self._closes and left is not None:
@@ -227,7 +232,7 @@ class Matcher:
             bits[ends] = True
             self._ends = ends
         elif not goes_on:
-            # The only way on is by a token that the request wants to end with.
+            # The only way to continue is a token that also ends the answer for this request.
             bits[ends] = wanted
         if not bits.any():
             self._over = self.complete
@@ -236,7 +241,7 @@ class Matcher:
 
     @property
     def searches(self) -> bool:
-        """True if `settle` may search for an end of the answer. The search can be slow."""
+        """True if `settle` may search for an end of the answer, which can be slow."""
         return self._end is not None and not self.cut
 
     @property
@@ -245,8 +250,7 @@ class Matcher:
         return self._end is not None and len(self._end) <= _SHORT_END
 
     def settle(self, token_id: int) -> int:
-        """Return an allowed token that was sampled, or the first token of the answer's end if the remaining tokens
-        would not suffice to complete the answer after it."""
+        """Return the sampled token, or the first token of the answer's end if too few tokens would be left after it."""
         entered = self._entered(token_id) if self.searches else None
         if self._end is None or entered is None:
             return token_id
@@ -265,7 +269,7 @@ class Matcher:
         return self._ends[0] if self._ends else token_id
 
     def advance(self, token_id: int) -> None:
-        """Enter a token that was allowed."""
+        """Append an allowed token."""
         entered = self._entered(token_id)
         self._begins = False
         self._unseen += 1
@@ -274,7 +278,7 @@ class Matcher:
             self.error = shortened(self._matcher.get_error())
 
     def _entered(self, token_id: int) -> int | None:
-        """The token as the grammar counts it; None for a first space, which the text does not have."""
+        """The token that the grammar sees; None for a first space that the text drops."""
         if not self._begins:
             return token_id
         if token_id in self._vocabulary.spaces:
@@ -283,7 +287,7 @@ class Matcher:
         return int(self._vocabulary.bare[place[0]]) if len(place) else token_id
 
     def search_is_due(self, left: int | None) -> bool:
-        """Return whether `allowed` searches for an end of the answer: near the limit, and sometimes before it."""
+        """Return whether `allowed` searches for an end: always near the limit, else every `_CHECK_EVERY` tokens."""
         if not self._closes or left is None or self.cut or self._end is not None:
             return False
         near = left <= 4 * self.longest_end + _NEAR
@@ -306,10 +310,10 @@ class _Compiled(NamedTuple):
 
 
 class GrammarCompiler:
-    """Makes matchers, and keeps the grammars used last. Reads the tokenizer when first used.
+    """Compiles grammars and caches the last ones. Reads the tokenizer on first use.
 
-    Thread-safe, and holds no lock while a grammar compiles. It sets no limits of time and memory: `GrammarTrials` tries
-    a grammar under limits first.
+    Thread-safe; holds no lock while it compiles. It does not limit time and memory: `GrammarTrials` tries grammars
+    first.
     """
 
     def __init__(
@@ -322,8 +326,11 @@ class GrammarCompiler:
         vocab_size: int | None = None,
         bounds: JSONBounds = UNBOUNDED,
     ) -> None:
-        """max_bytes: maximum size of a grammar's text. cache_size, cache_bytes: maximum number and size of grammars to
-        keep. vocab_size: token ids of the model (None: of the tokenizer). bounds: limits for JSON without its own."""
+        """bounds: default limits for JSON values.
+
+        max_bytes: maximum size of a grammar's text. cache_size, cache_bytes: maximum number and memory of cached
+        grammars. vocab_size: token ids of the model; None: of the tokenizer.
+        """
         self._bounds = bounds
         self.tokenizer = tokenizer
         self._max_bytes = max_bytes
@@ -331,24 +338,22 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self.kept: OrderedDict[bytes, _Compiled] = OrderedDict()
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        """Keys of grammars that have compiled, kept or not."""
+        """Keys of grammars that have compiled, cached or not."""
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
         self._workers = FairWorkers("compile-grammars", _COMPILE_THREADS, per_client=_COMPILE_THREADS - 1)
 
     def is_known(self, grammar: Grammar) -> bool:
-        """Return whether the grammar has compiled before."""
         with self._lock:
             return _key(grammar) in self._known
 
     def check(self, grammar: Grammar) -> None:
-        """Raise what `matcher` raises. This compiles only grammars that are not known."""
+        """Compile a grammar unless it is known. Raises like `matcher`."""
         if not self.is_known(grammar):
             self.matcher(grammar)
 
     def begin(self, grammar: Grammar, client: str = "") -> Future[Matcher]:
-        """Return what `matcher` returns, immediately for a kept grammar. Others compile in threads that clients share
-        fairly."""
+        """Start `matcher`: done at once for a cached grammar, else in threads that clients share fairly."""
         compiled = self._find(grammar)
         if compiled is None:
             return self._workers.submit(client, lambda: self.matcher(grammar))
@@ -357,9 +362,9 @@ class GrammarCompiler:
         return ready
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """Return a matcher at the beginning of an answer; cheap for a grammar that is kept.
+        """Return a matcher at the beginning of an answer. Fast for a cached grammar.
 
-        Raises InvalidRequestError, naming the grammar's source, if it is broken or too large.
+        Raises InvalidRequestError, which names the grammar's source, if the grammar is broken or too large.
         """
         if len(grammar.text.encode(errors="replace")) > self._max_bytes:
             raise InvalidRequestError(
@@ -429,7 +434,7 @@ def _key(grammar: Grammar) -> bytes:
 
 
 def compile_grammar(grammar: Grammar, vocabulary: Vocabulary, bounds: JSONBounds) -> LLMatcher:
-    """Compile a grammar. Raises ValueError that says what is wrong with it."""
+    """Compile a grammar. Raises ValueError with the fault."""
     try:
         text = source_text(grammar, bounds)
         try:
@@ -449,7 +454,7 @@ def _compiled(text: str, vocabulary: Vocabulary) -> LLMatcher:
     limits = LLParserLimits(**_LIMITS)
     compiled = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
     if not compiled.is_error():
-        # Two limits apply only to a mask and to the state after the forced text, as "{" of an object.
+        # Two limits are checked only at the first mask and after the forced text, such as an object's "{".
         probe = compiled.deep_copy()
         probe.compute_bitmask()
         if not probe.is_error():
@@ -461,9 +466,9 @@ def _compiled(text: str, vocabulary: Vocabulary) -> LLMatcher:
 
 
 def source_text(grammar: Grammar, bounds: JSONBounds, *, combine: bool = True) -> str:
-    """Return a grammar as llguidance writes it. bounds, combine: for JSON schemas, see `guided_schema`.
+    """Translate a grammar to llguidance's syntax. bounds, combine: for JSON schemas, see `guided_schema`.
 
-    Raises ValueError for a text that is no grammar.
+    Raises ValueError for an invalid grammar.
     """
     from llguidance import LLMatcher, regex_to_lark
     from llguidance.gbnf_to_lark import any_to_lark
@@ -475,7 +480,7 @@ def source_text(grammar: Grammar, bounds: JSONBounds, *, combine: bool = True) -
             schema = guided_schema(read_schema(grammar.text), strict=grammar.strict, bounds=bounds, combine=combine)
             return LLMatcher.grammar_from_json_schema(schema)
         case "regex":
-            # As in JavaScript and JSON schemas, a digit is one of ten.
+            # Like JavaScript and JSON Schema: ``\d`` matches ASCII digits only.
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dws')}/")
         case "choice":
             choices = json.loads(grammar.text)
@@ -487,6 +492,6 @@ def source_text(grammar: Grammar, bounds: JSONBounds, *, combine: bool = True) -
                 lark = any_to_lark(grammar.text)
             except RecursionError:
                 raise ValueError("the grammar is nested too deeply") from None
-            except Exception as error:  # its reader of GBNF has errors of its own, and stumbles over some texts
+            except Exception as error:  # the GBNF reader has its own errors, and crashes on some texts
                 raise ValueError(f"the grammar cannot be read as GBNF: {error}") from None
             return LLMatcher.grammar_from_lark(lark)

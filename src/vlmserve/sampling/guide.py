@@ -1,4 +1,4 @@
-"""The grammar of one answer, followed without holding up a step. Imports no torch."""
+"""Follow the grammar of one answer without blocking a step. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _MAX_THREADS = 8
 Result = TypeVar("Result")
 ComputeMask = Callable[[Matcher], Allowed]
 QUICK_SECONDS = 0.001
-"""CPU time of quick work. An ordinary mask takes a fifth of this, as long as to wake a thread."""
+"""CPU time of a quick task. An ordinary mask takes a fifth of it, about as long as waking a thread."""
 _FIRST_QUICK = 2
-"""Quick tasks in a row after which the caller's thread computes."""
+"""Consecutive quick tasks until the caller's thread computes."""
 _MORE_QUICK = 4
 """Factor of this number after each slow task."""
 MakeMatcher = Callable[[Grammar, str], Future[Matcher]]
-"""Starts a matcher of a grammar for a client."""
+"""Starts to compile a grammar for a client."""
 
 
 class Guide:
     """Follows an answer's grammar. `FairWorkers` compute masks and search for ends of answers, one task at a time.
 
-    Nothing else may be called while there is `pending` work, except `close`. Exceptions become an `error`.
+    Call nothing but `close` while work is `pending`. Exceptions become an `error`.
     """
 
     def __init__(
@@ -44,8 +44,9 @@ class Guide:
         *,
         measures: bool,
     ) -> None:
-        """started: the matcher, when the grammar has compiled. first: computes the first mask (None: no mask yet).
-        measures: find out how many tokens the shortest answer takes."""
+        """started: becomes the matcher when the grammar has compiled. first: computes the first mask; None: no mask
+        yet. measures: compute `shortest`.
+        """
         self._workers, self._client = workers, client
         self._started = started
         self._seconds = 0.0
@@ -55,13 +56,13 @@ class Guide:
         self._mask: Future[Allowed | None] | None = None
         self._settled: Future[int] | None = None
         self._failure: str | None = None
-        """Why the answer cannot follow its grammar, unless the matcher knows."""
+        """Why the answer cannot follow its grammar, besides the matcher's `error`."""
         self.shortest = 0
-        """Tokens of the shortest answer; 0 if nobody needs to know."""
+        """Tokens of a short answer; 0 unless measured."""
         self.finished = False
-        """True if nothing can follow. Valid even while work is pending."""
+        """True if nothing can follow. Valid while work is pending."""
         self.cut_off = False
-        """True if the answer is complete because it was closed early. Valid even while work is pending."""
+        """True if the answer is complete because it was closed early. Valid while work is pending."""
 
         def prepare(matcher: Matcher) -> Allowed | None:
             self.shortest = matcher.shortest() if measures else 0
@@ -80,7 +81,7 @@ class Guide:
 
     @property
     def pending(self) -> Future[Any] | None:
-        """The work that the next token waits for."""
+        """The work that blocks the next token."""
         if self._mask is None:
             return self._started if self._failure is None else None
         return next((work for work in (self._mask, self._settled) if work is not None and not work.done()), None)
@@ -97,22 +98,21 @@ class Guide:
 
     @property
     def searches(self) -> bool:
-        """True if `settle` decides about the current token."""
+        """True if `settle` may replace the current token."""
         return self._settled is not None or (self._matcher is not None and self._matcher.searches)
 
     def settle(self, token_id: int) -> None:
-        """Begin to find the token that takes the place of a sampled one, see `Matcher.settle`."""
+        """Start `Matcher.settle` for a sampled token."""
         matcher = self._matcher
         if self._settled is None and matcher is not None:
             self._settled = self._submit(lambda: matcher.settle(token_id), inline=matcher.has_short_end)
 
     @property
     def settled(self) -> int | None:
-        """The result of `settle`; None if there is an `error`, or `settle` was not called for the current token."""
+        """The result of `settle`; None after an `error`, or if `settle` was not called for the current token."""
         return None if self._settled is None else self._result(self._settled)
 
     def advance(self, token_id: int) -> None:
-        """Enter a token that was allowed."""
         matcher = self._matcher
         assert matcher is not None
         self._settled = None
@@ -124,7 +124,7 @@ class Guide:
             self._fail(error)
 
     def expect(self, compute: ComputeMask, left: int) -> None:
-        """Begin to compute the mask of the next token. left: tokens that may still come."""
+        """Start to compute the mask of the next token. left: tokens left for the answer."""
         if self._failure is not None:
             return
         matcher = self._matcher
@@ -137,13 +137,13 @@ class Guide:
         return mask
 
     def close(self) -> None:
-        """Drop work that has not begun."""
+        """Cancel work that has not started."""
         for work in (self._started, self._mask, self._settled):
             if work is not None:
                 work.cancel()
 
     def _submit(self, run: Callable[[], Result], *, inline: bool = False) -> Future[Result]:
-        """inline: compute at once if this answer's tasks were quick."""
+        """inline: compute at once if this answer's last tasks were quick."""
 
         def timed() -> Result:
             began = time.thread_time()
@@ -162,7 +162,7 @@ class Guide:
         return done
 
     def _result(self, work: Future[Result]) -> Result | None:
-        """Return the result of work that is done; None if it failed."""
+        """Return the result of finished work; None if it failed."""
         error = work.exception()
         if error is None:
             return work.result()
@@ -186,7 +186,7 @@ class Guide:
 
 
 class Guides:
-    """Makes guides, which share threads on half of the cores. A client leaves at least one thread to others."""
+    """Makes guides, which share threads on half of the cores. A client may use all threads but one."""
 
     def __init__(self, make_matcher: MakeMatcher) -> None:
         self._make_matcher = make_matcher

@@ -1,6 +1,6 @@
-"""Compile grammars in isolated processes, to find out whether the engine may compile them.
+"""Compile grammars in isolated processes, to find out whether the engine can compile them safely.
 
-These processes have the vocabulary of one checkpoint. `trials.py` starts them.
+The processes have the vocabulary of one checkpoint. `trials.py` starts them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from vlmserve.sampling.schemas import UNBOUNDED, JSONBounds
 from vlmserve.types import Grammar
 
 _EXAMPLES = (Grammar.json({"type": "object"}), Grammar.regex("a+"), Grammar.lark('root ::= "a"'))
-"""Grammars of all kinds. Compiling them imports what each kind needs before the first fork."""
+"""Compiling them before the first fork does all imports that grammars need."""
 
 
 class GrammarDecoder:
-    """Compiles one grammar. The constructor reads the tokenizer of the checkpoint at `setup`."""
+    """Compiles one grammar. setup: the checkpoint's folder."""
 
     def __init__(self, setup: str) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process has no threads
@@ -56,4 +56,4 @@ class GrammarDecoder:
         return {"fault": ""}
 
     def answer(self, line: str) -> Answer:
-        raise RefusedError("broken")  # one grammar is all that a process compiles
+        raise RefusedError("broken")  # a process compiles only one grammar

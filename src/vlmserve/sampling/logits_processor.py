@@ -1,4 +1,4 @@
-"""What a request changes in its logits before a token is drawn, kept up to date token by token."""
+"""Logit biases and penalties of a request, updated with each token."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _IDS, _TIMES, _IN_ANSWER = range(3)
 
 
 class TokenCounts:
-    """How often tokens are among the latest ones of a prompt and its answer.
+    """Counts the latest tokens of a prompt and its answer.
 
-    prompt: the tokens to begin with. window: how many of the latest tokens count; -1: all.
+    window: number of latest tokens to count; -1: all.
     """
 
     __slots__ = ("_latest", "_places", "_table", "_window")
@@ -29,12 +29,12 @@ class TokenCounts:
         self._table[_TIMES, : len(ids)] = times
         self._places = {token_id: place for place, token_id in enumerate(ids.tolist())}
         self._window = window
-        # Only who forgets has to remember the order.
+        # Only a window needs the order of tokens.
         self._latest = deque((token_id, False) for token_id in latest) if window >= 0 else None
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """The tokens that count, each once. A view, valid until the next `append`."""
+        """The distinct counted tokens. A view, valid until the next `append`."""
         return self._table[_IDS, : len(self._places)]
 
     @property
@@ -42,7 +42,6 @@ class TokenCounts:
         return self._table[_IN_ANSWER, : len(self._places)]
 
     def append(self, token_id: int) -> None:
-        """A token of the answer."""
         place = self._places.get(token_id)
         if place is None:
             place = self._places[token_id] = len(self._places)
@@ -56,7 +55,7 @@ class TokenCounts:
                 self._forget(*self._latest.popleft())
 
     def _forget(self, token_id: int, in_answer: bool) -> None:
-        """The last token in the table takes the place of one that counts no more."""
+        """Uncount a token. If its count becomes 0, the table's last token takes its place."""
         place = self._places[token_id]
         self._table[_TIMES, place] -= 1
         self._table[_IN_ANSWER, place] -= in_answer
@@ -68,18 +67,18 @@ class TokenCounts:
 
 
 class LogitsProcessor:
-    """The biases and penalties of one request. prompt: its tokens without those of images.
-
-    counts: None without a penalty. bias_ids, biases: int64 and float32 ``[tokens with a bias]``.
-    """
+    """The biases and penalties of one request. prompt: its tokens, without image tokens."""
 
     __slots__ = ("bias_ids", "biases", "counts", "params")
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int]) -> None:
         self.params = params
         self.counts = TokenCounts(prompt, params.repeat_last_n) if params.penalizes else None
+        """None without a penalty."""
         self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
+        """int64 ``[biased tokens]``."""
         self.biases = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
+        """float32 ``[biased tokens]``."""
 
     def append(self, token_id: int) -> None:
         if self.counts is not None:
@@ -87,7 +86,7 @@ class LogitsProcessor:
 
     @property
     def subtracted(self) -> npt.NDArray[np.float32]:
-        """What frequency and presence take from the logit of each of `counts.ids`."""
+        """Frequency and presence penalties of `counts.ids`, to subtract from their logits."""
         assert self.counts is not None
         times = self.counts.in_answer
         taken = self.params.frequency_penalty * times + self.params.presence_penalty * (times > 0)

@@ -1,4 +1,4 @@
-"""A ban of token sequences that an answer would repeat, as models do that read text off an image without end."""
+"""Ban repeated n-grams, because models that transcribe images may repeat text endlessly."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 
 class RepeatedNgrams:
-    """Which tokens would repeat an n-gram of the latest tokens.
+    """Finds the tokens that would repeat an n-gram (``no_repeat_ngram_size`` of transformers, plus a window).
 
-    tokens: the prompt, and what there is of the answer; a negative one is no token and never comes. size: of an n-gram,
-    at least 2. window: only n-grams that begin among so many of the latest tokens count; -1: all.
-
-    The rule is transformers' ``no_repeat_ngram_size``, which has no window.
+    tokens: prompt and answer so far; negative ids are placeholders and never banned. size: of an n-gram, at least 2.
+    window: only n-grams that begin within this number of latest tokens count; -1: all.
     """
 
     __slots__ = ("_size", "_starts", "_tokens", "_window")
@@ -21,7 +19,7 @@ class RepeatedNgrams:
         self._window = window
         self._tokens: list[int] = []
         self._starts: dict[int, list[int]] = {}
-        """Of n-grams, by the hash of all but their last token."""
+        """Starts of n-grams, by the hash of all tokens but the last."""
         for token_id in tokens:
             self.append(token_id)
 
@@ -33,7 +31,7 @@ class RepeatedNgrams:
             self._starts.setdefault(hash(tuple(tokens[start : start + prefix_len])), []).append(start)
 
     def repeating(self) -> frozenset[int]:
-        """The tokens that would make the latest ones an n-gram that was there before."""
+        """Return the tokens that would complete an earlier n-gram again."""
         tokens, prefix_len = self._tokens, self._size - 1
         if len(tokens) < self._size:
             return frozenset()

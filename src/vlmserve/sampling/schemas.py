@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance is to follow them: which properties objects have, and bounds of what they leave open."""
+"""Prepare JSON schemas for llguidance: close objects, and bound values that the schema leaves unbounded."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ from vlmserve.config import EngineConfig
 from vlmserve.sampling.dialects import NUMBER_BOUNDS, contradict, readable
 
 WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"
-"""Between the parts of JSON: what people and json.dumps write. A model that is lost writes whitespace without end."""
+"""Whitespace in JSON as people and json.dumps write it. A confused model would write whitespace endlessly."""
 _KEPT_SCHEMAS = 256
 _DECIMALS = 9
-"""Digits after the decimal point of a number that a schema does not bound."""
+"""Decimal places of a number that the schema does not bound."""
 _MAX_COMBINED = 32
 """Maximum number of objects in an ``anyOf`` that an answer may combine: each gets the properties of the others."""
 _MAX_COMBINED_PROPERTIES = 256
-"""Maximum number of properties of all these objects together. More properties take long to compile."""
+"""Maximum number of properties in these objects together. More properties take long to compile."""
 _MAX_REFERENCES = 8
-"""Maximum number of references from an object of an ``anyOf`` to its definition."""
+"""Maximum number of references to follow from an object of an ``anyOf`` to its definition."""
 _DESCRIBING = frozenset({"$ref", "title", "description", "default", "examples", "deprecated"})
-"""Keywords beside which a reference means the same as its target."""
+"""Keywords that may stand next to a reference without changing its meaning."""
 
 
 @dataclass(frozen=True)
 class JSONBounds:
-    """Of what a schema leaves open: digits of numbers, characters of strings, items of arrays; 0: no bound."""
+    """Limits for values that a schema leaves unbounded; 0: no limit."""
 
     digits: int = 0
+    """Digits of a number."""
     length: int = 0
+    """Characters of a string."""
     items: int = 0
+    """Items of an array."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
@@ -48,18 +51,18 @@ _ANY_VALUE = {"$ref": "#/$defs/any%20JSON%20value"}
 
 
 def any_object(bounds: JSONBounds) -> dict[str, Any]:
-    """A schema that every JSON object fits."""
+    """A schema for any JSON object."""
     return guided_schema({"type": "object"}, strict=True, bounds=bounds)
 
 
 @functools.lru_cache(_KEPT_SCHEMAS)
 def relaxed_keywords(text: str) -> tuple[str, ...]:
-    """Keywords of a schema that compiles, which answers need not obey unless it is strict."""
+    """Keywords of a valid schema that answers need not obey unless it is strict."""
     return tuple(sorted(readable(read_schema(text), 0, strict=False)[1]))
 
 
 def _with_any_value(schema: dict[str, Any], bounds: JSONBounds) -> dict[str, Any]:
-    """The same with bounded values wherever a schema allows any value."""
+    """Replace parts that allow any value by bounded values."""
     if bounds == UNBOUNDED:
         return schema
     opened = _opened(schema)
@@ -74,7 +77,7 @@ def _with_any_value(schema: dict[str, Any], bounds: JSONBounds) -> dict[str, Any
 
 
 def _opened(schema: Any) -> Any:
-    """The same with a reference wherever any value may stand. Conditions stay as they are."""
+    """Replace parts that allow any value by a reference to `_ANY`. Conditions do not change."""
     if schema is True:
         return _ANY_VALUE
     if not isinstance(schema, dict):
@@ -104,13 +107,14 @@ def guided_schema(
 ) -> dict[str, Any]:
     """Return a JSON schema for llguidance.
 
-    strict: reject keywords that llguidance does not know instead of ignoring them. bounds: limits for values without
-    their own. combine: let an answer have the properties of several objects of an ``anyOf``, unless strict.
+    strict: reject keywords that llguidance does not know instead of ignoring them. bounds: limits for unbounded values.
+    combine: unless strict, let an answer have the properties of several objects of an ``anyOf``.
 
-    Objects have the properties that the schema names, and others only if it speaks of them. Otherwise a model could
-    invent properties without end. Schemas that combine several schemas for one object stay as they are, because each
-    part knows only some of the properties.
-    Raises ValueError for one that is nested too deeply.
+    Objects have only the properties that the schema names, unless the schema mentions others: models could invent
+    properties endlessly. Schemas that combine several schemas for one object do not change, because each part names
+    only some of the properties.
+
+    Raises ValueError for a schema that is nested too deeply.
     """
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
     try:
@@ -135,12 +139,12 @@ _SHAPING = frozenset(
     | {"exclusiveMinimum", "exclusiveMaximum", "multipleOf", "contains", "uniqueItems", "dependentRequired"}
     | {"dependentSchemas", "propertyNames", "minProperties", "maxProperties", *_OTHER_PROPERTIES}
 )
-"""Keywords that say something of the value."""
+"""Keywords that restrict the value."""
 _MORE_OF_THE_SAME = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas")
 
 
 def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """A schema and all that are in it."""
+    """Iterate over a schema and all schemas inside it."""
     if not isinstance(schema, dict):
         return
     yield schema
@@ -163,8 +167,8 @@ def _combines(schema: Mapping[str, Any]) -> bool:
 def _closed(schema: Any, root: Mapping[str, Any], *, combine: bool) -> Any:
     """Return the schema without properties that it does not name.
 
-    root: the schema that references begin at. combine: let an answer have the properties of several objects of an
-    ``anyOf``. Within such an ``anyOf``, another one is not combined: the schema would grow exponentially.
+    root: resolves references. combine: let an answer have the properties of several objects of an ``anyOf``. An
+    ``anyOf`` inside such an ``anyOf`` is not combined, because the schema would grow exponentially.
     """
     if not isinstance(schema, dict):
         return schema
@@ -191,7 +195,7 @@ def _closed(schema: Any, root: Mapping[str, Any], *, combine: bool) -> Any:
 
 
 def _targets(schemas: Any, root: Mapping[str, Any]) -> list[Any]:
-    """Return the schemas of an ``anyOf``, each reference replaced by its target; none if there are too many."""
+    """Resolve the references of an ``anyOf``; empty if it has too many schemas."""
     if not isinstance(schemas, list) or len(schemas) > _MAX_COMBINED:
         return []
     return [_target(schema, root) for schema in schemas]
@@ -212,26 +216,26 @@ def _target(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _is_open_object(schema: Any) -> bool:
-    """Whether a schema names properties and does not say which others there may be."""
+    """Return whether a schema names properties and says nothing about others."""
     if not isinstance(schema, dict) or not isinstance(schema.get("properties"), dict):
         return False
     return not any(name in schema for name in _OTHER_PROPERTIES)
 
 
 def _combinable(schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return closed objects, each with the properties of those that do not contradict it."""
+    """Add to each closed object the properties of all objects that do not contradict it."""
     combinable = []
     for schema in schemas:
         properties = schema["properties"]
         for other in schemas:
             if not contradict(schema["properties"], other["properties"]):
-                properties = properties | other["properties"] | properties  # its own come first and stay as they are
+                properties = properties | other["properties"] | properties  # its own properties come first and win
         combinable.append({**schema, "properties": properties})
     return combinable
 
 
 def read_schema(text: str) -> dict[str, Any]:
-    """The JSON schema that a text is. Raises ValueError for any other text, and for one that nothing fits."""
+    """Parse a JSON schema. Raises ValueError for invalid text, and for a schema that no value fits."""
     try:
         schema = json.loads(text)
     except ValueError as error:
@@ -246,7 +250,7 @@ def read_schema(text: str) -> dict[str, Any]:
 
 
 def _bounded(schema: Any, bounds: JSONBounds) -> Any:
-    """The same with bounds where it has none. Conditions (``if``, ``contains``) stay as they are."""
+    """Add missing bounds. Conditions (``if``, ``contains``) do not change."""
     if not isinstance(schema, dict):
         return schema
     bounded = dict(schema)

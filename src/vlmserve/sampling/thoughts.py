@@ -1,4 +1,4 @@
-"""Where an answer stands in its thoughts, token by token. Imports no torch."""
+"""Follow an answer's reasoning token by token. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from vlmserve.types import SamplingParams, Thoughts
 
 
 class Thinking:
-    """Follows the thoughts of one answer: before them, in them, or after them.
+    """Tracks whether an answer is before, inside or after its reasoning.
 
-    budget: tokens that they may have between their markers; None: any number. num_tokens: how many they have.
-    An answer that does not begin with the marker of its thoughts has none.
+    An answer that does not begin with the start marker has no reasoning. budget: maximum tokens between the markers.
     """
 
     __slots__ = ("_budget", "_stage", "num_tokens", "thoughts")
@@ -23,11 +22,14 @@ class Thinking:
         self._budget = budget
         self._stage: Literal["before", "inside", "after"] = "inside" if thoughts.begun else "before"
         self.num_tokens = 0
+        """Reasoning tokens so far."""
 
     @classmethod
     def of(cls, thoughts: Thoughts | None, params: SamplingParams) -> Thinking | None:
-        """The thoughts of an answer with these parameters; None: it has none. Space before them may be part of a format
-        that the answer must have, so that nothing stands before them there."""
+        """Make the tracker of an answer; None without reasoning.
+
+        With a grammar (except for tools), leading space belongs to the answer, so it may not precede the reasoning.
+        """
         if thoughts is None:
             return None
         if params.grammar is not None and params.grammar.source != "tools":
@@ -36,7 +38,7 @@ class Thinking:
 
     @property
     def is_before(self) -> bool:
-        """Whether the next token may begin thoughts."""
+        """True if the next token may begin the reasoning."""
         return self._stage == "before"
 
     @property
@@ -48,11 +50,10 @@ class Thinking:
         return self._stage == "after"
 
     def takes(self, token_id: int) -> bool:
-        """Whether a token that comes next belongs to the thoughts; their markers do."""
+        """Return whether a next token belongs to the reasoning, which includes its markers."""
         return self.is_inside or (self.is_before and token_id == self.thoughts.start_id)
 
     def append(self, token_id: int) -> None:
-        """The answer's next token."""
         if self.is_before:
             if token_id not in self.thoughts.blank_ids:
                 self._stage = "inside" if token_id == self.thoughts.start_id else "after"
@@ -62,13 +63,13 @@ class Thinking:
             self.num_tokens += 1
 
     def may_begin(self, left: int, needed: int) -> bool:
-        """Whether thoughts may begin. left, needed: as for `forced`."""
+        """Return whether the reasoning may begin. left, needed: see `forced`."""
         return self._budget != 0 and not (needed and left <= needed + 2)
 
     def forced(self, left: int, needed: int) -> int | None:
-        """The marker of their end, where thoughts have to end now; else None.
+        """Return the end marker if the reasoning has to end at this token, else None.
 
-        left: tokens that may still come. needed: those of the shortest answer after the marker; 0: any will do.
+        left: tokens left for the answer. needed: tokens of the shortest answer after the marker; 0: any number.
         """
         if not self.is_inside:
             return None

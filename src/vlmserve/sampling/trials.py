@@ -1,4 +1,4 @@
-"""Find out whether a grammar compiles within limits of time and memory, in processes that can be killed."""
+"""Check in isolated processes whether a grammar compiles within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from vlmserve.sampling.schemas import JSONBounds
 from vlmserve.types import Grammar
 
 QUICK_SECONDS = 0.2
-"""CPU time of a grammar before it counts as slow. Ordinary grammars take 1% to 10% of this."""
+"""CPU time after which a grammar counts as slow. Ordinary grammars take 1% to 10% of it."""
 _PATIENCE = 10
-"""Maximum ratio of the time that a trial waits to the CPU time that it may take: other processes compute too."""
+"""Maximum wall time of a trial, as a multiple of its CPU time limit: other processes compute too."""
 
 
 class SlowGrammarError(InvalidRequestError):
-    """A grammar takes longer than the caller waits. A longer wait may show that it compiles."""
+    """A grammar needs more time than the caller waits. It may still compile within the server's limit."""
 
 
 class _Verdict(Answer):
@@ -30,9 +30,9 @@ class _Verdict(Answer):
 
 
 class GrammarTrials:
-    """Compiles grammars in isolated processes with the tokenizer of one checkpoint, and keeps the verdicts.
+    """Compiles grammars in isolated processes with the tokenizer of one checkpoint, and caches the verdicts.
 
-    Thread-safe. No lock is held while a grammar compiles.
+    Thread-safe; holds no lock while a grammar compiles.
     """
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
@@ -45,15 +45,14 @@ class GrammarTrials:
         weakref.finalize(self, disown_server, "grammar", self._folder)
 
     def passed(self, grammar: Grammar) -> bool:
-        """Whether a grammar has compiled before."""
         with self._lock:
             return self._verdicts.get((grammar.kind, grammar.text, grammar.strict)) == ""
 
     def check(self, grammar: Grammar, *, quick: bool = False) -> None:
-        """Compile a grammar unless its verdict is known. quick: give up after `QUICK_SECONDS`.
+        """Compile a grammar unless its verdict is cached. quick: give up after `QUICK_SECONDS`.
 
-        Raises InvalidRequestError, naming the grammar's source, if it is broken, too large or too complex;
-        SlowGrammarError, a subclass, if it takes too long; UnavailableError if no process can be started;
+        Raises InvalidRequestError, which names the grammar's source, if the grammar is broken, too large or too
+        complex; its subclass SlowGrammarError if it takes too long; UnavailableError if no process starts;
         CancelledWorkError.
         """
         source = grammar.source
@@ -76,7 +75,7 @@ class GrammarTrials:
             raise InvalidRequestError(f"{source}: {fault}", param=source)
 
     def _try(self, grammar: Grammar, data: bytes, *, quick: bool) -> str:
-        """What is wrong with a grammar; empty if it compiles."""
+        """Return the fault of a grammar; empty if it compiles."""
         seconds = QUICK_SECONDS if quick else self._config.max_grammar_seconds
         settings = {
             "kind": grammar.kind,
