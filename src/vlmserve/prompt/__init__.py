@@ -1,1 +1,1 @@
-"""From messages to token ids, and from token ids back to text."""
+"""Turn messages into token ids, and token ids into text."""

@@ -1,4 +1,4 @@
-"""The classes of a checkpoint that `AutoModelForSequenceClassification` reads."""
+"""Classes of sequence classification models (`AutoModelForSequenceClassification`)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vlmserve.tasks import Embed
 
 Activation = Literal["sigmoid", "softmax", "identity"]
 _ACTIVATIONS: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "identity"}
-"""By torch's names, which sentence-transformers writes."""
+"""Names of torch modules, as sentence-transformers writes them."""
 _OF_PROBLEMS: Mapping[str, Activation] = {"regression": "identity", "multi_label_classification": "sigmoid"}
-"""By ``problem_type`` of config.json."""
+"""Defaults for ``problem_type`` of config.json."""
 _DEFAULT_CLASSES = 2
 HEAD = "score"
 """Name of the linear layer that makes the logits of classes."""
@@ -32,12 +32,11 @@ class Classes:
 
     @property
     def task(self) -> Embed:
-        """The task that makes logits."""
         return Embed("last", normalize=False)
 
     @classmethod
     def read(cls, config: Config) -> Classes | None:
-        """Read config.json; None for a model that does not classify."""
+        """Read config.json. None: the model does not classify."""
         if not classifies(config):
             return None
         named = config.get("id2label")
@@ -51,7 +50,7 @@ class Classes:
         return cls(labels, _ACTIVATIONS.get(str(stated).rpartition(".")[2], usual))
 
     def probabilities(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-        """``[classes]`` logits to the probability of each class. A regression's values stay unchanged."""
+        """Probabilities of classes from logits ``[classes]``. A regression's values stay unchanged."""
         values = logits.astype(np.float64)
         if self.activation == "identity":
             return values

@@ -1,4 +1,4 @@
-"""Whether a tokenizer has all its parts. One that lacks some would load, and the model would answer nonsense."""
+"""Check that a tokenizer is complete. Without some parts it would load, but the model would answer nonsense."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from vlmserve.errors import ModelLoadError
 from vlmserve.prompt.files import PromptFiles
 
 _NUM_SAMPLES = 400
-"""Tokens of the vocabulary that are looked at."""
+"""Maximum tokens of the vocabulary to check."""
 _FEWEST_SAMPLES = 20
-"""A vocabulary with fewer long tokens, like that of a test, says nothing."""
+"""Minimum long tokens to check; smaller vocabularies, for example in tests, prove nothing."""
 _WHOLE_SHARE = 0.5
-"""Share of long tokens that a complete BPE model makes at least. Most make nearly all of them."""
+"""Minimum share of sampled long tokens that a complete BPE model produces. Most models produce nearly all."""
 _SPACES = {"Ġ": "ByteLevel", "▁": "▁"}
-"""How vocabularies write a space, and what the steps before or after the model have in their description for it."""
+"""Space characters of vocabularies, and what steps before and after the model name for each."""
 _SPACED_SHARE = 0.05
-"""Share of tokens with a written space from which the vocabulary counts as one that writes spaces so."""
+"""Minimum share of tokens with a space character in a vocabulary that uses it."""
 
 
 def check_complete(backend: tokenizers.Tokenizer, files: PromptFiles, place: str) -> None:
@@ -49,7 +49,7 @@ def check_added(backend: tokenizers.Tokenizer, declared: Iterable[tuple[int, str
 
 
 def _check_ends(backend: tokenizers.Tokenizer, files: PromptFiles, place: str) -> None:
-    """Answers could not end."""
+    """Check that an answer can end."""
     declared = {int(id_) for id_ in files.tokenizer_config.get("added_tokens_decoder") or {}}
     ids = files.end_token_ids
     if ids and not any(id_ in declared or backend.id_to_token(id_) is not None for id_ in ids):
@@ -60,7 +60,7 @@ def _check_ends(backend: tokenizers.Tokenizer, files: PromptFiles, place: str) -
 
 
 def _samples(backend: tokenizers.Tokenizer) -> list[str]:
-    """Tokens from everywhere in the vocabulary, without added ones."""
+    """Tokens from the whole vocabulary, without added ones."""
     size = backend.get_vocab_size(with_added_tokens=False)
     added = backend.get_added_tokens_decoder().keys()
     ids = (id_ for id_ in range(0, size, max(1, size // _NUM_SAMPLES)) if id_ not in added)
@@ -69,7 +69,7 @@ def _samples(backend: tokenizers.Tokenizer) -> list[str]:
 
 def _check_merges(model: Any, samples: Sequence[str], place: str) -> None:
     if not isinstance(model, tokenizers.models.BPE) or model.end_of_word_suffix or model.continuing_subword_prefix:
-        return  # pieces of words are written in another way than the vocabulary's tokens
+        return  # the vocabulary marks pieces of words with affixes
     long = [token for token in samples if len(token) > 1 and not token.startswith("<")]
     if len(long) < _FEWEST_SAMPLES:
         return

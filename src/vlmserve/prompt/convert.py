@@ -1,7 +1,7 @@
-"""Tokenizers whose checkpoints carry them as data for code of their own, which is never run, to ``tokenizers``'s form.
+"""Convert tokenizers whose checkpoints implement them in Python code, without running that code.
 
-The first Qwen and GLM-4 have byte-level BPE as tiktoken writes it: a line for each token, its bytes in base64 and its
-rank. ChatGLM2 and ChatGLM3 have a SentencePiece model. Which special tokens follow is in their code.
+The first Qwen and GLM-4 have byte-level BPE in tiktoken's format: each line has a token in base64 and its rank.
+ChatGLM2 and ChatGLM3 have a SentencePiece model. Their code defines the special tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QWEN_PATTERN = (
 GLM_PATTERN = QWEN_PATTERN.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?")
 QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205)))
 QWEN_MARKS = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>")
-"""What Qwen-VL says about places in an image: part of its answers, and of questions."""
+"""Qwen-VL's tokens for places in an image, part of questions and answers."""
 QWEN_IMAGE = ("<img>", "</img>", "<imgpad>")
 CHATGLM_SPECIAL = (
     "[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
@@ -43,8 +43,10 @@ def qwen(folder: Path) -> tokenizers.Tokenizer:
 
 
 def chatglm(folder: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of ChatGLM2, ChatGLM3 or GLM-4. Raises ModelLoadError if its file is missing or broken, or what
-    reads it is not installed."""
+    """The tokenizer of ChatGLM2, ChatGLM3 or GLM-4.
+
+    Raises ModelLoadError for a missing or broken file, and if a required library is not installed.
+    """
     path = folder / "tokenizer.model"
     if _is_ranks(path):
         tokenizer = _from_ranks(path, GLM_PATTERN)
@@ -63,7 +65,7 @@ def chatglm(folder: Path) -> tokenizers.Tokenizer:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Tokens and their ranks in tiktoken's format. Raises ModelLoadError for anything else."""
+    """Read tokens and ranks in tiktoken's format. Raises ModelLoadError for anything else."""
     try:
         pairs = [line.split() for line in path.read_bytes().splitlines() if line]
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
@@ -86,7 +88,7 @@ def _from_ranks(path: Path, pattern: str) -> tokenizers.Tokenizer:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     converter = TikTokenConverter(vocab_file=str(path), pattern=pattern)
-    # By itself it would want the library tiktoken to read these lines.
+    # The default needs the tiktoken library.
     converter.load_tiktoken_bpe = lambda file: read_ranks(Path(file))
     converted: tokenizers.Tokenizer = converter.converted()
     return converted
@@ -104,7 +106,7 @@ def _from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
         raise ModelLoadError(
             f"{path} is a SentencePiece model: install vlmserve[sentencepiece], or put a tokenizer.json beside it"
         ) from error
-    except Exception as error:  # the library's own kind of error for a broken file
+    except Exception as error:  # the library's own class for broken files
         raise ModelLoadError(f"{path} is not a SentencePiece model: {error}") from error
     spec = extractor.proto.normalizer_spec
     trainer = extractor.proto.trainer_spec

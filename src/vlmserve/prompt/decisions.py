@@ -1,4 +1,4 @@
-"""The file in which a checkpoint keeps the temperature of its decisions."""
+"""The file with the temperature of a checkpoint's decisions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_temperature(folder: Path) -> float:
 
 
 def write_temperature(folder: Path, temperature: float) -> Path:
-    """Write the file, and return its path. Raises OSError."""
+    """Write the file and return its path. Raises OSError."""
     path = folder / DECISIONS
     path.write_text(json.dumps({"temperature": round(temperature, _DIGITS)}) + "\n", "utf-8")
     return path

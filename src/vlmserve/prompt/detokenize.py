@@ -1,8 +1,7 @@
-"""Token ids to text as they come: whole characters only, stop strings never shown.
+"""Incremental detokenization with stop strings.
 
-Concatenated, what a `Detokenizer` returns is what `Tokenizer.decode` makes of all the ids, with two differences where
-the ids are not valid UTF-8: a character left unfinished at the end is dropped, and valid characters beside invalid
-bytes are kept.
+The concatenated text equals `Tokenizer.decode` of all ids. It differs for invalid UTF-8: an unfinished character at the
+end is dropped, and valid characters next to invalid bytes are kept.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from vlmserve.prompt.tokenizer import Tokenizer
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER = 4
-"""Bytes of the longest UTF-8 character, so tokens that one can be spread over."""
+"""Maximum bytes, and therefore tokens, of a UTF-8 character."""
 
 
 class Detokenizer:
-    """Turns one answer's token ids into text.
+    """Turns token ids of one answer into text.
 
-    stop: strings that end the answer. The text before the one that is completed first is returned; of several completed
-    by the same character, the longest counts. min_tokens: tokens in which no stop string counts. keeps_stop: whether
-    the completed stop string is returned, too.
+    stop: strings that end the answer, which is cut before the first completed string. If several end at the same
+    character, the longest one counts. shown_ids: control tokens to show as text. min_tokens: stop strings within these
+    tokens do not count. keeps_stop: include the stop string.
     """
 
     def __init__(
@@ -38,7 +37,6 @@ class Detokenizer:
         min_tokens: int = 0,
         keeps_stop: bool = False,
     ) -> None:
-        """shown_ids: control tokens that are text here."""
         self._min_tokens, self._keeps_stop = min_tokens, keeps_stop
         self._special_ids = tokenizer.special_ids - shown_ids
         self._decoder = _make_decoder(tokenizer)
@@ -46,13 +44,13 @@ class Detokenizer:
         self._held: deque[str] = deque()
         self._emitted: list[str] = []
         self.num_decoded = self.num_shown = 0
-        """Characters that the tokens so far stand for, and those of them that were returned."""
+        """Characters of all tokens, and returned characters."""
         self.num_tokens = 0
-        """Tokens of the answer: all that came up to the one that completed a stop string."""
+        """Tokens of the answer, up to the token that completed a stop string."""
         self.num_tokens_before = 0
         """Tokens of the reasoning before the answer."""
         self.stop_string: str | None = None
-        """The stop string that was completed; nothing follows it."""
+        """The completed stop string; nothing follows it."""
 
     @property
     def stopped(self) -> bool:
@@ -65,7 +63,7 @@ class Detokenizer:
         return self._emitted[0] if self._emitted else ""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is safe to show now that these ids came; amortised constant time per token."""
+        """Add token ids and return the text that can be shown; amortized constant time per token."""
         if self.stopped:
             return ""
         if self._stops:
@@ -76,7 +74,6 @@ class Detokenizer:
         return self._emit(new)
 
     def _push_one(self, token_id: int) -> str:
-        """The same for one token, where there are stop strings; tokens after a completed one are not counted."""
         if self.stopped:
             return ""
         self.num_tokens += 1
@@ -85,7 +82,7 @@ class Detokenizer:
         return self._emit(self._before_stop(new))
 
     def finish(self, end_token_id: int | None = None) -> str:
-        """What was held back for a stop string that did not come. Nothing may be pushed afterwards.
+        """Return the text that was held back for stop strings. `push` may not follow.
 
         end_token_id: the token that ended the answer, if its text is part of the answer.
         """
@@ -119,7 +116,7 @@ class Detokenizer:
 
 
 class _StopString:
-    """Knuth-Morris-Pratt matching of one string, a character at a time."""
+    """Knuth-Morris-Pratt matching, one character at a time."""
 
     def __init__(self, string: str) -> None:
         self.string = string
@@ -146,7 +143,7 @@ class _Decoder(Protocol):
 
 
 def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """A function from token ids to the bytes that they stand for after other tokens; none for an unknown id."""
+    """A function from a token id to its bytes after other tokens; empty for an unknown id."""
     rule = byte_rule(tokenizer)
 
     def bytes_of(token_id: int) -> bytes:
@@ -155,7 +152,7 @@ def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
             return b""
         if rule is not None:
             return rule.to_bytes(token)
-        # Some are written in another way where a text begins.
+        # Some tokens differ at the beginning of a text.
         once, twice = (tokenizer.decode([token_id] * times, skip_special_tokens=False) for times in (1, 2))
         return twice[len(once) :].encode()
 
@@ -168,14 +165,14 @@ def _make_decoder(tokenizer: Tokenizer) -> _Decoder:
 
 
 class ByteRule(NamedTuple):
-    """How a tokenizer writes bytes. stripped: spaces that a text loses at its beginning."""
+    """How tokens encode bytes. stripped: number of leading spaces that a text loses."""
 
     to_bytes: Callable[[str], bytes]
     stripped: int = 0
 
 
 def byte_rule(tokenizer: Tokenizer) -> ByteRule | None:
-    """None if what a token stands for depends on what stands beside it."""
+    """The rule of a tokenizer. None: the bytes of a token depend on its neighbors."""
     decoder = tokenizer.decoder_steps
     steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
@@ -189,7 +186,7 @@ def byte_rule(tokenizer: Tokenizer) -> ByteRule | None:
 
 
 def _is_sentencepiece(steps: list[dict[str, Any]]) -> bool:
-    """Whether steps are: replacements in single tokens, byte fallback, joining, spaces stripped from the beginning."""
+    """Return whether steps are, in this order: replace, byte fallback, fuse, strip leading spaces."""
     letters = {"Replace": "R", "ByteFallback": "B", "Fuse": "F", "Strip": "S"}
     if not re.fullmatch("R*BF?(FS)?", "".join(letters.get(step["type"], "?") for step in steps)):
         return False
@@ -201,7 +198,7 @@ def _is_sentencepiece(steps: list[dict[str, Any]]) -> bool:
 
 
 class _ByteDecoder:
-    """For tokenizers whose every token stands for bytes of its own, whatever stands beside it."""
+    """For tokenizers whose tokens have fixed bytes."""
 
     def __init__(self, tokenizer: Tokenizer, rule: ByteRule) -> None:
         self._tokenizer = tokenizer
@@ -224,7 +221,7 @@ class _ByteDecoder:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Characters that byte-level BPE writes for bytes (https://github.com/openai/gpt-2, ``bytes_to_unicode``)."""
+    """Byte-level BPE's characters for bytes (https://github.com/openai/gpt-2, ``bytes_to_unicode``)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -236,7 +233,7 @@ _BYTE_LEVEL = _byte_level_alphabet()
 def _byte_level_bytes(token: str) -> bytes:
     try:
         return bytes(_BYTE_LEVEL[character] for character in token)
-    except KeyError:  # an added token is written as it is
+    except KeyError:  # added tokens are plain text
         return token.encode()
 
 
@@ -248,7 +245,7 @@ def _sentencepiece_bytes(token: str, replaced: list[tuple[str, str]]) -> bytes:
 
 
 class _WindowDecoder:
-    """For any other tokenizer: decodes the last few tokens with and without the new one."""
+    """For all other tokenizers: decodes the last few tokens with and without the new one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

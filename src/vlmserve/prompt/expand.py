@@ -1,4 +1,4 @@
-"""Expands placeholders to the tokens that images and videos take in a prompt."""
+"""Expand placeholders to the tokens of images and videos."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmserve.types import ImageInput, ImageSpan, MediaKind, Prompt
 def check_placeholders(
     token_ids: Sequence[int], image_token_id: int | None, num_images: int, kind: MediaKind = "image"
 ) -> None:
-    """Raises InvalidRequestError unless `token_ids` has as many placeholders as there are images, or videos."""
+    """Raise InvalidRequestError unless the number of placeholders equals the number of images or videos."""
     found = sum(token_id == image_token_id for token_id in token_ids)
     if found != num_images:
         raise InvalidRequestError(
@@ -32,11 +32,10 @@ def expand_placeholders(
     frames_are_images: bool = False,
     label: Callable[[int], Sequence[int]] | None = None,
 ) -> Prompt:
-    """A prompt in which the n-th placeholder of `token_ids` is repeated as often as the n-th image has tokens, with
-    the image's text between them, and those of videos likewise. frames_are_images: what is repeated for a video is the
-    placeholder of images. label: the tokens before an image that has a label, by its number among such images.
+    """Make a prompt: repeat each placeholder for the tokens of its image or video, and insert text between them.
 
-    Raises InvalidRequestError unless there are as many placeholders as images and videos.
+    frames_are_images: videos repeat the placeholder of images. label: tokens before a labelled image, by its index
+    among labelled images. Raises InvalidRequestError if the numbers of placeholders and media differ.
     """
     check_placeholders(token_ids, image_token_id, len(images))
     check_placeholders(token_ids, video_token_id, len(videos), "video")
@@ -64,14 +63,14 @@ def expand_placeholders(
 
 
 def last_tokens(token_ids: list[int], wanted: int | None, most: int) -> list[int]:
-    """The last of some tokens. wanted: how many; None: all; -1: `most`."""
+    """The last tokens. wanted: how many; None: all; -1: `most`."""
     return token_ids if wanted is None else token_ids[-(most if wanted == -1 else wanted) :]
 
 
 def truncate(prompt: Prompt, wanted: int | None, most: int) -> Prompt:
-    """The last tokens of a prompt. wanted: how many; None: all; -1: `most`, which is what fits.
+    """The last tokens of a prompt. wanted: how many; None: all; -1: `most`.
 
-    Raises InvalidRequestError if that leaves out an image or a part of one.
+    Raises InvalidRequestError if it would remove an image or a part of one.
     """
     if wanted is None:
         return prompt

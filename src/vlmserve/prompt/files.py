@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say about its prompts, whatever format they have."""
+"""Settings of prompts in a checkpoint, in any file format."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vlmserve.errors import ModelLoadError
 from vlmserve.families.retrievers import without_nesting
 
 EXTRA_TEMPLATES = "additional_chat_templates"
-"""Folder of chat templates with names."""
+"""Folder of named chat templates."""
 MAX_JSON_BYTES = 64 * 2**20
-"""Size of a file of settings."""
+"""Maximum bytes of a settings file."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty if the file does not exist. Raises ModelLoadError for anything else."""
+    """Read a JSON object; empty if the file does not exist. Raises ModelLoadError for anything else."""
     if not path.is_file():
         return {}
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
@@ -35,17 +35,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json, of a retriever the part about its vision-language model. Raises ModelLoadError."""
+    """Read config.json; for a retriever, the part about its vision-language model. Raises ModelLoadError."""
     return without_nesting(read_json(folder / "config.json"))
 
 
 @dataclass(frozen=True)
 class PromptFiles:
-    """The parts of a checkpoint that decide how prompts are written."""
+    """The settings of a checkpoint that determine its prompts."""
 
     tokenizer_config: Mapping[str, Any]
     special_tokens: Mapping[str, str]
-    """By name: ``bos_token`` and the like, and the model's own, such as ``image_token``."""
+    """By name, such as ``bos_token``, including the model's own, such as ``image_token``."""
     image_token_id: int | None
     """The placeholder of an image."""
     chat_template: str | None
@@ -56,14 +56,14 @@ class PromptFiles:
     video_token_id: int | None = None
     """The placeholder of a video."""
     image_ends: tuple[int, int] | None = None
-    """Tokens around an image's placeholders, if chat templates write only the first of the two. The rest, with empty
-    lines around it, follows from it."""
+    """Tokens around an image's placeholders, if chat templates write only the first token. Then vlmserve adds the rest
+    and empty lines."""
     frame_ends: tuple[int, int] | None = None
-    """Tokens around each frame of a video whose times are text. Chat templates write them once around the placeholder,
-    unless they are an image's."""
+    """Tokens around each video frame with a timestamp. Chat templates write them once around the video's placeholder,
+    unless `frames_are_images`."""
     frames_are_images: bool = False
-    """Frames have the tokens of images, and times follow them."""
+    """Frames use image tokens, and timestamps follow them."""
     converter: str | None = None
-    """Path of the function that reads a tokenizer without tokenizer.json, see `Family.tokenizer`."""
+    """Path of a function that reads a tokenizer without tokenizer.json (`Family.tokenizer`)."""
     has_own_preprocessing: bool = True
-    """vlmserve makes the pixels, not Transformers' processor."""
+    """vlmserve preprocesses images, not transformers."""

@@ -1,4 +1,4 @@
-"""The tokenizer and the prompts' format inside a GGUF file. Imports no torch."""
+"""The tokenizer and the chat template in a GGUF file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from vlmserve.prompt.files import EXTRA_TEMPLATES, PromptFiles
 logger = logging.getLogger(__name__)
 
 NORMAL, UNKNOWN, USER_DEFINED, UNUSED = 1, 2, 4, 5
-"""Types of tokens, beside `CONTROL`: of ordinary text, for what no token stands for, found before others, and none."""
+"""Token types besides `CONTROL`."""
 
 SPACE = "▁"
-"""How SentencePiece writes a space."""
+"""SentencePiece's character for a space."""
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -45,8 +45,8 @@ _GPT4O = (
 class PreTokenizer(NamedTuple):
     """How a byte-level tokenizer splits text before it merges.
 
-    split: a pattern of pieces; None: that of GPT-2. digits: each is a piece. nfc: text is composed first. whole: a
-    piece that is a token is taken without merging. begins: texts begin with a token, unless the file says otherwise.
+    split: pattern of pieces; None: GPT-2's pattern. digits: each digit is a piece. nfc: normalize to NFC first. whole:
+    use a piece that is a token without merging. begins: add BOS unless the file says otherwise.
     """
 
     split: str | None = None
@@ -76,7 +76,7 @@ PRE_TOKENIZERS = {
     "tekken": PreTokenizer(_TEKKEN, whole=True, begins=True),
     "gpt-4o": PreTokenizer(_GPT4O),
 }
-"""By the names that files have for them (``tokenizer.ggml.pre``)."""
+"""By ``tokenizer.ggml.pre``."""
 
 
 class _Token(NamedTuple):
@@ -86,7 +86,7 @@ class _Token(NamedTuple):
 
 
 def read_prompt_files(path: Path) -> PromptFiles:
-    """What a file says about its prompts. Raises what `read_header` raises."""
+    """Read the prompt settings of a file. Raises as `read_header` does."""
     header = read_header(path)
     ids = {f"{name}_token": _special_id(header, key) for name, key in _SPECIAL.items()}
     tokens = header.texts("tokenizer.ggml.tokens", {id_ for id_ in ids.values() if id_ is not None})
@@ -103,10 +103,9 @@ def read_prompt_files(path: Path) -> PromptFiles:
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer in a file.
+    """Read the tokenizer of a file.
 
-    Raises ModelLoadError for a file without one or with a broken one, UnsupportedModelError for a kind or a way to
-    split text that is not implemented.
+    Raises ModelLoadError for a missing or broken tokenizer, UnsupportedModelError for an unknown kind or pre-tokenizer.
     """
     header = read_header(path)
     texts = header.array("tokenizer.ggml.tokens")
@@ -135,7 +134,7 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 
 def write_prompt_files(path: Path, out: Path) -> None:
-    """Write what a file says about its prompts and answers into a folder in Hugging Face layout.
+    """Write the tokenizer, chat templates and generation settings of a file in Hugging Face layout.
 
     Raises what `read_prompt_files` and `read_tokenizer` raise.
     """
@@ -158,7 +157,7 @@ def write_prompt_files(path: Path, out: Path) -> None:
 
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
 _DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}
-"""Of SentencePiece, where a file does not say."""
+"""SentencePiece's defaults."""
 
 
 def _special_id(header: Header, name: str) -> int | None:
@@ -176,7 +175,7 @@ def _byte_level(header: Header, tokens: Sequence[_Token]) -> tokenizers.Tokenize
             f"{header.path}: pre-tokenizer {name!r} is not supported; supported are {', '.join(PRE_TOKENIZERS)}"
         )
     kind = PRE_TOKENIZERS.get(name, _GPT2)
-    # The first character may be a space itself.
+    # The first character may be a space.
     cuts = [(merge, merge.find(" ", 1)) for merge in header.array("tokenizer.ggml.merges")]
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
@@ -226,16 +225,16 @@ def _sentence_piece(header: Header, tokens: Sequence[_Token]) -> tokenizers.Toke
 
 
 def _vocabulary(header: Header, tokens: Sequence[_Token]) -> dict[str, int]:
-    """Ids by text, without what only makes the table of embeddings longer."""
+    """Ids by text, without unused tokens that only pad the embedding table."""
     named = {_special_id(header, key) for key in _SPECIAL.values()}
     return {token.text: id_ for id_, token in enumerate(tokens) if token.kind != UNUSED or id_ in named}
 
 
 def _merges(tokens: Sequence[_Token]) -> list[tuple[str, str]]:
-    """Pairs in the order in which SentencePiece merges them: those first that make the token of the highest score."""
+    """SentencePiece's merges: pairs that make the token with the highest score come first."""
     ids = {token.text: id_ for id_, token in enumerate(tokens) if token.kind == NORMAL}
     merges: list[tuple[str, str]] = []
-    # A vocabulary has hundreds of thousands of tokens: the second half is looked up if the first one is a token.
+    # Look up the second half only if the first half is a token: vocabularies have hundreds of thousands of tokens.
     for text in sorted(ids, key=lambda text: (-tokens[ids[text]].score, ids[text])):
         pairs = [
             (text[:cut], right) for cut in range(1, len(text)) if text[:cut] in ids and (right := text[cut:]) in ids
@@ -247,8 +246,7 @@ def _merges(tokens: Sequence[_Token]) -> list[tuple[str, str]]:
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, tokens: Sequence[_Token], *, strips: bool = False) -> None:
-    """Have control tokens and those of users found in text as they are. strips: a control token of a model's own takes
-    along the spaces after it."""
+    """Add control tokens and user-defined tokens. strips: the model's own control tokens swallow spaces after them."""
     usual = {"<unk>", "<s>", "<|endoftext|>"}
     special = [
         AddedToken(token.text, special=True, normalized=False, rstrip=strips and token.text not in usual)
@@ -261,7 +259,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, tokens: Sequence[_Token], *, st
 
 
 def _frame(tokenizer: tokenizers.Tokenizer, header: Header, tokens: Sequence[_Token], *, begins: bool) -> None:
-    """Have texts begin and end with tokens where the file, or else its kind of tokenizer, says so."""
+    """Add BOS and EOS as the file says, or by the defaults of its tokenizer kind."""
     adds = {"bos": begins, "eos": False}
     ids = {name: _special_id(header, name) for name in adds}
     for name, default in adds.items():

@@ -1,4 +1,4 @@
-"""Prompts of models that know no conversation: a request is one image and one text, which may be empty for some."""
+"""Prompts of models without conversations: a request is one image and one text, which some models allow to be empty."""
 
 from __future__ import annotations
 
@@ -13,25 +13,23 @@ from vlmserve.prompt.template import Message
 from vlmserve.types import CrossInput, ImageInput, ImageSpan, Prompt
 
 Encode = Callable[[str, bool], list[int]]
-"""From a text, and whether it stands between the tokenizer's own beginning and end tokens, to token ids."""
+"""Tokenizes a text; the flag adds the tokenizer's own special tokens."""
 
 
 class OneImagePrompts(Protocol):
-    """How one family writes its prompts."""
+    """Prompt format of a family."""
 
     @property
     def describes(self) -> bool:
-        """Whether it takes an image without a text."""
+        """True if an image needs no text."""
         ...
 
-    def prompt(self, image: ImageInput, text: str, encode: Encode) -> Prompt:
-        """The prompt of an image and a text."""
-        ...
+    def prompt(self, image: ImageInput, text: str, encode: Encode) -> Prompt: ...
 
 
 @dataclass(frozen=True)
 class CaptionPrompts:
-    """The decoder attends to the image and continues the text, or begins by itself. begin: its first token."""
+    """The decoder cross-attends to the image and continues the text. begin: its first token."""
 
     begin: int
     describes: bool = True
@@ -42,7 +40,8 @@ class CaptionPrompts:
 
 @dataclass(frozen=True)
 class QuestionPrompts:
-    """An encoder computes states of the text and the image, and the decoder attends to them. begin: as above."""
+    """An encoder reads the text and the image, and the decoder cross-attends to its states. begin: the decoder's first
+    token."""
 
     begin: int
     describes: bool = False
@@ -61,14 +60,14 @@ class MoondreamPrompts:
     def prompt(self, image: ImageInput, text: str, encode: Encode) -> Prompt:
         pieces = ["\n\nQuestion:", f" {text}", "\n\nAnswer:"] if text else ["\n\nCaption:"]
         asked = [token_id for piece in pieces for token_id in encode(piece, False)]
-        # No token stands for images; the span says whose places these are.
+        # The model has no image token; the span marks the positions.
         return Prompt([self.begin] * (1 + image.num_tokens) + asked, (ImageSpan(image, 1),))
 
 
 def one_image_prompts(config: Mapping[str, Any]) -> OneImagePrompts | None:
-    """How the model of a config.json is prompted; None for one that holds conversations.
+    """The prompt format for a config.json; None for a model with conversations.
 
-    Raises ModelLoadError for a config whose first token is no token id.
+    Raises ModelLoadError for an invalid token id.
     """
     family = vision_family(config)
     if family is None or family.prompts is None:
@@ -106,7 +105,7 @@ def _token_id(config: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def only_text(messages: Sequence[Message]) -> str:
-    """The text that comes with the image. Raises InvalidRequestError for what is more than one turn of the user."""
+    """The text of the only user message. Raises InvalidRequestError for other conversations."""
     if [message.role for message in messages] != ["user"]:
         raise InvalidRequestError(
             "this model does not support conversations: send one user message, with an image and a text",

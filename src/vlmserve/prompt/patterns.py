@@ -1,4 +1,4 @@
-"""How much work a tokenizer's pattern may take. The tokenizers library matches patterns by backtracking (Oniguruma).
+"""Bound the work of a tokenizer's pattern. The tokenizers library matches patterns by backtracking (Oniguruma).
 
 `check_pattern` reads the pattern's syntax and rejects it if a failing match could take more than linear time at one
 position of a text. A whole text then takes at most quadratic time. Patterns of published tokenizers pass.
@@ -10,25 +10,25 @@ import re
 from typing import NamedTuple
 
 MAX_PATTERN = 10_000
-"""Characters of a pattern."""
+"""Maximum characters of a pattern."""
 _MAX_CHOICES = 1000
-"""Ways through the bounded parts of one alternative."""
+"""Maximum ways through the bounded parts of one alternative."""
 _MAX_SIZE = 10_000
-"""Characters of a pattern whose bounded repeats are written out."""
+"""Maximum characters of a pattern, with bounded repeats written out."""
 _MAX_DEPTH = 20
-"""Nested groups and classes."""
+"""Maximum depth of nested groups and classes."""
 
 _ESCAPE = re.compile(
     r"\\(?:[pP]\{[^{}]*\}|x\{[\da-fA-F ]*\}|x[\da-fA-F]{1,2}|u[\da-fA-F]{4}|c.|[^1-9gkKXyY])", re.DOTALL
 )
-"""An escape of one character or an anchor. It excludes backreferences, calls of groups and text segments."""
+"""An escape of one character or an anchor; no backreferences, group calls or text segments."""
 _ANCHORS = frozenset({"^", "$", r"\b", r"\B", r"\A", r"\z", r"\Z", r"\G"})
 _GROUP = re.compile(r"\((?:\?(?P<look><?[=!])|\?>|\?<[A-Za-z_]\w*>|\?[im-]*:|\?(?P<options>[im-]+)\)|(?!\?))")
 _BOUNDS = re.compile(r"\{(?:(\d{1,6})(,?)(\d{1,6})?|,(\d{1,6}))\}")
 
 
 class PatternError(ValueError):
-    """A pattern whose work has no small bound. The message is a clause about the pattern."""
+    """A pattern without a small bound of work. The message is a clause about the pattern."""
 
 
 class _Part(NamedTuple):
@@ -43,9 +43,9 @@ class _Part(NamedTuple):
     choices: int = 1
     size: int = 1
     may_be_empty: bool = False
-    """Matches at any place."""
+    """It matches at any position."""
     consumes: bool = True
-    """Matches no empty text."""
+    """It matches no empty text."""
 
 
 _ANCHOR = _Part(size=0, consumes=False)
@@ -71,7 +71,6 @@ class _Parser:
         self.at = 0
 
     def alternatives(self, depth: int) -> _Part:
-        """Read up to the end of the group."""
         if depth > _MAX_DEPTH:
             raise PatternError(f"nests groups more than {_MAX_DEPTH} deep")
         start = self.at
@@ -95,7 +94,7 @@ class _Parser:
         choices, may_be_empty, consumes = 1, True, False
         while self.at < len(self.text) and self.text[self.at] not in "|)":
             part = self._repeated(depth)
-            # A part that may be empty never makes the sequence fail. A later part that fails tries all ways to it.
+            # A part that may be empty never makes the sequence fail. If a later part fails, all ways to it are tried.
             skipped = max(skipped, part.degree)
             degree = max(degree, skipped)
             if not part.may_be_empty:
@@ -118,7 +117,7 @@ class _Parser:
         return part
 
     def _bounds(self) -> tuple[int, int | None] | None:
-        """Read the repeat at this place, if there is one: minimum and maximum, None for no maximum."""
+        """Read the repeat at this place, if any: minimum and maximum; None: no maximum."""
         sign = self.text[self.at : self.at + 1]
         if sign and sign in "*+?":
             self.at += 1
@@ -156,7 +155,7 @@ class _Parser:
             raise PatternError("has a group of an unknown kind")
         self.at = found.end()
         part = self.alternatives(depth + 1)
-        if found["options"] is not None:  # they hold for the rest of the group, with its other alternatives
+        if found["options"] is not None:  # options apply to the rest of the group, including alternatives
             return part
         if not self.text.startswith(")", self.at):
             raise PatternError("has a ( without a )")
@@ -175,7 +174,7 @@ class _Parser:
         return found[0]
 
     def _class(self, depth: int) -> None:
-        """Skip a class, with the classes in it."""
+        """Skip a class and nested classes."""
         if depth > _MAX_DEPTH:
             raise PatternError(f"nests classes more than {_MAX_DEPTH} deep")
         self.at += 1
@@ -198,7 +197,6 @@ class _Parser:
 
 
 def _repeat(part: _Part, low: int, high: int | None) -> _Part:
-    """Repeat `part` `low` to `high` times."""
     if high is not None:
         low, high = sorted((low, high))
     most = low if high is None else high
@@ -212,6 +210,6 @@ def _repeat(part: _Part, low: int, high: int | None) -> _Part:
     ways = part.choices**most * (most - low + 1) if part.choices == 1 or most <= 10 else _MAX_CHOICES + 1
     if high is not None and part.paths == 0 and ways <= _MAX_CHOICES:
         return part._replace(choices=ways, size=size)
-    # Text may be divided among the times in exponentially many ways if each time takes it in several.
+    # If each repetition matches in several ways, a text can be divided in exponentially many ways.
     degree = part.degree + (1 if part.degree else 0)
     return part._replace(paths=2 if varies else 1, degree=degree, choices=1, size=size)

@@ -1,4 +1,4 @@
-"""How a checkpoint makes vectors, by the files that sentence-transformers writes beside it."""
+"""How a checkpoint makes vectors, from sentence-transformers' files."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _OLDER_KEYS: Mapping[str, str] = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU")
-"""Classes of torch that a Dense module may name."""
+"""Torch classes that a Dense module may name."""
 
 
 _POOLED = "sentence_embedding"
-"""sentence-transformers' name of what Pooling makes."""
+"""sentence-transformers' name for the output of Pooling."""
 _OTHERWISE = "which is not supported; start with --pooling last, mean or cls"
 
 
@@ -40,7 +40,7 @@ class StoredLayer:
     name: str
     """Name of its tensors, without ``.weight`` and ``.bias``."""
     folder: str | None = None
-    """Folder of its file within the checkpoint. None: the checkpoint's own files have its tensors."""
+    """Folder of its file. None: the checkpoint's files have its tensors."""
     activation: str = "Identity"
     """One of `_ACTIVATIONS`."""
 
@@ -51,19 +51,19 @@ class Vectors:
 
     task: Embed
     is_declared: bool = False
-    """True if the checkpoint or a setting says so. Otherwise the model was trained to chat."""
+    """True if the checkpoint or a setting says so; otherwise it is a chat model."""
     problem: str | None = None
-    """The reason why the checkpoint's own vectors cannot be made; None: they can."""
+    """Why the checkpoint's vectors are not supported. None: they are."""
     layers: tuple[StoredLayer, ...] = ()
-    """Each reads the result of the one before."""
+    """In order; each reads the previous output."""
     retriever: Retriever | None = None
-    """How queries and documents are written; None: without a prompt."""
+    """Formats of queries and documents."""
     classes: Classes | None = None
-    """Set for a model that makes logits of classes in place of vectors."""
+    """Set for a model with classes instead of vectors."""
 
     @property
     def instead_of_text(self) -> str | None:
-        """The plural name of what the model makes if it cannot write answers; None: it can."""
+        """Plural name of the output of a model that cannot write answers. None: it can."""
         if self.retriever is not None:
             return "vectors"
         return None if self.classes is None else "classes"
@@ -71,9 +71,10 @@ class Vectors:
     def embed(
         self, dimensions: int | None = None, *, normalize: bool | None = None, pooling: Pooling | None = None
     ) -> Embed:
-        """Make the task of a request. pooling: instead of the model's own.
+        """The task of a request. pooling: overrides the model's.
 
-        Raises InvalidRequestError if a module of the checkpoint is not supported."""
+        Raises InvalidRequestError if the checkpoint needs an unsupported module, or has classes.
+        """
         if self.problem is not None:
             raise InvalidRequestError(self.problem, param="model")
         if self.classes is not None:
@@ -82,7 +83,7 @@ class Vectors:
         return Embed(pooling or self.task.pooling, wanted, dimensions)
 
     def classify(self) -> Classes:
-        """Return the classes. Raises InvalidRequestError for a model without."""
+        """Return the classes. Raises InvalidRequestError for a model without classes."""
         if self.classes is None:
             raise InvalidRequestError(
                 "this model does not classify; serve one for AutoModelForSequenceClassification", param="model"
@@ -91,9 +92,9 @@ class Vectors:
 
 
 def read_vectors(folder: Path, pooling: Pooling | None = None) -> Vectors:
-    """Read ``modules.json`` and the files of its modules. Without them: last token, normalized.
+    """Read ``modules.json`` and its modules. The default is the last token, normalized.
 
-    pooling: instead of the checkpoint's own. Raises ModelLoadError for a broken file.
+    pooling: overrides the checkpoint's. Raises ModelLoadError for a broken file.
     """
     config = read_config(folder)
     if (classes := Classes.read(config)) is not None:
@@ -117,7 +118,7 @@ def read_vectors(folder: Path, pooling: Pooling | None = None) -> Vectors:
 
 
 class _UnsupportedError(Exception):
-    """Something that vectors need."""
+    """An unsupported feature that vectors need."""
 
 
 def _layers(folder: Path, modules: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> tuple[StoredLayer, ...]:
@@ -141,7 +142,6 @@ def _layers(folder: Path, modules: Sequence[Mapping[str, Any]], kinds: Sequence[
 
 
 def _mode(folder: Path) -> Pooling:
-    """The mode in a module's config.json."""
     config = read_json(folder / "config.json")
     mode = config.get("pooling_mode")
     if mode is None:

@@ -1,4 +1,4 @@
-"""Finds out what a chat template shows by rendering small conversations with marked texts."""
+"""Find out what a chat template shows: render small conversations with marked texts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Chat = list[dict[str, Any]]
 
 
 class Form(NamedTuple):
-    """How a template takes the text of one role."""
+    """How a template takes the text of a role."""
 
     strings: bool
-    """Shows a string."""
+    """It shows a string."""
     parts: bool
-    """Shows every part of a list of texts."""
+    """It shows every part of a list of texts."""
     one_part: bool
-    """Shows a list of one text."""
+    """It shows a list with one text."""
     separator: str = "\n"
-    """Goes between texts that are joined."""
+    """Separator of joined texts."""
 
 
 class Probes:
-    """What a template shows. render: its text for messages; may raise anything."""
+    """Tests what a template shows. render: renders messages; may raise anything."""
 
     def __init__(self, render: Callable[[Chat], str], image_token: str | None) -> None:
         self._render = render
@@ -39,28 +39,28 @@ class Probes:
         result = {"tool_call_id": _CALL["id"], "name": "f"}
         self._forms["tool"] = self._form(called, "tool", result, [])
         self.takes_system = self._shows_turns("system", "user")
-        """Shows a system message before the user's."""
+        """A system message before the user's is shown."""
         self.takes_systems = self._shows_turns("system", "system", "user", "assistant", "system", "user") and (
             self._shows_turns("user", "assistant", "system", "user")
         )
-        """Shows every system message, wherever it is."""
+        """System messages are shown anywhere."""
         self.takes_lone_system = self._shows_turns("system")
         self.takes_neighbours = self._shows_turns("user", "user", "assistant", "assistant", "user")
-        """Shows messages of the same role that follow each other."""
+        """Consecutive messages of the same role are shown."""
         image = [_text(_mark(0)), {"type": "image"}, _text(_mark(1))]
         shown = self._shown([{"role": "user", "content": image}], 2)
         self.takes_images = bool(image_token and shown is not None and shown.count(image_token) == 1)
-        """Shows an image once, and the texts around it."""
+        """An image is shown once, with the texts around it."""
         sides = (shown or "").casefold().partition((image_token or "?").casefold())
         self.moves_images = self.takes_images and not (_mark(0) in sides[0] and _mark(1) in sides[2])
-        """Shows an image between two texts before or after both."""
+        """An image between two texts is shown before or after both."""
         in_result = [{"type": "image"}, _text(_mark(0))]
         shown = self._shown([*called, {"role": "tool", "content": in_result, **result}], 1)
         self.shows_images_in_results = self.takes_images and (shown or "").count(image_token or "?") == 1
-        """Shows an image that a function returned."""
+        """An image in a function's result is shown."""
 
     def form(self, role: str) -> Form:
-        """How the text of a role is written. A role that shows nothing is written like the user."""
+        """The form of a role. A role that shows nothing gets the user's form."""
         form = self._forms[role]
         return form if form.strings or form.one_part else self._forms["user"]
 
@@ -69,13 +69,13 @@ class Probes:
         return self._shows_turns("assistant", "user")
 
     def takes_thoughts_with_calls(self, names: Sequence[str]) -> bool:
-        """Whether the template renders an answer with text, reasoning under these names, and a call."""
+        """Return whether the template renders an answer with text, a call, and reasoning under these names."""
         thoughts = dict.fromkeys(names, _mark(1))
         answer = {**self._turn("assistant", _mark(0)), "tool_calls": [_CALL], **thoughts}
         return self._shown([self._turn("user", "?"), answer], 1) is not None
 
     def takes_thinking_parts(self) -> bool:
-        """Return whether the template shows reasoning that is a part of an answer's content."""
+        """Return whether the template shows a reasoning part of an answer's content."""
         parts = [{"type": "thinking", "thinking": _mark(0)}, _text(_mark(1))]
         return self._shown([self._turn("user", "?"), {"role": "assistant", "content": parts}], 2) is not None
 
@@ -99,12 +99,12 @@ class Probes:
         return self._shown(chat, len(chat)) is not None
 
     def _shown(self, chat: Chat, count: int) -> str | None:
-        """The rendered text if it has so many marks, and not the structure of the messages."""
+        """The rendered text, if it shows `count` marks and not the structure of the messages. None: it does not."""
         try:
             text = self._render(chat)
         except TemplateLimitError:
             raise
-        except Exception:  # whatever it raises, it does not take these messages
+        except Exception:  # any error means that it does not take these messages
             return None
         is_list = any(isinstance(message["content"], list) for message in chat)
         shows_structure = is_list and ("'type'" in text or '"type"' in text)

@@ -1,4 +1,4 @@
-"""Chat messages to text, through the checkpoint's own jinja template, as transformers renders it.
+"""Render messages with the checkpoint's jinja chat template, as transformers does.
 
 https://huggingface.co/docs/transformers/chat_templating_writing
 """
@@ -25,25 +25,25 @@ from vlmserve.prompt.template_limits import LimitedEnvironment, SlowRenderingErr
 from vlmserve.prompt.untrusted import END_MARK
 
 _OURS = ("messages", "tools", "documents", "add_generation_prompt")
-"""Variables that only the request itself sets."""
+"""Variables that only the request sets."""
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Names under which chat templates, and clients, have the reasoning of an earlier answer."""
+"""Names of an earlier answer's reasoning in chat templates and requests."""
 _BREAK = "\n\n"
-"""Goes between messages that are joined."""
+"""Separator of joined messages."""
 Role = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True)
 class ImagePart:
-    """Where an image stands in a message. inline: it belongs to the text around it, even if the template puts images
-    before texts."""
+    """An image in a message. inline: it belongs to the text around it, even if the template moves
+    images before texts."""
 
     inline: bool = False
 
 
 @dataclass(frozen=True)
 class VideoPart:
-    """Where a video stands in a message."""
+    """A video in a message."""
 
 
 Part = str | ImagePart | VideoPart
@@ -51,7 +51,7 @@ Part = str | ImagePart | VideoPart
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function that the assistant has called, and its arguments as JSON has them."""
+    """A function call of the assistant. arguments: decoded JSON."""
 
     id: str
     name: str
@@ -60,11 +60,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. parts: texts, images and videos in order. is_string: the content came as one string, not as parts.
-
-    tool_calls: of the assistant. reasoning: what it thought before. tool_call_id, name: the call whose result this is,
-    and the function.
-    """
+    """A turn. parts: texts, images and videos in order. is_string: the content was a string, not parts. tool_calls,
+    reasoning: of the assistant. tool_call_id, name: the call and the function of a result."""
 
     role: Role
     parts: tuple[Part, ...]
@@ -76,9 +73,9 @@ class Message:
 
 
 def read_template(source: str) -> str:
-    """A chat template from the file of that path, or `source` itself if it is one.
+    """Read a chat template from a path, or return `source` if it is a template.
 
-    Raises ConfigurationError for a file that cannot be read.
+    Raises ConfigurationError for an unreadable file.
     """
     if "{" in source:
         return source
@@ -93,9 +90,8 @@ def read_template(source: str) -> str:
 class ChatTemplate:
     """A compiled chat template.
 
-    Templates differ in the roles and the content that they show. `Probes` finds out once what this template shows, and
-    messages are then arranged so that all of their text is shown.
-    Raises ModelLoadError for a template that does not compile.
+    Templates show different roles and content. `Probes` finds out what this template shows, and `render` rearranges
+    messages so that it shows all of their text. Raises ModelLoadError for a template that does not compile.
     """
 
     def __init__(
@@ -105,7 +101,7 @@ class ChatTemplate:
         image_token: str | None,
         video_token: str | None = None,
     ) -> None:
-        """image_token, video_token: what the template writes for an image and for a video."""
+        """image_token, video_token: the template's text for an image and a video."""
         environment = _environment()
         self._limits = TemplateLimits()
         try:
@@ -113,12 +109,12 @@ class ChatTemplate:
                 self._template = environment.from_string(source)
                 parsed = environment.parse(source)
             known = meta.find_undeclared_variables(parsed)
-            # A template may have a default of its own, such as the placeholder with tokens around it.
+            # A template may set its own default, such as the placeholder between other tokens.
             sets_image_token = any(
                 name.name == "image_token" and name.ctx == "store" for name in parsed.find_all(nodes.Name)
             )
             self.knows_tools = "tools" in known
-            # Each rendering copies them, and jinja keeps them in layers that are slow to copy.
+            # Rendering copies the globals, and jinja's layers are slow to copy.
             self._template.globals = dict(self._template.globals)
         except (jinja2.TemplateError, RecursionError, SyntaxError, OverflowError, ValueError) as error:
             raise ModelLoadError(f"the checkpoint's chat template does not compile: {error!s:.80}") from error
@@ -126,7 +122,7 @@ class ChatTemplate:
         self._reasoning_names = tuple(name for name in REASONING_FIELDS if re.search(rf"\b{name}\b", source))
         self._variables = dict(special_tokens)
         self.settings = frozenset(known - {*_OURS, *environment.globals, *special_tokens, "image_token"})
-        """Names of what a request may set, such as ``enable_thinking``."""
+        """Variables that a request may set, such as ``enable_thinking``."""
         self._image_token = image_token
         self._video_token = video_token
         if image_token is not None and not sets_image_token:
@@ -145,11 +141,12 @@ class ChatTemplate:
         settings: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt's text. tools: functions, as OpenAI describes them, for a template that `knows_tools`. settings:
-        values by name; those that are not among the template's `settings` have no effect. continue_final_message: the
-        prompt ends with the text of the last message.
+        """Render a prompt.
 
-        Raises InvalidRequestError if the template refuses the messages, and for settings of what is not theirs to set;
+        tools: functions in OpenAI's format, for a template that `knows_tools`. settings: values by name; names outside
+        `settings` have no effect. continue_final_message: end with the text of the last message.
+
+        Raises InvalidRequestError if the template rejects the messages, and for settings of reserved names. Raises
         SlowRenderingError within `only_quick`.
         """
         for name in settings or ():
@@ -173,7 +170,7 @@ class ChatTemplate:
             )
         except SlowRenderingError:
             raise
-        except Exception as error:  # a template can fail with any error that its expressions can raise
+        except Exception as error:  # expressions of a template can raise anything
             raise InvalidRequestError(
                 f"the model's chat template does not accept these messages: {error}{_without_a_call(messages)}",
                 param="messages",
@@ -189,7 +186,7 @@ class ChatTemplate:
         return before
 
     def _arranged(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Messages with their roles in an order that the template shows completely."""
+        """Rearrange roles so that the template shows all messages."""
         if not self._places_systems(messages):
             messages = self._with_one_system(messages)
         if _begins_with_assistant(messages) and not self._probes.takes_assistant_first():
@@ -199,7 +196,7 @@ class ChatTemplate:
         return messages if self._splits_thoughts else [_with_thoughts_first(message) for message in messages]
 
     def _places_systems(self, messages: Sequence[Message]) -> bool:
-        """Whether the template shows all system messages where they are."""
+        """Return whether the template shows all system messages in place."""
         places = [place for place, message in enumerate(messages) if message.role == "system"]
         if not places:
             return True
@@ -208,8 +205,10 @@ class ChatTemplate:
         return self._probes.takes_systems or (self._probes.takes_system and places == [0])
 
     def _with_one_system(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages with the text of all system messages in the first one, or in the user's where there is none. A
-        system message with an image, which has to keep its order, becomes the user's."""
+        """Join all system messages into the first one, or into the user's if the template has no system role.
+
+        A system message with an image keeps its place and becomes a user message.
+        """
         others = [
             replace(message, role="user") if message.role == "system" else message
             for message in messages
@@ -235,7 +234,7 @@ class ChatTemplate:
         return dict.fromkeys(self._reasoning_names, message.reasoning)
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
-        """The message's content in a form that the template shows completely."""
+        """The content in a form that the template shows completely."""
         if self._thinks_in_parts and message.reasoning is not None:
             thinking = {"type": "thinking", "thinking": message.reasoning}
             return [thinking, *(_typed(self._text(part)) for part in message.parts if part != "")]
@@ -278,7 +277,6 @@ class ChatTemplate:
 
 
 def _with_end(message: Message) -> Message:
-    """The message with a mark after its text."""
     *parts, last = message.parts
     return replace(message, parts=(*parts, f"{last}{END_MARK}"))
 
@@ -288,7 +286,7 @@ def _begins_with_assistant(messages: Sequence[Message]) -> bool:
 
 
 def _with_user_first(messages: Sequence[Message]) -> list[Message]:
-    """Messages with an empty one of the user before the first of the assistant."""
+    """Insert an empty user message before the first answer."""
     place = next(place for place, message in enumerate(messages) if message.role != "system")
     return [*messages[:place], Message("user", ("",), is_string=True), *messages[place:]]
 
@@ -298,7 +296,7 @@ def _has_media(message: Message) -> bool:
 
 
 def _followed(first: Message, second: Message) -> Message:
-    """Two messages as one of the first one's role."""
+    """Join two messages; the first one's role stays."""
     if not any(first.parts) or not any(second.parts):
         parts = first.parts if any(first.parts) else second.parts
     elif isinstance(first.parts[-1], str) and isinstance(second.parts[0], str):
@@ -310,7 +308,7 @@ def _followed(first: Message, second: Message) -> Message:
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
-    """Messages in which those of the user, and of the assistant, alternate."""
+    """Join consecutive messages of a role."""
     turns: list[Message] = []
     for message in messages:
         last = turns[-1] if turns else None
@@ -322,7 +320,7 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_thoughts_first(message: Message) -> Message:
-    """An answer that calls functions with its text at the end of its reasoning, if it has both."""
+    """Move the text of an answer that calls functions to the end of its reasoning, if it has both."""
     if message.reasoning is None or not message.tool_calls or not any(message.parts) or _has_media(message):
         return message
     return replace(message, parts=("",), reasoning=_BREAK.join((message.reasoning, *map(str, message.parts))))
@@ -346,13 +344,13 @@ def _beside_content(message: Message) -> dict[str, Any]:
 
 
 def _without_a_call(messages: Sequence[Message]) -> str:
-    """What may be why a template refuses messages: it wants each result's function."""
+    """A hint why a template rejects messages: it needs the function of each result."""
     unknown = [message.tool_call_id for message in messages if message.role == "tool" and message.name is None]
     return f"; no call before its result has the id {unknown[0]!r:.100}" if unknown else ""
 
 
 class _GenerationBlocks(Extension):
-    """``{% generation %}`` marks the assistant's words for training; for inference it is transparent."""
+    """``{% generation %}`` marks the assistant's text for training; inference ignores it."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 

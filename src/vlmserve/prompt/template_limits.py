@@ -1,7 +1,7 @@
-"""Limits of what rendering a chat template may take: CPU time, and bytes of the values that it makes.
+"""Limit the CPU time and memory of chat templates.
 
-A checkpoint's template is a program of a stranger. Jinja's sandbox keeps it from reaching outside, but not from looping
-or from making texts of gigabytes. Each operation that could make a large value is checked before it runs.
+A checkpoint's template is untrusted code. Jinja's sandbox isolates it, but does not stop loops or texts of gigabytes.
+Each operation that could make a large value is checked before it runs.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from vlmserve.errors import ModelLoadError
 logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 5.0
-"""CPU time of one rendering."""
+"""CPU seconds of a rendering."""
 REDUCED_SECONDS = 0.5
-"""The same for a client whose renderings have taken `MAX_SECONDS` several times. Long conversations take 0.05 s."""
+"""CPU seconds for a client with `_FULL_TRIES` recent timeouts. Long conversations take 0.05 s."""
 QUICK_SECONDS = 0.05
-"""CPU time of a rendering that may hold up others."""
+"""CPU seconds of a rendering that may delay other requests."""
 _FULL_TRIES = 3
-"""Renderings of a client that may reach `MAX_SECONDS` within `MEMORY_SECONDS`."""
+"""Timeouts within `MEMORY_SECONDS` after which a client gets `REDUCED_SECONDS`."""
 MEMORY_SECONDS = 60.0
 MAX_CLIENTS = 1024
-"""Clients whose timeouts are remembered."""
+"""Clients with remembered timeouts."""
 MAX_VALUE_BYTES = 64 * 2**20
 """Memory of one text or list, and of the rendered text."""
 MAX_TOTAL_BYTES = 2**30
-"""Memory of all values that one rendering makes, whether it keeps them or not."""
+"""Memory of all values of a rendering, including discarded ones."""
 MAX_SOURCE = 2**20
-"""Characters of a template."""
+"""Maximum characters of a template."""
 _MAX_NUMBER = 10_000
-"""Largest width or indent."""
+"""Maximum width or indent."""
 _MAX_FORMAT = 10_000
-"""Characters of a format string."""
+"""Maximum characters of a format string."""
 CHECK_INTERVAL = 16
-"""Operations between two looks at the time."""
+"""Operations between two checks of the time."""
 _MAX_BITS = 100_000
-"""Of an integer."""
+"""Maximum bits of an integer."""
 
 _CHARGE, _MEASURE, _CONCAT = "vlmserve_charge", "vlmserve_measure", "vlmserve_concat"
 _UNBOUNDED = ("pprint", "urlize", "wordwrap", "xmlattr", "striptags", "slice", "batch")
-"""Filters that chat templates do not need and whose work does not follow from the size of what they take."""
+"""Removed filters: chat templates do not need them, and their work does not depend on the size of the input."""
 _SIZED = ("center", "ljust", "rjust", "zfill", "indent", "expandtabs", "truncate", "round", "tojson")
 """Filters and methods that take a width."""
 _BRACES = re.compile(r"\{[^{}]*[{}]")
@@ -68,19 +68,19 @@ _PLAIN = (str, bool, int, float, type(None))
 
 
 class TemplateLimitError(ModelLoadError):
-    """A template that takes more than one of the limits."""
+    """A template that exceeds a limit."""
 
 
 class TemplateTimeError(TemplateLimitError):
-    """A template that takes too long."""
+    """A template that exceeds its time."""
 
 
 class SlowRenderingError(TemplateLimitError):
-    """A rendering that is not quick, see `only_quick`."""
+    """A rendering that is not quick (`only_quick`)."""
 
 
 class _Budget:
-    """What is left for one rendering."""
+    """The remaining time and memory of a rendering."""
 
     def __init__(self, seconds: float) -> None:
         self._is_quick = _only_quick.get() and seconds > QUICK_SECONDS
@@ -90,7 +90,7 @@ class _Budget:
         self._operations = 0
 
     def charge(self, num_bytes: int) -> None:
-        """Raises TemplateLimitError when time or memory is used up."""
+        """Count an operation. Raises TemplateLimitError when time or memory is used up."""
         self._bytes -= num_bytes
         if self._bytes < 0:
             raise TemplateLimitError(f"the chat template makes more than {MAX_TOTAL_BYTES // 2**20:,} MiB of text")
@@ -110,7 +110,7 @@ _only_quick: ContextVar[bool] = ContextVar("only quick renderings", default=Fals
 
 @contextmanager
 def only_quick() -> Iterator[None]:
-    """Raise SlowRenderingError in renderings that take more than `QUICK_SECONDS`. They may be repeated without this."""
+    """Raise SlowRenderingError in renderings longer than `QUICK_SECONDS`. The caller may repeat them without this."""
     token = _only_quick.set(True)
     try:
         yield
@@ -119,16 +119,15 @@ def only_quick() -> Iterator[None]:
 
 
 class TemplateLimits:
-    """The limits of one template. A client that has used all of the time several times gets less for a while."""
+    """The limits of a template. A client with several recent timeouts gets less time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._timeouts: OrderedDict[str, deque[float]] = OrderedDict()
-        """When the latest renderings of a client timed out, on the clock of `time.monotonic`."""
+        """Times of a client's latest timeouts, from `time.monotonic`."""
 
     @contextmanager
     def apply(self) -> Iterator[None]:
-        """Compile or render the template within the limits."""
         token = _budget.set(_Budget(MAX_SECONDS if self._is_trusted() else min(REDUCED_SECONDS, MAX_SECONDS)))
         try:
             yield
@@ -161,20 +160,20 @@ class TemplateLimits:
 
 
 def _check(num_bytes: int) -> None:
-    """Raises TemplateLimitError if one value takes so many bytes."""
+    """Raise TemplateLimitError if a value has too many bytes."""
     if num_bytes > MAX_VALUE_BYTES:
         raise TemplateLimitError(f"the chat template makes a value of more than {MAX_VALUE_BYTES // 2**20} MiB")
 
 
 def _size(value: Any, known: dict[int, int] | None = None) -> int:
-    """Bytes of a value; a repeated part counts each time. known: sizes of the containers seen so far, by id."""
+    """Bytes of a value; repeated parts count each time. known: sizes of containers, by id."""
     if isinstance(value, str | bytes | int):
         return sys.getsizeof(value)
     if not isinstance(value, list | tuple | dict | set | frozenset):
         return 64
     known = {} if known is None else known
     if id(value) not in known:
-        known[id(value)] = 64  # where the value holds itself
+        known[id(value)] = 64  # in case the value contains itself
         inner = (*value.keys(), *value.values()) if isinstance(value, dict) else value
         known[id(value)] = 64 + sum(_size(one, known) for one in inner)
     return known[id(value)]
@@ -188,7 +187,7 @@ def _made(value: Any) -> Any:
 
 
 def _check_arguments(name: str, value: Any, others: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-    """Check a filter's or method's arguments before it runs. value: what it works on."""
+    """Check the arguments of a filter or method before it runs on `value`."""
     arguments = (*others, *keywords.values())
     numbers = [abs(one) for one in arguments if isinstance(one, int)]
     widest = max(numbers, default=0)
@@ -217,7 +216,7 @@ def _length(value: Any) -> int:
 
 
 def _check_format(text: str, num_bytes: int) -> None:
-    """num_bytes: of what the format string shows."""
+    """Check a format string that shows values of `num_bytes` bytes."""
     if len(text) > _MAX_FORMAT:
         raise TemplateLimitError(f"the chat template has a format string of more than {_MAX_FORMAT:,} characters")
     braces = (field for field in _BRACES.findall(text) if ":" in field)
@@ -227,7 +226,7 @@ def _check_format(text: str, num_bytes: int) -> None:
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter within the limits."""
+    """Wrap a filter in the limits."""
     takes_context = hasattr(function, "jinja_pass_arg")
 
     @functools.wraps(function)
@@ -240,7 +239,7 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@pass_context  # so that jinja does not run it while it compiles
+@pass_context  # so that jinja does not run it at compile time
 def _charge(_: Context, num_bytes: int) -> None:
     _budget.get().charge(num_bytes)
 
@@ -257,7 +256,7 @@ def _concat(_: Context, values: list[Any]) -> str:
 
 
 class _Charges(NodeTransformer):
-    """Has a template's code charge for bodies that run again and again, for texts that it joins and lists it makes."""
+    """Makes a template's code charge for loop bodies, joined texts and new lists."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         return self._body(node)
@@ -305,7 +304,7 @@ def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox within the limits. Templates compile and render within `TemplateLimits`."""
+    """Jinja's sandbox with limits. Compile and render within `TemplateLimits`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, optimized=False)
@@ -327,7 +326,6 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute within the limits."""
         if operator == "+" and type(left) is str and type(right) is str:
             size = sys.getsizeof(left) + sys.getsizeof(right)
             _check(size)
@@ -350,7 +348,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return _made(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call within the limits. The names are jinja's, so that no keyword of a template is one of them."""
+        """Call within the limits. Jinja's parameter names cannot collide with a template's keywords."""
         _budget.get().charge(0)
         method = getattr(__obj, "__wrapped__", __obj)
         owner = getattr(method, "__self__", None)

@@ -1,4 +1,4 @@
-"""Bounds the time to tokenize one text. Patterns of some tokenizers take quadratic time for a run of digits."""
+"""Limit the time to tokenize a text. Some tokenizers' patterns take quadratic time for a run of digits."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from vlmserve.cancellation import check_cancelled
 from vlmserve.errors import InvalidRequestError
 
 SHORT_TEXT = 2048
-"""Characters of a text that needs no check. It takes at most some 0.05 s."""
+"""Maximum characters of a text that needs no check; it takes at most about 0.05 s."""
 MIN_SECONDS = 2.0
 SECONDS_PER_CHARACTER = 20e-6
-"""CPU time that a text may take. Ordinary text takes a tenth of this or less."""
+"""Allowed CPU time. Ordinary text takes a tenth of it or less."""
 GROWTH = 4
-"""Ratio of the sizes of pieces."""
+"""Ratio between successive piece sizes."""
 _RUN = 4096
 _MIN_QUADRATIC = 0.01
-"""CPU seconds for a run. Less time is no problem, whether it grows quadratically or not."""
+"""CPU seconds of a run. Faster runs are harmless, even if quadratic."""
 _MANY_TIMES = 8
-"""Ratio of the times for runs whose sizes have the ratio `GROWTH`; 4 if time is linear, 16 if it is quadratic."""
+"""Limit of the time ratio between runs whose size ratio is `GROWTH`: linear time gives 4, quadratic time 16."""
 _CHARACTERS = string.printable + "\u0301\u0416\u05e2\u093e\u4e2d\u304b\uac00\U0001f600"
 """Printable ASCII, a combining mark, and characters of other scripts."""
 
@@ -28,7 +28,7 @@ Encode = Callable[[str], object]
 
 
 def is_quadratic(encode: Encode) -> bool:
-    """Return whether runs of one character take quadratic time. This takes about 0.3 s of CPU time."""
+    """Return whether runs of one character take quadratic time. Takes about 0.3 s of CPU time."""
     for character in _CHARACTERS:
         end = "1" if character.isalpha() else "a"
         took = _seconds(encode, character * _RUN + end)
@@ -38,11 +38,10 @@ def is_quadratic(encode: Encode) -> bool:
 
 
 def check_time(encode: Encode, text: str) -> None:
-    """Reject a text that would take too long, in a time that is proportional to its length.
+    """Reject a text that would take too long, in time proportional to its length.
 
-    Pieces of the text are encoded, then larger pieces. A text of ``k`` pieces takes at most ``k`` times as long as all
-    pieces together, because patterns take at most quadratic time.
-    Raises InvalidRequestError and CancelledWorkError.
+    Encodes pieces of the text, then larger pieces. A text of ``k`` pieces takes at most ``k`` times their total,
+    because patterns take at most quadratic time. Raises InvalidRequestError and CancelledWorkError.
     """
     allowed = max(MIN_SECONDS, len(text) * SECONDS_PER_CHARACTER)
     size = SHORT_TEXT

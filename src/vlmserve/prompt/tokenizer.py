@@ -1,8 +1,7 @@
-"""Text to token ids and back, from a checkpoint's own files. Thread-safe; imports neither torch nor transformers.
+"""Tokenize and decode text with a checkpoint's files. Thread-safe; imports neither torch nor transformers.
 
-``tokenizer.json`` is read as it is, which is what transformers' ``TokenizersBackend`` does; only a checkpoint
-without one (sentencepiece alone) is converted by transformers or, where its tokenizer is code of its own, by
-`prompt.convert`.
+Reads ``tokenizer.json``, as transformers' ``TokenizersBackend`` does. Without this file, `prompt.convert` or
+transformers converts the tokenizer.
 """
 
 from __future__ import annotations
@@ -30,27 +29,26 @@ from vlmserve.prompt.tokenizer_limits import check_count, check_sizes, check_tok
 from vlmserve.prompt.untrusted import ControlTokens, Quotation, find_all
 
 TOOL_MARKS = frozenset({"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>"})
-"""Tokens that chat templates write around tool calls and results, and that users' text may not contain."""
+"""Tokens around tool calls and results in chat templates. Users' text may not contain them."""
 
 _USUAL_CHARACTERS = 8
-"""Characters of a token: a text with no more of them for each token of the context is tokenized without a look."""
+"""Characters per token of the context: `check_length` passes shorter texts."""
 _MOST_CHARACTERS = 128
-"""Characters that a token is taken to stand for at least. Few vocabularies have longer tokens, and some tokenizers drop
-whitespace or write one token for several unknown characters."""
+"""Assumed minimum for the longest token, in characters. Few vocabularies have longer tokens, and some tokenizers drop
+whitespace or merge unknown characters into one token."""
 _EXCESS = 4
-"""How many times the context a text may have in tokens: chat templates may leave some of it out."""
+"""Maximum tokens of a text, relative to the context. Chat templates may drop some text."""
 _PIECE = 16384
-"""Characters that are counted at a time."""
+"""Characters to count at a time."""
 
 
 class Tokenizer:
     """A checkpoint's tokenizer.
 
-    image_token, image_token_id: the placeholder of an image, None for a model without a vision tower; video_token,
-    video_token_id: of a video. image_mark: what chat templates write for an image. frame_ends: the tokens around each
-    frame of a video whose times are text; None: times are no text. frames_are_images: as of `PromptFiles`.
-    special_tokens: by name (``bos_token``…). end_token_ids: ids that end an answer.
-    control_tokens: what users' text must never be read as.
+    image_token, image_token_id: placeholder of an image; None: no vision tower. video_token, video_token_id:
+    placeholder of a video. image_mark: what chat templates write for an image. frame_ends: tokens around each video
+    frame with a timestamp. frames_are_images: as in `PromptFiles`. special_tokens: by name (``bos_token``…).
+    end_token_ids: end an answer. control_tokens: users' text is never read as these.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, files: PromptFiles) -> None:
@@ -78,11 +76,11 @@ class Tokenizer:
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         beside = (*(files.image_ends or ()), *(files.frame_ends or ()))
         media_ids = (files.image_token_id, files.video_token_id, *beside)
-        # Some vocabularies have these as ordinary tokens, since they are to be seen in answers.
+        # Some vocabularies have them as ordinary tokens, so that answers show them.
         marks = {id_ for id_, token in added.items() if token.content in TOOL_MARKS}
         self._control_ids = self.special_ids | marks | {id_ for id_ in media_ids if id_ is not None}
         self._added = {token.content: (id_, token) for id_, token in added.items()}
-        # A tokenizer may write its unknown token for ordinary text; it means nothing to a model.
+        # A tokenizer may write its unknown token for ordinary text; it is harmless.
         self._forbidden_ids = self._control_ids - {_unknown_id(backend, files)}
         self.control_tokens = ControlTokens(added[id_].content for id_ in self._control_ids)
         self._added_pattern = _pattern(list(added.values()))
@@ -101,7 +99,7 @@ class Tokenizer:
     def from_folder(cls, folder: Path, files: PromptFiles | None = None) -> Tokenizer:
         """Read the tokenizer of a checkpoint's folder or GGUF file.
 
-        Raises ModelLoadError if there is none, or a part of it is missing.
+        Raises ModelLoadError if it is missing or incomplete.
         """
         files = files or read_prompt_files(folder)
         if (file := language_model(folder)) is not None:
@@ -128,30 +126,29 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, added tokens included."""
+        """Number of token ids, including added tokens."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @cached_property
     def decoder_steps(self) -> dict[str, Any] | None:
-        """How the tokenizer turns tokens into text, as written in ``tokenizer.json``."""
+        """The decoder of ``tokenizer.json``."""
         decoder = self._backend.decoder
         return None if decoder is None else json.loads(decoder.__getstate__())
 
     def token(self, token_id: int) -> str | None:
-        """The token with that id, None for an id out of range."""
+        """The token with this id; None: out of range."""
         return self._backend.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token, None if there is no such token."""
         return self._backend.token_to_id(token)
 
     def mark_images(self, mark: str) -> None:
-        """Chat templates write `mark` for an image, which nothing surrounds."""
+        """Set the text that chat templates write for an image, without tokens around it."""
         self.image_mark, self._image = mark, self.image_token
 
     def write_media(self, text: str) -> str:
-        """Text in which everything that belongs to an image stands where the template has its mark, and the placeholder
-        of a video without the tokens that each of its frames will have."""
+        """Replace the template's image mark by the tokens of an image, and remove frame tokens around video
+        placeholders."""
         if self.frame_ends is not None and self.video_token is not None:
             begin, end = self.frame_ends
             text = text.replace(begin + self.video_token + end, self.video_token)
@@ -160,7 +157,7 @@ class Tokenizer:
         return text.replace(self.image_mark, self._image)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, control tokens in it included. A beginning token is never put before another one."""
+        """Token ids of `text`, including control tokens. BOS is not added to a text that starts with it."""
         bos = self.special_tokens.get("bos_token")
         add_special_tokens = add_special_tokens and not (bos and text.startswith(bos))
         return self._ids(self._backend, text, add_special_tokens=add_special_tokens)
@@ -172,7 +169,7 @@ class Tokenizer:
         return list(_encoding(self._backend, first, second, add_special_tokens=True).ids)
 
     def encode_inside(self, text: str) -> list[int]:
-        """Token ids of text that follows other text. Added tokens that are not special stand for their text."""
+        """Token ids of text that follows other text. Added tokens are read in it, unless they are special."""
         if self._visible_pattern is None:
             return self._ids(self._plain_continuing, text)
         ids: list[int] = []
@@ -182,12 +179,11 @@ class Tokenizer:
         return ids
 
     def check_length(self, texts: Iterable[str], max_tokens: int) -> None:
-        """Refuse text that is far too long for a prompt of `max_tokens`, in a time that depends on `max_tokens` only.
+        """Reject text that is far too long for `max_tokens`, in time that depends only on `max_tokens`.
 
-        Text has to be tokenized to know its length, which takes seconds for megabytes. So text with more characters
-        than the longest tokens could stand for is refused as it is, and other long text is counted in pieces until it
-        has four times as many tokens as fit. Whether what remains fits is known once the prompt is made.
-        Raises PromptTooLongError, CancelledWorkError.
+        Tokenizing megabytes takes seconds. Text longer than `max_tokens` of the longest token is rejected without
+        tokenizing. Other long text is counted in pieces, up to four times `max_tokens`. The finished prompt gives the
+        exact number. Raises PromptTooLongError and CancelledWorkError.
         """
         texts = list(texts)
         size = sum(map(len, texts))
@@ -206,16 +202,16 @@ class Tokenizer:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters. Vocabularies of bytes have at least one of them for each character."""
+        """Characters of the longest token; byte vocabularies use at least one for each character."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
 
     def encode_quoted(self, text: str, quotation: Quotation, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of rendered text, in which what `quotation` has quoted is plain text.
+        """Token ids of rendered text, with quoted parts as plain text.
 
-        Raises InvalidRequestError if the tokenizer cannot write the quoted text without a control token.
+        Raises InvalidRequestError if the tokenizer writes a quoted part as a control token.
         """
         bos = self.special_tokens.get("bos_token")
-        # Some templates write it themselves, PaliGemma's after the images.
+        # Some templates write BOS themselves, PaliGemma's after the images.
         framed = add_special_tokens and not (bos and bos in text)
         if quotation.is_empty:
             return self.encode(text, add_special_tokens=framed)
@@ -244,7 +240,7 @@ class Tokenizer:
         ids = self._ids(encoder, plain)
         if self._forbidden_ids.isdisjoint(ids):
             return ids
-        # Some vocabularies hold a control token as an ordinary word; its characters one by one are not that word.
+        # Some vocabularies have a control token as an ordinary word; its single characters are not that word.
         cuts = {at for start, end in quotation.quoted_spans(text) for at in range(start, end + 1)}
         ids, done = [], 0
         for cut in sorted(cuts | {len(plain)}):
@@ -272,7 +268,7 @@ class Tokenizer:
             return True
 
     def _plain_variant(self, *, continuing: bool) -> tokenizers.Tokenizer:
-        """The same model blind to added tokens; `continuing` for text that is not the beginning of a prompt."""
+        """The model without added tokens. continuing: for text that is not the beginning of a prompt."""
         variant = tokenizers.Tokenizer(self._backend.model)
         pre_tokenizer = self._backend.pre_tokenizer
         if pre_tokenizer is not None:
@@ -293,9 +289,9 @@ class Tokenizer:
 def _encoding(
     encoder: tokenizers.Tokenizer, text: str, pair: str | None = None, *, add_special_tokens: bool = False
 ) -> tokenizers.Encoding:
-    """Raises InvalidRequestError if a pattern of the tokenizer gives up. pair: a second text."""
+    """Encode one text or a pair. Raises InvalidRequestError if a pattern of the tokenizer gives up."""
     try:
-        # Unlike `encode` it releases the GIL, and it makes no offsets, which take memory.
+        # Unlike `encode` this releases the GIL and computes no offsets.
         return encoder.encode_batch_fast(
             [text if pair is None else (text, pair)], add_special_tokens=add_special_tokens
         )[0]
@@ -308,12 +304,13 @@ def _encoding(
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether the Rust code of the tokenizers library failed. It raises a class that cannot be imported."""
+    """Return whether Rust code of the tokenizers library panicked. Its exception class cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
 def _complete(backend: tokenizers.Tokenizer, files: PromptFiles) -> None:
-    """Add the tokens that only tokenizer_config.json knows. Whether BOS and EOS are added, tokenizer.json decides."""
+    """Add tokens of tokenizer_config.json that tokenizer.json lacks. tokenizer.json determines whether to add BOS and
+    EOS."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = files.tokenizer_config.get("added_tokens_decoder") or {}
     check_count(len(declared), "tokenizer_config.json")
@@ -336,7 +333,7 @@ def _unknown_id(backend: tokenizers.Tokenizer, files: PromptFiles) -> int | None
 
 
 def _ensure_token(backend: tokenizers.Tokenizer, token_id: int | None, meaning: str) -> str | None:
-    """The token with that id, which is read as such from now on."""
+    """The token with this id, registered as a special token."""
     if token_id is None:
         return None
     token = backend.id_to_token(token_id)
@@ -360,7 +357,7 @@ def _pattern(tokens: list[AddedToken]) -> re.Pattern[str]:
 
 
 def _without_first_space(pre_tokenizer: tokenizers.pre_tokenizers.PreTokenizer) -> Any:
-    """The same pre-tokenizer without the space that some put before the first word of a text."""
+    """The pre-tokenizer without the space that some add before the first word."""
     state = json.loads(pre_tokenizer.__getstate__())
     _replace_values(state, "prepend_scheme", "first", "never")
     empty = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())
@@ -391,7 +388,7 @@ def _converted(folder: Path, files: PromptFiles) -> tokenizers.Tokenizer:
         from transformers import AutoTokenizer
 
         converted = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # transformers raises anything for a folder without a tokenizer
+    except Exception as error:  # transformers raises anything for a folder without tokenizer
         raise ModelLoadError(f"{folder} has no tokenizer that can be read: {error}") from error
     backend = getattr(converted, "backend_tokenizer", None)
     if backend is None:

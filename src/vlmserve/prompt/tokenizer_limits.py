@@ -1,4 +1,4 @@
-"""Limits of a checkpoint's tokenizer, checked before the tokenizers library reads it."""
+"""Check limits of a checkpoint's tokenizer before the tokenizers library reads it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from vlmserve.errors import ModelLoadError
 from vlmserve.prompt.patterns import PatternError, check_pattern
 
 MAX_FILE_BYTES = 256 * 2**20
-"""Size of one file of a tokenizer. Published ones have up to 50 MiB."""
+"""Maximum bytes of a file. Published files have up to 50 MiB."""
 MAX_ADDED_TOKENS = 2**17
-"""Each added token takes about 65 microseconds at the start."""
+"""Each added token adds about 65 microseconds to the start."""
 MAX_PATTERNS = 64
-"""Regular expressions of one tokenizer."""
+"""Maximum regular expressions of a tokenizer."""
 MAX_GROWTH = 1000
-"""How many times longer the replacements of a tokenizer may make a text."""
+"""Maximum growth of a text's length by replacements."""
 MAX_WORD = 1000
-"""Characters of a WordPiece word. Splitting a word takes cubic time."""
+"""Maximum characters of a WordPiece word. Splitting a word takes cubic time."""
 
 _FILES = ("*token*", "vocab*", "merges*", "spiece*", "*.tiktoken", "*.model")
 _SHOWN = 40
@@ -42,7 +42,7 @@ class _File(msgspec.Struct):
 
 
 def check_sizes(folder: Path) -> None:
-    """Raises ModelLoadError if a file of the tokenizer in `folder` is too large."""
+    """Raise ModelLoadError if a tokenizer file in `folder` is too large."""
     for pattern in _FILES:
         for path in folder.glob(pattern):
             if path.suffix != ".safetensors" and path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
@@ -51,13 +51,13 @@ def check_sizes(folder: Path) -> None:
 
 
 def check_count(count: int, name: str) -> None:
-    """Raises ModelLoadError if the file `name` adds too many tokens."""
+    """Raise ModelLoadError if the file `name` adds too many tokens."""
     if count > MAX_ADDED_TOKENS:
         raise ModelLoadError(f"{name} adds {count:,} tokens; at most {MAX_ADDED_TOKENS:,} are supported")
 
 
 def check_tokenizer(data: bytes) -> None:
-    """Raises ModelLoadError if ``tokenizer.json`` exceeds a limit or is not a JSON object."""
+    """Raise ModelLoadError if ``tokenizer.json`` exceeds a limit or is not a JSON object."""
     name = "tokenizer.json"
     try:
         file = msgspec.json.decode(data, type=_File)
@@ -82,7 +82,6 @@ def check_tokenizer(data: bytes) -> None:
 
 
 def _objects(node: Any) -> Iterator[dict[str, Any]]:
-    """All objects in JSON."""
     nodes = [node]
     while nodes:
         one = nodes.pop()
@@ -94,7 +93,7 @@ def _objects(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any], name: str) -> float:
-    """How many times longer one replacement may make a text."""
+    """Maximum growth of a text's length by a replacement."""
     content, pattern = step.get("content"), step.get("pattern")
     if step.get("type") != "Replace" or not isinstance(content, str) or not isinstance(pattern, dict):
         return 1.0
@@ -107,7 +106,7 @@ def _growth(step: dict[str, Any], name: str) -> float:
 
 
 def _check_pattern(pattern: str, name: str) -> bool:
-    """Check as `check_pattern` does. Raises ModelLoadError."""
+    """`check_pattern` that raises ModelLoadError."""
     try:
         return check_pattern(pattern)
     except PatternError as error:

@@ -1,9 +1,9 @@
-"""Keeps text from users apart from the control tokens that a chat template writes.
+"""Keep users' text apart from control tokens of chat templates.
 
-A user who types ``<image>`` or ``<|im_end|>`` means these characters, not the token. Before a template renders,
-`Quotation.quote` replaces whatever in the user's text could be read as a control token, alone or joined with what
-stands beside it, by codes made of private-use characters; after rendering, `Quotation.unquote` puts the characters
-back into text that is then tokenized without looking for control tokens. Ordinary text passes untouched.
+A user who types ``<image>`` or ``<|im_end|>`` means these characters, not the token. Before rendering,
+`Quotation.quote` replaces text that could be read as a control token, alone or joined with its neighbors, by codes of
+private-use characters. After rendering, `Quotation.unquote` restores the text, which is then tokenized without control
+tokens. Other text passes unchanged.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from vlmserve.cancellation import check_cancelled
 
 _OPEN, _CLOSE = "\U000ffff0", "\U000ffff1"
 END_MARK = _OPEN + _CLOSE
-"""A code of nothing: no quoted text has it, so that it can mark a place in a template's text."""
+"""An empty code, which no quoted text contains. It marks a position in a template's text."""
 _CODE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 _WINDOW = 16384
-"""Characters that are searched at a time: no other thread runs meanwhile."""
+"""Characters of one search, which holds the GIL."""
 
 
 def find_all(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
-    """The same matches as ``pattern.finditer``, found in windows of the text. longest: characters of any match.
+    """Yield the matches of ``pattern.finditer``, searching in windows. longest: maximum characters of a match.
 
     Raises CancelledWorkError.
     """
@@ -30,7 +30,7 @@ def find_all(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.M
     for start in range(0, len(text), _WINDOW):
         check_cancelled()
         end = start + _WINDOW
-        # One character more, for patterns with a look-ahead.
+        # One extra character for look-ahead.
         for match in pattern.finditer(text, max(start, done), end + longest + 1):
             if match.start() >= end:
                 break
@@ -50,11 +50,11 @@ class ControlTokens:
         self._longest = max(map(len, self.tokens), default=0)
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """The parts of `text` that are a control token, or could become one where other text is put beside it."""
+        """The spans of `text` that are a control token, or could become one next to other text."""
         if not text:
             return []
         spans = [match.span() for match in find_all(self._dangerous, text, max(self._longest, 1))]
-        # Templates may strip the text, so its edges are also those of the stripped text.
+        # Templates may strip the text, so check the edges of the stripped text as well.
         left, right = len(text) - len(text.lstrip()), len(text.rstrip())
         for start in {0, left}:
             spans += self._edge(text, start, None)
@@ -71,7 +71,7 @@ class ControlTokens:
         return self._inside(text)
 
     def _inside(self, text: str) -> list[tuple[int, int]]:
-        # A short text may be the middle of a token whose ends stand in the texts around it.
+        # A short text may be the middle of a token that the texts around it complete.
         stripped = text.strip()
         if stripped and len(stripped) < self._longest and any(stripped in token for token in self.tokens):
             start = text.index(stripped)
@@ -88,11 +88,11 @@ class Quotation:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing had to be quoted, so that rendered text means what it says."""
+        """True if nothing was quoted."""
         return not self._quoted
 
     def quote(self, text: str) -> str:
-        """`text` with codes in place of whatever could be read as a control token."""
+        """Replace parts of `text` that could be read as a control token by codes."""
         pieces: list[str] = []
         done = 0
         for start, end in self._control.spans(text):
@@ -102,11 +102,11 @@ class Quotation:
         return "".join([*pieces, text[done:]])
 
     def unquote(self, text: str) -> str:
-        """`text` with the users' characters back in place of the codes."""
+        """Replace codes by the users' characters."""
         return _CODE.sub(lambda match: self._quoted[int(match[1])], text)
 
     def quoted_spans(self, text: str) -> list[tuple[int, int]]:
-        """Where in ``unquote(text)`` the quoted characters are."""
+        """The positions of quoted characters in ``unquote(text)``."""
         spans, shift = [], 0
         for match in _CODE.finditer(text):
             length = len(self._quoted[int(match[1])])
