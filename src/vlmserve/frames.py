@@ -5,6 +5,7 @@ Arrays are neither copied into the message nor out of it, and one that a message
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -16,6 +17,9 @@ from vlmserve.types import Pixels
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Frames: TypeAlias = "list[bytes | memoryview]"
 Message = TypeVar("Message")
+_known: set[type] = set()
+"""Kinds of messages whose fields msgspec has looked up."""
+_looking_up = threading.Lock()
 
 
 def pack(message: Any) -> Frames:
@@ -39,6 +43,11 @@ def unpack(frames: Sequence[Buffer], kind: type[Message]) -> Message:
 
     Raises msgspec.ValidationError if the frames hold no such message.
     """
+    if kind not in _known:
+        # msgspec crashes where two threads decode the first message of a kind.
+        with _looking_up:
+            msgspec.msgpack.Decoder(kind)
+            _known.add(kind)
     arrays: dict[int, Pixels] = {}
 
     def put_in(_: type, value: Any) -> Pixels:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 import numpy as np
 import pytest
@@ -26,6 +30,7 @@ from vlmserve.engine.messages import (
     decode_to_engine,
     encode,
 )
+from vlmserve.frames import pack, unpack
 from vlmserve.levels import Levels
 from vlmserve.types import (
     BlockMap,
@@ -217,3 +222,22 @@ def test_what_is_no_message_is_refused():
         decode_to_engine([msgspec.msgpack.encode({"type": "Ready"})])
     with pytest.raises(msgspec.ValidationError):
         decode_from_engine(msgspec.msgpack.encode({"type": "Add"}))
+
+
+def test_threads_unpack_their_first_message_together() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(20):
+                part = msgspec.defstruct("Part", [(f"field{number}", "list[int]", []) for number in range(30)])
+                kind = msgspec.defstruct("Kind", [(f"field{number}", list[part], []) for number in range(30)])
+                frames, barrier = pack(kind()), threading.Barrier(4)
+
+                def read(_: int, kind=kind, frames=frames, barrier=barrier):
+                    barrier.wait()
+                    return unpack(frames, kind)
+
+                assert [*pool.map(read, range(4))] == [kind()] * 4
+    finally:
+        sys.setswitchinterval(interval)
