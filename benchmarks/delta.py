@@ -45,11 +45,17 @@ COLUMNS = ("work", "rows", "ms", "of bandwidth", "of torch.bmm", "of torch")
 Work = Callable[[], object]
 
 
-def ratios(work: Work, others: Sequence[Work], turns: int) -> tuple[float, list[float]]:
-    """The median seconds of some work, and the median of how long each other takes in the same turn, relative to it."""
+def ratios(work: Work, others: Sequence[Work], turns: int, prepare: Work = lambda: None) -> tuple[float, list[float]]:
+    """The median seconds of some work, and the median of how long each other takes in the same turn, relative to it.
+
+    prepare: runs before each of them, and its time does not count.
+    """
     seconds = []
     for turn in range(turns + 1):
-        taken = [_seconds(one) for one in (work, *others)]
+        taken = []
+        for one in (work, *others):
+            prepare()
+            taken.append(_seconds(one))
         if turn:  # the first one is a warm-up
             seconds.append(taken)
     relative = [statistics.median(taken[1 + i] / taken[0] for taken in seconds) for i in range(len(others))]

@@ -8,7 +8,7 @@ Embeddings run on SmolLM2-135M's shape with random weights. "Of prefill" divides
 prompts with answers of one token. Nothing is cached. Decisions are predicates about one new image. "Of chats together"
 divides the time of as many chats with a JSON schema, all at once, by the time of the decisions. "Of chats in turn"
 divides the time of these chats one after the other. Each way gets an image of its own, and its questions share the
-prefix cache. Figures are medians of the turns' ratios. Store a report in `benchmarks/results/engines/MACHINE`.
+prefix cache. In rows with a cached image, a chat about the image came before, and its time does not count. Figures are medians of the turns' ratios. Store a report in `benchmarks/results/engines/MACHINE`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ from vlmserve.types import Grammar
 
 NOTES = (
     "Of prefill: tokens/s of embeddings divided by those of the same prompts with answers of one token. "
-    "Of chats: time of chats with a JSON schema divided by the time of decisions. Medians of interleaved turns."
+    "Of chats: time of chats with a JSON schema divided by the time of decisions. Cached image: a chat about it came "
+    "before and does not count. Medians of interleaved turns."
 )
 COLUMNS = ("work", "model", "requests", "seconds", "of prefill", "of chats together", "of chats in turn")
+IMAGES = ("new", "cached")
 SCHEMA = {
     "type": "object",
     "properties": {"answer": {"enum": ["yes", "no"]}},
@@ -63,31 +65,39 @@ def embedding_row(llm: LLM, name: str, texts: int, lengths: tuple[int, int], tur
     return ["embeddings", name, texts, _rounded(seconds), _rounded(relative), None, None]
 
 
-def decision_row(llm: LLM, name: str, questions: int, size: int, turns: int) -> list[Any]:
-    """Predicates about a square image of noise. size: its width."""
+def decision_row(llm: LLM, name: str, questions: int, size: int, turns: int, *, cached: bool) -> list[Any]:
+    """Predicates about a square image of noise. size: its width. cached: a chat about the image comes before."""
     seeds = itertools.count()
     statements = [f"{number} shapes are in the image." for number in range(questions)]
     params = SamplingParams(temperature=0, max_tokens=64, grammar=Grammar.json(SCHEMA))
+    shown: list[dict[str, Any]] = []
 
-    def parts() -> list[dict[str, Any]]:
+    def ask(text: str) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}]
+
+    def prepare() -> None:
         pixels = np.random.default_rng(next(seeds)).integers(0, 256, (size, size, 3), np.uint8)
-        return [{"type": "image", "image": Image.fromarray(pixels)}]
+        shown[:] = [{"type": "image", "image": Image.fromarray(pixels)}]
+        if cached:
+            llm.chat(ask("Describe the image."), SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
 
     def chats() -> list[list[dict[str, Any]]]:
-        shown = parts()
-        texts = [f'{one} Is this true? Answer with {{"answer": "yes"}} or {{"answer": "no"}}.' for one in statements]
-        return [[{"role": "user", "content": [*shown, {"type": "text", "text": text}]}] for text in texts]
+        return [
+            ask(f'{one} Is this true? Answer with {{"answer": "yes"}} or {{"answer": "no"}}.') for one in statements
+        ]
 
     def decide() -> None:
-        content = [{"role": "user", "content": parts()}]
+        content = [{"role": "user", "content": [*shown]}]
         llm.decide(content, [Question.predicate(one) for one in statements], use_tqdm=False)
 
     def in_turn() -> None:
         for chat in chats():
             llm.chat(chat, params, use_tqdm=False)
 
-    seconds, relative = ratios(decide, [lambda: llm.chat(chats(), params, use_tqdm=False), in_turn], turns)
-    return ["decisions", name, questions, _rounded(seconds), None, *map(_rounded, relative)]
+    others = [lambda: llm.chat(chats(), params, use_tqdm=False), in_turn]
+    seconds, relative = ratios(decide, others, turns, prepare)
+    work = "decisions, cached image" if cached else "decisions"
+    return [work, name, questions, _rounded(seconds), None, *map(_rounded, relative)]
 
 
 def _rounded(value: float) -> float:
@@ -116,6 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--quantize", choices=["int8", "int4"], help="weights of models that decide")
     parser.add_argument("--questions", type=int, default=32)
+    parser.add_argument(
+        "--images", nargs="+", choices=IMAGES, default=IMAGES, help="images of decisions (default: both)"
+    )
     parser.add_argument("--image-size", type=int, default=448)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the report to this file")
@@ -130,7 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         weights = {} if options.quantize is None else {"quantize": options.quantize}
         for name in options.vlm:
             with LLM(_vlm(name, folder), kv_cache_memory="1GiB", **weights) as llm:
-                rows.append(decision_row(llm, name, options.questions, options.image_size, options.turns))
+                sizes = (options.questions, options.image_size, options.turns)
+                rows += [decision_row(llm, name, *sizes, cached=image == "cached") for image in options.images]
     report = {
         "title": "Embeddings and decisions" if options.texts else "Decisions",
         "command": " ".join(["python -m benchmarks.retrieval", *(arguments or sys.argv[1:])]),
