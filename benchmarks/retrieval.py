@@ -8,7 +8,8 @@ Embeddings run on SmolLM2-135M's shape with random weights. "Of prefill" divides
 prompts with answers of one token. Nothing is cached. Decisions are predicates about one new image. "Of chats together"
 divides the time of as many chats with a JSON schema, all at once, by the time of the decisions. "Of chats in turn"
 divides the time of these chats one after the other. Each way gets an image of its own, and its questions share the
-prefix cache. In rows with a cached image, a chat about the image came before, and its time does not count. Figures are medians of the turns' ratios. Store a report in `benchmarks/results/engines/MACHINE`.
+prefix cache. In rows with a cached image, a chat about the image came before, and its time does not count. Figures are
+medians of the turns' ratios. Store a report in `benchmarks/results/server/MACHINE`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +26,7 @@ from vlmserve.errors import (
     UnknownModelError,
 )
 from vlmserve.frontend.deciding import Question
+from vlmserve.frontend.scoring import Result, VectorScorer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -40,6 +43,7 @@ def folder(tmp_path_factory) -> Path:
 async def llm(folder):
     """Few and small prompts are prepared ahead."""
     options = {"prepare_ahead": 3, "prepare_ahead_memory": 2000, "max_num_seqs": 4, "mock_tpot": 0.003}
+    options["pooling"] = "last"
     async with AsyncLLM(str(folder), engine="mock", **options) as running:
         yield running
 
@@ -81,6 +85,27 @@ async def test_decisions_are_those_of_llm(llm, folder):
     chat, questions = [{"role": "user", "content": "a"}], [Question.predicate("b"), Question.predicate("c")]
     expected = LLM(str(folder), engine="mock").decide(chat, questions, use_tqdm=False)
     assert await llm.decide(chat, questions) == expected
+
+
+async def test_vectors_are_dropped_once_compared(llm, folder, monkeypatch):
+    tally, held, alive = VectorScorer.tally, [], []
+
+    def counting(scorer: VectorScorer, num_queries: int) -> Callable[[Result], list[float]]:
+        take = tally(scorer, num_queries)
+
+        def counted(result: Result) -> list[float]:
+            held.append(weakref.ref(result))
+            alive.append(sum(one() is not None for one in held))
+            return take(result)
+
+        return counted
+
+    monkeypatch.setattr(VectorScorer, "tally", counting)
+    documents = [f"document {number}" for number in range(12)]
+    expected = LLM(str(folder), engine="mock", pooling="last").score("query", documents, use_tqdm=False)
+    assert await llm.score("query", documents) == expected
+    assert len(alive) == 2 * 13
+    assert max(alive) <= 3, "the query, a document, and the one before"
 
 
 async def test_stream_results_come_in_order(llm):

@@ -17,6 +17,7 @@ from tests.checkpoints import make_text_model, rename_tensors
 from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve import LLM, AsyncLLM
 from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.deciding import Question
 
 TEXTS = ["hello", "a red circle", "there is a small blue square on the left"]
 
@@ -130,6 +131,22 @@ def test_wrong_prompts_are_named_before_any_runs(mock_llm):
     fine, wrong = mock_llm.embed(["a", {"text": "b"}], use_tqdm=False, on_error="return")
     assert isinstance(wrong, InvalidRequestError)
     assert fine.outputs.error is None
+
+
+def test_salts_separate_what_is_cached(tmp_path):
+    llm = LLM(str(make_text_model(tmp_path, Qwen3ForCausalLM, Qwen3Config)), dtype="float32", pooling="last")
+
+    def cached(prompt: object, salt: str | None) -> int:
+        return llm.embed(prompt, use_tqdm=False, cache_salt=salt)[0].num_cached_tokens
+
+    embedded, scored = (f"{word} red circle on the left of two small blue squares " * 4 for word in ("a", "the"))
+    conversation = [{"role": "user", "content": "two small blue squares " * 8}]
+    llm.embed(embedded, use_tqdm=False, cache_salt="one")
+    llm.score("a", scored, use_tqdm=False, cache_salt="one")
+    llm.decide(conversation, [Question.predicate("b")], use_tqdm=False, cache_salt="one")
+    for prompt in (embedded, scored, conversation):
+        assert cached(prompt, None) == cached(prompt, "other") == 0
+        assert cached(prompt, "one") > 0
 
 
 def test_async_vectors_are_the_same(folder, mock_llm):

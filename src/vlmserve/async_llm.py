@@ -194,7 +194,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
         params, several = call.params_of(self.default_sampling_params), call.adapters()
         adapters = itertools.repeat(cast(LoRARequest | None, call.lora_request)) if several is None else several
         results = self._results(call, zip(call.items, params, adapters, strict=False), stream=stream)
-        return results if stream else _listed(call, results)
+        return results if stream else _listed(results)
 
     async def _results(
         self, call: Call, wanted: Iterator[tuple[Any, SamplingParams, LoRARequest | None]], *, stream: bool
@@ -218,7 +218,8 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
                     return
                 outcome = await running[0]
                 running.popleft()
-                yield call.result_of(outcome, number)
+                for result in call.results_of(outcome, number):
+                    yield result
                 number += 1
         finally:
             for task in running:
@@ -374,6 +375,6 @@ async def _finish(stream: EngineStream, generation: Generation, place: _Place) -
         await place.leave()
 
 
-async def _listed(call: Call, results: AsyncGenerator[Any, None]) -> list[Any]:
+async def _listed(results: AsyncGenerator[Any, None]) -> list[Any]:
     async with contextlib.aclosing(results):
-        return call.combined([result async for result in results])
+        return [result async for result in results]

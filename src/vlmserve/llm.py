@@ -243,12 +243,12 @@ class LLM(OfflineModel[Iterator[str]]):
                 )
                 with closing(batch.results()) as outcomes:
                     for number, outcome in enumerate(outcomes):
-                        yield call.result_of(outcome, number)
+                        yield from call.results_of(outcome, number)
 
         if stream:
             return results()
         with closing(results()) as found:
-            return call.combined(found)
+            return list(found)
 
 
 @contextmanager

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from inspect import signature
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, cast
 
@@ -30,7 +29,6 @@ from vlmserve.outputs import PoolingRequestOutput, RequestOutput, ScoringOutput,
 from vlmserve.sampling_params import Grammar
 from vlmserve.tasks import Prefill
 from vlmserve.types import Prompt, SamplingParams
-from vlmserve.validation import did_you_mean
 
 if TYPE_CHECKING:
     from vlmserve.frontend.deciding import Question
@@ -66,27 +64,6 @@ class ParsedModel(Protocol):
 Model = TypeVar("Model", bound=ParsedModel)
 
 
-def check_arguments(method: Callable[..., Any], others: Mapping[str, Any]) -> None:
-    """Raise TypeError, which says what was probably meant, for arguments that a method lacks. None passes."""
-    known = [name for name in signature(method).parameters if name not in ("self", "others")]
-    for name, value in others.items():
-        if value is not None and name not in _HARMLESS:
-            instead = _INSTEAD.get(name) or did_you_mean(name, known)
-            raise TypeError(f"{method.__name__}() has no argument {name}{instead}")
-
-
-_HARMLESS = ("use_tqdm", "priority", "chat_template_content_format")
-"""Arguments of other methods or libraries that change no answer."""
-_INSTEAD: Mapping[str, str] = {
-    "chat_template": "; give chat_template to LLM",
-    "prompt_token_ids": '; give the prompt as {"prompt_token_ids": [...]}',
-    "multi_modal_data": '; give the prompt as {"prompt": text, "multi_modal_data": {...}}',
-    "images": '; give the prompt as {"prompt": text, "multi_modal_data": {"image": images}}',
-    "tools": "; serve the model to call tools",
-}
-"""What to write instead of arguments that other libraries, or older versions of vLLM, have."""
-
-
 @dataclass(frozen=True)
 class Call:
     """One use of `chat`, `generate` or `stream`."""
@@ -106,8 +83,8 @@ class Call:
     lora_request: Adapters
     schema: Any = None
     """A JSON schema or a pydantic model that answers fit, if results are objects."""
-    combine: Callable[[Iterable[Any]], list[Any]] | None = None
-    """Makes the results of all items, which come in order; None: each item has its own."""
+    convert: Callable[[Any], list[Any]] | None = None
+    """Makes what the caller gets from the outcome of each item, in order. An outcome may give nothing."""
     before: Call | None = None
     """Computed first: the items find it cached."""
     is_prepared: bool = False
@@ -165,8 +142,12 @@ class Call:
             raise InvalidRequestError("with a schema each result is one object; leave n out", param="n")
         return msgspec.structs.replace(params, grammar=Grammar.json(self.schema))
 
-    def result_of(self, outcome: Outcome, number: int) -> Any:
-        """What the caller gets for an item. Raises AnswerError, or returns it, if there is no object in an answer."""
+    def results_of(self, outcome: Outcome, number: int) -> list[Any]:
+        """Return the results for an item. Raises VLMServeError for an item without a result."""
+        return [self._result_of(outcome, number)] if self.convert is None else self.convert(outcome)
+
+    def _result_of(self, outcome: Outcome, number: int) -> Any:
+        """The outcome or its object. Raises AnswerError, or returns it, if there is no object in an answer."""
         if self.schema is None or not isinstance(outcome, RequestOutput):
             return outcome
         try:
@@ -177,10 +158,6 @@ class Call:
             if self.on_error == "raise":
                 raise
             return error
-
-    def combined(self, results: Iterable[Any]) -> list[Any]:
-        """Return what the caller gets for all items."""
-        return list(results) if self.combine is None else self.combine(results)
 
     def check_all(self) -> None:
         """Find what is wrong before anything runs, as far as that is possible without preparing it.
@@ -240,12 +217,12 @@ class Prompts:
         **options: Any,
     ) -> Call:
         """Make the call of `OfflineModel.chat`. options: of `RequestPreparer.chat`. Raises InvalidRequestError."""
-        from vlmserve.frontend.messages import check_cache_salt, check_conversations, with_kwargs
+        from vlmserve.frontend.messages import check_conversations, with_kwargs
 
         check_conversations(messages)
         if not isinstance(options["template_settings"], Mapping | None):
             raise InvalidRequestError("chat_template_kwargs must be a dict", param="chat_template_kwargs")
-        salt = check_cache_salt(cache_salt)
+        salt = _checked(cache_salt)
         with_kwargs((), options["mm_processor_kwargs"])
         given = [sampling_params] if isinstance(sampling_params, SamplingParams) else sampling_params or ()
         if options["continue_final_message"] and (schema is not None or any(one.grammar is not None for one in given)):
@@ -298,16 +275,17 @@ class Prompts:
         truncate_prompt_tokens: int | None,
         on_error: OnError,
         lora_request: Adapters,
+        cache_salt: str | None,
         **options: Any,
     ) -> Call:
         """Make the call of `OfflineModel.embed`. options: of `RequestPreparer.chat`."""
-        task = self.preparer.vectors.embed(dimensions)
+        task, salt = self.preparer.vectors.embed(dimensions), _checked(cache_salt)
         is_one = is_prompt(prompts) or has_roles(prompts)
 
         def prepare(item: Any) -> Prepared:
             if not has_roles(item):
-                return self._text_prompt(item)._replace(task=task)
-            return Prepared(self.preparer.chat(item, allow_local=True, **options), task=task)
+                return self._text_prompt(item, salt)._replace(task=task)
+            return Prepared(self.preparer.chat(item, allow_local=True, cache_salt=salt, **options), salt, task=task)
 
         def check(item: Any) -> None:
             (self.preparer.check_files if has_roles(item) else self._check_prompt)(item)
@@ -331,28 +309,29 @@ class Prompts:
         instruction: str | None,
         truncate_prompt_tokens: int | None,
         lora_request: Adapters,
+        cache_salt: str | None,
         **options: Any,
     ) -> Call:
         """Make the call of `OfflineModel.score`. options: of `RequestPreparer.chat`."""
         from vlmserve.frontend.scoring import make_scorer, shortened
 
-        scorer, preparer = make_scorer(self.preparer), self.preparer
+        scorer, preparer, salt = make_scorer(self.preparer), self.preparer, _checked(cache_salt)
         first, second = sides_of(queries), sides_of(documents)
         second = [*shortened(scorer, preparer, first, second, instruction, truncate_prompt_tokens)]
 
         def prepare(item: Any) -> Prepared:
             if isinstance(item, Prompt):
-                return Prepared(item, task=scorer.task)
+                return Prepared(item, salt, task=scorer.task)
             if isinstance(item, str):
-                return self._text_prompt(item)._replace(task=scorer.task)
+                return self._text_prompt(item, salt)._replace(task=scorer.task)
             settings = scorer.template_settings
-            return Prepared(
-                preparer.chat(item, allow_local=True, template_settings=settings, **options), task=scorer.task
-            )
+            prompt = preparer.chat(item, allow_local=True, cache_salt=salt, template_settings=settings, **options)
+            return Prepared(prompt, salt, task=scorer.task)
 
-        def combine(results: Iterable[Any]) -> list[Any]:
-            scores = scorer.scores(_values(results), len(first))
-            return [ScoringRequestOutput(ScoringOutput(score)) for score in scores]
+        take = scorer.tally(len(first))
+
+        def convert(outcome: Any) -> list[Any]:
+            return [ScoringRequestOutput(ScoringOutput(score)) for score in take(_value(outcome))]
 
         return Call(
             "prompts",
@@ -364,7 +343,7 @@ class Prompts:
             SamplingParams(truncate_prompt_tokens=truncate_prompt_tokens if scorer.compares else None),
             "raise",
             lora_request,
-            combine=combine,
+            convert=convert,
         )
 
     def decide_call(
@@ -373,6 +352,7 @@ class Prompts:
         questions: Sequence[Question],
         temperature: float | None,
         lora_request: Adapters,
+        cache_salt: str | None,
         **options: Any,
     ) -> Call:
         """Make the call of `OfflineModel.decide`. options: of `RequestPreparer.chat`."""
@@ -386,15 +366,15 @@ class Prompts:
         switches = thinking_settings(False, preparer.template_settings)
         options["template_settings"] = switches | dict(options["template_settings"] or {})
         asked = [one.after(messages) for one in questions]
-        shared, prompts = with_shared(chats_of(preparer, asked, allow_local=True, **options))
+        salt = _checked(cache_salt)
+        shared, prompts = with_shared(chats_of(preparer, asked, allow_local=True, cache_salt=salt, **options))
 
-        def combine(results: Iterable[Any]) -> list[Any]:
-            divisor = temperature or decider.temperature
-            return [probabilities(values, divisor) for values in _values(results)]
+        def convert(outcome: Any) -> list[Any]:
+            return [probabilities(_value(outcome), temperature or decider.temperature)]
 
         def prepare(pair: tuple[Prompt, Question]) -> Prepared:
             prompt, question = pair
-            return Prepared(prompt, task=decider.task(question.answers))
+            return Prepared(prompt, salt, task=decider.task(question.answers))
 
         call = Call(
             "questions",
@@ -406,24 +386,30 @@ class Prompts:
             SamplingParams(),
             "raise",
             lora_request,
-            combine=combine,
+            convert=convert,
             is_prepared=True,
         )
         if shared is None:
             return call
-        first = replace(call, items=[shared], prepare=lambda one: Prepared(one, task=Prefill()))
-        return replace(call, before=replace(first, combine=lambda results: [*_values(results)]))
+        return replace(
+            call,
+            before=replace(
+                call,
+                items=[shared],
+                prepare=lambda one: Prepared(one, salt, task=Prefill()),
+                convert=lambda outcome: [_value(outcome)],
+            ),
+        )
 
-    def _text_prompt(self, prompt: TextPrompt) -> Prepared:
-        from vlmserve.frontend.messages import check_cache_salt
-
+    def _text_prompt(self, prompt: TextPrompt, salt: str = "") -> Prepared:
+        """salt: of prompts without one."""
         if isinstance(prompt, str):
-            return Prepared(self.preparer.text(prompt), text=prompt)
+            return Prepared(self.preparer.text(prompt), salt, prompt)
         if are_token_ids(prompt):
-            return Prepared(Prompt(list(prompt)))
+            return Prepared(Prompt(list(prompt)), salt)
         images, videos = self._media_of(prompt)
         assert isinstance(prompt, Mapping)
-        salt = check_cache_salt(prompt.get("cache_salt"))
+        salt = _checked(prompt.get("cache_salt")) or salt
         if "prompt" in prompt:
             text = self.preparer.text(
                 prompt["prompt"],
@@ -484,12 +470,17 @@ _FILES = (str, bytes, os.PathLike, list, tuple)
 """What in a list of videos is one of them, and not a frame: a file, or a list of frames."""
 
 
-def _values(results: Iterable[PoolingRequestOutput]) -> Iterator[Any]:
-    """The values of results, as they come. Raises VLMServeError if one failed."""
-    for one in results:
-        if one.outputs.error is not None:
-            raise VLMServeError(one.outputs.error)
-        yield one.outputs.data
+def _value(result: PoolingRequestOutput) -> Any:
+    """The value of a result. Raises VLMServeError if it failed."""
+    if result.outputs.error is not None:
+        raise VLMServeError(result.outputs.error)
+    return result.outputs.data
+
+
+def _checked(cache_salt: str | None) -> str:
+    from vlmserve.frontend.messages import check_cache_salt
+
+    return check_cache_salt(cache_salt)
 
 
 def _listed(one_or_many: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from vlmserve.errors import InvalidRequestError, ModelLoadError
 from vlmserve.offline import LoRARequest
+from vlmserve.offline_arguments import check_arguments
 from vlmserve.offline_calls import (
     Adapters,
     Call,
@@ -15,7 +16,6 @@ from vlmserve.offline_calls import (
     OnError,
     Params,
     Prompts,
-    check_arguments,
 )
 from vlmserve.offline_inputs import Conversation, Conversations, TextPrompts
 from vlmserve.offline_options import set_up
@@ -166,6 +166,7 @@ class OfflineModel(ABC, Generic[Texts]):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: Adapters = None,
+        cache_salt: str | None = None,
         **others: Any,
     ) -> Any:
         """Return the vector of one prompt or of many, as `PoolingRequestOutput`; results are in the same order.
@@ -182,6 +183,7 @@ class OfflineModel(ABC, Generic[Texts]):
             truncate_prompt_tokens,
             on_error,
             lora_request,
+            cache_salt,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
             template_settings=chat_template_kwargs,
@@ -199,6 +201,7 @@ class OfflineModel(ABC, Generic[Texts]):
         truncate_prompt_tokens: int | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: Adapters = None,
+        cache_salt: str | None = None,
         **others: Any,
     ) -> Any:
         """Return how well documents fit a query, as `ScoringRequestOutput` in the order of the documents.
@@ -206,7 +209,8 @@ class OfflineModel(ABC, Generic[Texts]):
         queries: one, or one for each document. Each query and document is a text, a list of parts as in a message, or
         ``{"content": parts}``. An embedding model compares vectors (cosine), a classifier reads pairs, others judge
         each pair: the score is the probability of "yes". instruction: what they judge; default: web search.
-        truncate_prompt_tokens: tokens of a prompt; of a pair, the end of the document is left out.
+        truncate_prompt_tokens: tokens of a prompt; of a pair, the end of the document is left out. For the rest see
+        `chat`.
 
         Raises InvalidRequestError for a model that has no way to judge, and VLMServeError if a request fails.
         """
@@ -217,6 +221,7 @@ class OfflineModel(ABC, Generic[Texts]):
             instruction,
             truncate_prompt_tokens,
             lora_request,
+            cache_salt,
             mm_processor_kwargs=mm_processor_kwargs,
         )
         return self._answer(call, stream=False, use_tqdm=use_tqdm)
@@ -231,6 +236,7 @@ class OfflineModel(ABC, Generic[Texts]):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: Adapters = None,
+        cache_salt: str | None = None,
     ) -> Any:
         """Return the probabilities of the answers to questions about one conversation: a list for each question.
 
@@ -242,6 +248,7 @@ class OfflineModel(ABC, Generic[Texts]):
             questions,
             temperature,
             lora_request,
+            cache_salt,
             template_settings=chat_template_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -68,12 +68,17 @@ class Scorer(ABC):
     @abstractmethod
     def _asked(self, queries: Sequence[Side], documents: Sequence[Side], instruction: str | None) -> list[Asked]: ...
 
-    @abstractmethod
     def scores(self, results: Iterable[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
         """Return one score for each document.
 
         results: one for each prompt, in order; each is used when it comes. bounded: make scores from 0 to 1.
         """
+        take = self.tally(num_queries, bounded=bounded)
+        return [score for one in results for score in take(one)]
+
+    @abstractmethod
+    def tally(self, num_queries: int, *, bounded: bool = False) -> Callable[[Result], list[float]]:
+        """Return a function that takes results in order, and returns a document's score or, for a query, nothing."""
 
 
 class VectorScorer(Scorer):
@@ -92,15 +97,19 @@ class VectorScorer(Scorer):
     def _query(self, query: Side) -> Asked:
         return _vector_of(query)
 
-    def scores(self, results: Iterable[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
-        documents = iter(results)
-        queries = list(islice(documents, num_queries))
-        scores = []
-        for number, document in enumerate(documents):
-            query = queries[number % num_queries]
-            score = self._similarity(query, document)
-            scores.append(min(1.0, max(0.0, score / self._most(query))) if bounded else score)
-        return scores
+    def tally(self, num_queries: int, *, bounded: bool = False) -> Callable[[Result], list[float]]:
+        queries: list[Result] = []
+        numbers = count()
+
+        def take(result: Result) -> list[float]:
+            if len(queries) < num_queries:
+                queries.append(result)
+                return []
+            query = queries[next(numbers) % num_queries]
+            score = self._similarity(query, result)
+            return [min(1.0, max(0.0, score / self._most(query))) if bounded else score]
+
+        return take
 
     def _similarity(self, query: Result, document: Result) -> float:
         return float(query.astype(np.float64) @ document.astype(np.float64))
@@ -172,10 +181,8 @@ class JudgeScorer(Scorer):
             content = f"<Instruct>: {instruction}\n<Query>: {_text(query)}\n<Document>: {_text(document)}"
         return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": content}]
 
-    def scores(self, results: Iterable[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
-        values = np.array([*results], np.float64).reshape(-1, len(_ANSWERS))
-        scores: list[float] = (1 / (1 + np.exp(values[:, 0] - values[:, 1]))).tolist()
-        return scores
+    def tally(self, num_queries: int, *, bounded: bool = False) -> Callable[[Result], list[float]]:
+        return lambda result: [float(1 / (1 + np.exp(np.float64(result[0]) - np.float64(result[1]))))]
 
 
 class ClassScorer(Scorer):
@@ -198,11 +205,12 @@ class ClassScorer(Scorer):
     def _pair(self, query: Side, document: Side) -> Prompt:
         return self._preparer.tokens(self._preparer.encode(_text(query), _text(document)))
 
-    def scores(self, results: Iterable[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
-        scores = [float(self._classes.probabilities(one)[-1]) for one in results]
-        if not bounded or self._classes.activation != "identity":
-            return scores
-        return [float(1 / (1 + np.exp(-score))) for score in scores]
+    def tally(self, num_queries: int, *, bounded: bool = False) -> Callable[[Result], list[float]]:
+        def take(result: Result) -> list[float]:
+            score = float(self._classes.probabilities(result)[-1])
+            return [float(1 / (1 + np.exp(-score))) if bounded and self._classes.activation == "identity" else score]
+
+        return take
 
 
 def make_scorer(preparer: RequestPreparer) -> Scorer:
