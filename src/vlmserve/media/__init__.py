@@ -1,1 +1,1 @@
-"""From bytes to pixels: fetching, decoding and preprocessing images within limits."""
+"""Fetch, decode and preprocess images, videos and documents within limits."""

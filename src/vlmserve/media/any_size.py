@@ -1,7 +1,7 @@
-"""Images to pixels for towers that take any size: each keeps its shape, within bounds, in whole squares.
+"""Preprocess images for towers that take any size: an image keeps its shape, within bounds, in whole squares.
 
-Equal to transformers' own (PIL) processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-OCR and PaddleOCR-VL but for large
-JPEGs, as in `media.processor`.
+Equals the PIL processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-OCR and PaddleOCR-VL in transformers, except for large
+JPEGs (`media.processor`).
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from vlmserve.media.processor import (
 from vlmserve.types import Pixels
 
 LARGEST_ASPECT = 200
-"""How many times as long as wide an image may be."""
+"""Maximum aspect ratio of an image."""
 IMAGE_BOUNDS = (56 * 56, 28 * 28 * 1280)
-"""Pixels that an image has at least and at most where a checkpoint does not say."""
+"""Default minimum and maximum pixels of an image."""
 Widening = Literal["down", "nearest"]
-"""How the other side of an image is rounded that has one shorter than a square, and grows until that is one."""
+"""How to round the longer side when an image grows because the other side is shorter than a square."""
 
 
 @dataclass(frozen=True)
 class AnySizeKind:
-    """What image processors do differently, beside what their settings say. bounds: as `IMAGE_BOUNDS`, of this one.
-    widening: None: images with a short side do not grow. counts_frames: whether its bounds count an image as often as
-    frames share a patch."""
+    """Differences between image processors that their settings do not tell."""
 
     bounds: tuple[int, int] = IMAGE_BOUNDS
+    """Default minimum and maximum pixels of an image."""
     widening: Widening | None = None
+    """None: images with a short side do not grow."""
     counts_frames: bool = False
+    """The bounds count an image's pixels once for each frame of a patch."""
 
 
 _GLM = AnySizeKind(bounds=(112 * 112, 28 * 28 * 15000), widening="down", counts_frames=True)
@@ -55,19 +56,17 @@ KINDS: Mapping[str, AnySizeKind] = {
     "GlmOcr": _GLM,
     "PaddleOCRVL": AnySizeKind(bounds=(384 * 384, 1536 * 1536), widening="nearest"),
 }
-"""By what the names of image processors begin with."""
+"""By prefix of the image processor's name."""
 LOW_DETAIL_PIXELS = 512 * 512
-"""Pixels that an image has at most where little detail is wanted and a request sets no bound of its own."""
+"""Maximum pixels of an image with low detail, unless the request sets a bound."""
 
 
 @dataclass(frozen=True)
 class AnySizeRecipe:
-    """Every setting that changes pixels. side: pixels along each side of what becomes an embedding. frames: that have
-    the pixels together, one after another. depth: frames of a video that share embeddings; None: it is an image.
-    strict: whether `max_pixels` holds where `min_pixels`, in whole squares, would be more, which transformers lets
-    happen. widening: as of `AnySizeKind`."""
+    """All settings that affect pixels."""
 
     side: int
+    """Pixels along each side of an embedding."""
     min_pixels: int
     max_pixels: int
     resample: int
@@ -76,14 +75,16 @@ class AnySizeRecipe:
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
     frames: int = 1
+    """Number of frames that share the pixel bounds."""
     depth: int | None = None
+    """Frames of a video that share embeddings; None: it is an image."""
     strict: bool = False
+    """Enforce `max_pixels` even if `min_pixels`, in whole squares, would exceed it; transformers does not."""
     widening: Widening | None = None
+    """As in `AnySizeKind`."""
 
 
 class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
-    """Preprocesses images for one checkpoint; see `media.processor.FixedSizeProcessor`."""
-
     version = "any size v1"
 
     def __init__(self, recipe: AnySizeRecipe, *, exact_pixels: bool = False) -> None:
@@ -99,9 +100,11 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
         overrides: ProcessorOverrides | None = None,
         bounds: tuple[int, int] | None = None,
     ) -> Self:
-        """settings: of preprocessor_config.json. overrides: what counts instead of them. bounds: pixels at least and
-        at most where nothing says; None: those of the kind of processor that the settings name. Raises
-        ConfigurationError for overrides that leave no size."""
+        """Make a processor from preprocessor_config.json.
+
+        overrides: replace settings. bounds: default pixels; None: the defaults of the processor's kind. Raises
+        ConfigurationError for overrides that leave no size.
+        """
         return cls(_recipe(settings, overrides or ProcessorOverrides(), bounds), exact_pixels=exact_pixels)
 
     @classmethod
@@ -110,8 +113,8 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
         return cls.from_settings(files.settings, exact_pixels=files.exact_pixels, overrides=overrides)
 
     def within(self, budget: ImageBudget) -> Self:
-        """The same for images of a smaller budget. Raises InvalidRequestError for a larger one; any `max_tokens` is
-        none."""
+        """A processor with a smaller budget. Raises InvalidRequestError for larger bounds;
+        `max_tokens` has no limit."""
         budget = budget.settled(self._recipe.min_pixels, self._recipe.max_pixels if self._recipe.resize else 0)
         if budget in (NO_BUDGET, HIGH_DETAIL):
             return self
@@ -132,10 +135,10 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
         return self._following(replace(self._recipe, min_pixels=least, max_pixels=most, strict=strict))
 
     def for_video(self, num_frames: int, depth: int, bounds: tuple[int, int]) -> Self:
-        """The same for the frames of a video, as Qwen3-VL's video processor has it.
+        """A processor for frames of a video, as in Qwen3-VL.
 
-        depth: frames that share embeddings. bounds: pixels that all frames have together at least and at most; the
-        bounds of this processor count for each frame.
+        depth: frames that share embeddings. bounds: minimum and maximum pixels of all frames together; this processor's
+        bounds apply to each frame.
         """
         least = max(bounds[0], num_frames * self._recipe.min_pixels)
         counted = _counted(num_frames, depth) if self._recipe.strict else num_frames
@@ -149,15 +152,13 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
         return self._resized(size) if self._recipe.resize else size
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """uint8 ``[1, 3, height, width]`` of an image of any mode. Raises InvalidImageError for one that is too
-        narrow."""
+        """uint8 ``[1, 3, height, width]`` of an image of any mode. Raises InvalidImageError for a too narrow image."""
         image = to_rgb(decoded.image)
         if self._recipe.resize:
             image = image.resize(self._resized(decoded.size), self._recipe.resample, decoded.box)
         return to_pixels([image])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """How many tokens those pixels take, and in how many frames, rows and columns."""
         grid = self.grid(pixels)
         return Placeholders(math.prod(grid), grid)
 
@@ -165,7 +166,6 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
         return whole_view(size, pixels.shape[3], pixels.shape[2])
 
     def grid(self, pixels: Pixels) -> tuple[int, int, int]:
-        """How many frames those pixels have, and how many rows and columns of embeddings each becomes."""
         frames, _, height, width = pixels.shape
         return frames, height // self._recipe.side, width // self._recipe.side
 
@@ -189,7 +189,7 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
             grow = math.sqrt(least / area)
             down, across = (math.ceil(edge * grow / side) for edge in (height, width))
             while self._recipe.strict and counted * down * across * side**2 > most and down * across > 1:
-                # The next smaller growth at which a side has one square less.
+                # Remove the row or column that is reached last when the image grows.
                 if (down - 1) * width >= (across - 1) * height:
                     down -= 1
                 else:
@@ -198,7 +198,6 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
 
 
 def _widened(size: tuple[int, int], side: int, widening: Widening | None) -> tuple[int, int]:
-    """The width and height of an image of which each side is at least so many pixels."""
     width, height = size
     if widening == "down" and min(size) < side:
         enlarged = max(side / height, side / width)
@@ -215,10 +214,10 @@ def _counted(num_frames: int, depth: int) -> int:
 
 
 def pixel_bounds(settings: dict[str, Any], defaults: tuple[int, int]) -> tuple[int, int]:
-    """The least and the most pixels that a processor's settings say; defaults: where they do not."""
+    """Minimum and maximum pixels in a processor's settings, or `defaults`."""
     size = settings.get("size")
     bounds = size if isinstance(size, dict) else {}
-    # They have moved: first beside `size`, then into it, then under the names that it has for other towers.
+    # Versions of transformers store them outside of `size`, in it, or in it with the names of edges.
     least = settings.get("min_pixels") or bounds.get("min_pixels") or bounds.get("shortest_edge") or defaults[0]
     most = settings.get("max_pixels") or bounds.get("max_pixels") or bounds.get("longest_edge") or defaults[1]
     return int(least), int(most)

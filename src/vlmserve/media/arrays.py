@@ -1,4 +1,4 @@
-"""Images and videos that callers in this process have as arrays: of numpy, or tensors of torch and other libraries."""
+"""Images and videos from arrays of numpy and tensors of torch and other libraries."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ _LEVELS = 255
 
 
 def is_array(source: object) -> bool:
-    """Whether a source is an array or a tensor, and not a PIL image."""
     return hasattr(source, "__array__") and hasattr(source, "shape") and not isinstance(source, Image.Image)
 
 
 def frames_of(source: Any) -> Any:
-    """The frames of a video that is one array ``[frames, …]``; any other source as it is."""
+    """Split a video array ``[frames, …]`` into frames. Other sources stay."""
     return list(source) if is_array(source) and len(source.shape) == 4 else source
 
 
 def image_of(source: Any) -> Image.Image:
-    """The image in an array or tensor.
+    """Make an image from an array or tensor.
 
-    Shapes: ``[height, width]``, ``[height, width, channels]`` or ``[channels, height, width]`` with 1, 3 or 4 channels;
-    a batch of one image is allowed. Values: uint8 or other whole numbers from 0 to 255, floats from 0 to 1 or from 0 to
-    255, or booleans. Raises InvalidImageError for anything else.
+    Shapes: ``[height, width]``, ``[height, width, channels]`` or ``[channels, height, width]`` with 1, 3 or 4 channels,
+    or a batch with one image. Values: integers from 0 to 255, floats from 0 to 1 or from 0 to 255, or booleans. Raises
+    InvalidImageError for anything else.
     """
     if not is_array(source):
         raise InvalidImageError(f"an image cannot come from a {type(source).__name__}")
@@ -39,7 +38,7 @@ def image_of(source: Any) -> Image.Image:
 
 
 def _as_numpy(source: Any) -> npt.NDArray[Any]:
-    if hasattr(source, "detach"):  # one of torch's, which may be on a GPU
+    if hasattr(source, "detach"):  # a torch tensor, perhaps on a GPU
         source = source.detach().cpu()
         return np.asarray(source.float() if str(source.dtype) == "torch.bfloat16" else source)
     return np.asarray(source)

@@ -1,4 +1,4 @@
-"""Image budgets: how large an image may be for a model, and how many tokens it may take."""
+"""Image budgets: limits of an image's area and tokens."""
 
 from __future__ import annotations
 
@@ -10,50 +10,46 @@ from vlmserve.errors import InvalidRequestError
 from vlmserve.types import ImageInput
 
 BUDGET_FIELDS = ("min_pixels", "max_pixels", "max_tokens")
-"""Names of its bounds in requests and settings."""
+"""Names of the bounds in requests and settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageBudget:
-    """Bounds for what a model sees of an image; None: those of the server.
-
-    min_pixels, max_pixels: of the area that the image has for the model: once it is resized, all tiles together.
-    Models of few sizes come as close to min_pixels as they can. max_tokens: in the prompt; of a video, for each frame
-    of its embeddings. low_detail: low detail is enough: models that cut images get it whole, those that take any size
-    get it small. high_detail: as large as the server allows.
-    """
+    """Bounds of an image as the model sees it, after resizing; None: the server's bounds."""
 
     min_pixels: int | None = None
+    """Minimum area of all tiles together. Models with few sizes come as close to it as they can."""
     max_pixels: int | None = None
+    """Maximum area of all tiles together."""
     max_tokens: int | None = None
+    """Maximum tokens in the prompt; for videos, of each frame of embeddings."""
     low_detail: bool = False
+    """Models that cut images get them whole, models for any size get small images."""
     high_detail: bool = False
+    """As large as the server allows."""
     usual_pixels: int | None = None
-    """Maximum area unless the budget has an upper bound of its own; an image never gets less than the model needs."""
+    """Maximum area without another upper bound; an image never gets less than the model needs."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], detail: str | None = None) -> ImageBudget:
-        """The bounds in a request's fields. detail: OpenAI's field beside the image's URL."""
+        """The bounds in a request's fields. detail: OpenAI's field next to the image's URL."""
         bounds = {name: fields.get(name) for name in BUDGET_FIELDS}
         return cls(**bounds, low_detail=detail == "low", high_detail=detail in ("high", "original"))
 
     def or_else(self, default: ImageBudget) -> ImageBudget:
-        """The same, with bounds of `default` where it has none."""
         return replace(self, **{name: getattr(default, name) for name in BUDGET_FIELDS if getattr(self, name) is None})
 
     @property
     def is_open(self) -> bool:
-        """True if nothing bounds the size from above, so that the server chooses the usual one."""
+        """True if no upper bound is set, so that the server chooses the usual size."""
         return not (self.low_detail or self.high_detail or self.max_pixels or self.max_tokens)
 
     def settled(self, least: int, most: int) -> ImageBudget:
-        """The same with the usual size as `max_pixels`.
-
-        least, most: pixels of the smallest and the largest image that the model takes.
-        """
+        """Turn the usual size into `max_pixels`. least, most: pixels of the smallest and largest
+        image for the model."""
         if self.usual_pixels is None:
             return self
-        # Whole squares or tiles leave room for twice the least area that was asked for.
+        # Whole squares or tiles need room for twice the requested minimum.
         pixels = max(self.usual_pixels, least, 2 * (self.min_pixels or 0))
         bound = pixels if self.is_open and pixels < most else self.max_pixels
         return replace(self, max_pixels=bound, usual_pixels=None)
@@ -64,7 +60,10 @@ class ImageBudget:
         )
 
     def narrowed(self, budget: ImageBudget) -> ImageBudget:
-        """Both upper bounds, and the lower one of `budget`; without that its own, which gives way to upper bounds."""
+        """Combine two budgets: the lower upper bounds, and the lower bound of `budget`.
+
+        Without it this budget's lower bound applies, limited by the upper bound.
+        """
         upper = {
             name: min((most for most in (getattr(self, name), getattr(budget, name)) if most is not None), default=None)
             for name in ("max_pixels", "max_tokens")
@@ -75,7 +74,7 @@ class ImageBudget:
         return ImageBudget(least, upper["max_pixels"], upper["max_tokens"])
 
     def check_limit(self, pixels: int) -> None:
-        """Raises InvalidRequestError for more than the server's limit of pixels, for models that take any size."""
+        """Raise InvalidRequestError if a bound exceeds the server's limit, for models that take any size."""
         for name, value in (("min_pixels", self.min_pixels), ("max_pixels", self.max_pixels)):
             if value is not None and not 1 <= value <= pixels:
                 raise InvalidRequestError(
@@ -84,7 +83,7 @@ class ImageBudget:
         self.check_order()
 
     def check_kept(self, image: ImageInput) -> None:
-        """Raises InvalidRequestError for an image that could not be made small enough."""
+        """Raise InvalidRequestError if an image could not be made small enough."""
         size = image.size
         if size is None:
             return
@@ -104,8 +103,7 @@ class ImageBudget:
             )
 
     def check_least(self, pixels: int, tokens: int) -> None:
-        """Raises InvalidRequestError if the least that a model can do with an image is too much. pixels, tokens: of
-        that."""
+        """Raise InvalidRequestError if the model's smallest image, of these pixels and tokens, exceeds the budget."""
         self.check_order()
         for name, most, least in (("pixels", self.max_pixels, pixels), ("tokens", self.max_tokens, tokens)):
             if most is not None and least > most:
@@ -115,7 +113,7 @@ class ImageBudget:
                 )
 
     def check_most(self, pixels: int) -> None:
-        """Raises InvalidRequestError if no image is as large for the model as it is to be. pixels: of the largest."""
+        """Raise InvalidRequestError if the model's largest image, of these pixels, is below the budget."""
         if self.min_pixels is not None and self.min_pixels > pixels:
             raise InvalidRequestError(
                 f"min_pixels is {self.min_pixels:,}, but for this model an image has at most {pixels:,} pixels here; "
@@ -123,7 +121,6 @@ class ImageBudget:
             )
 
     def check_order(self) -> None:
-        """Raises InvalidRequestError for bounds that leave nothing."""
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise InvalidRequestError(f"min_pixels, {self.min_pixels:,}, is more than max_pixels, {self.max_pixels:,}")
 

@@ -1,4 +1,4 @@
-"""A cache of prepared images, by key: a repeated image is neither decoded nor resized."""
+"""A cache of preprocessed images: a repeated image is neither decoded nor resized."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from vlmserve.media.decoding import DecodingMemory
 from vlmserve.types import ImageInput
 
 _POLL_INTERVAL = 0.1
-"""Seconds between checks whether a client that waits for another's image is still connected."""
+"""Seconds between checks whether a client that waits for another client's image is still connected."""
 
 
 class ImageCacheStats(msgspec.Struct, frozen=True):
-    """Statistics of an image cache. hits: images that were there or about to be; misses: those that were prepared."""
+    """Statistics of an image cache. hits: images found or in preparation. misses: prepared images."""
 
     num_images: int
     used_bytes: int
@@ -31,9 +31,9 @@ class ImageCacheStats(msgspec.Struct, frozen=True):
 
 
 class ImageCache:
-    """Keeps the least recently used images out, so that the rest takes at most `capacity_bytes` of pixels; 0 keeps
-    none. Thread-safe. decoding: what is shared by the images that are being prepared, at most `decode_memory` bytes.
-    Keys cover the preprocessing, and a video is an image like any other.
+    """An LRU cache of images and videos by key, with at most `capacity_bytes` of pixels; 0: no cache. Thread-safe.
+
+    Keys include the preprocessing. decoding: shared memory of images in preparation, at most `decode_memory` bytes.
     """
 
     def __init__(self, capacity_bytes: int, decode_memory: int = sys.maxsize, decode_slots: int = sys.maxsize) -> None:
@@ -45,10 +45,10 @@ class ImageCache:
         self._used_bytes = self._hits = self._misses = 0
 
     def get(self, key: bytes, prepare: Callable[[], ImageInput]) -> ImageInput:
-        """The image with this key, made by `prepare` unless it is there or another thread is about to have it.
+        """Get an image, or make it with `prepare` unless another thread is preparing it.
 
-        Raises what `prepare` does. An InvalidRequestError is about the image, so all who wait for it get one like
-        it; any other failure is about the thread that had it, and those who wait try for themselves.
+        Raises what `prepare` raises. An InvalidRequestError concerns the image, so all waiting threads get a copy.
+        After other errors the waiting threads try themselves.
         """
         if self._capacity_bytes == 0:
             return prepare()
@@ -64,7 +64,7 @@ class ImageCache:
                     own.set_result(image)
                     return image
             except InvalidRequestError as error:
-                # A copy: whoever raises the original adds to it where the image was in their request.
+                # A copy: the request that raises the original adds the image's position to it.
                 own.set_exception(copy.copy(error))
                 raise
             finally:
@@ -114,4 +114,4 @@ class ImageCache:
         with self._lock:
             if self._in_flight.get(key) is own:
                 del self._in_flight[key]
-        own.cancel()  # of no effect on a result or an error
+        own.cancel()  # no effect after a result or an error

@@ -1,7 +1,7 @@
-"""Images to pixels for Moondream's tower: the whole one small, and a large one that overlapping crops are cut from.
+"""Preprocess images for Moondream's tower: a small whole image, and overlapping crops of a large one.
 
-The revisions of https://huggingface.co/vikhyatk/moondream2 from 2025-01-09 to 2025-04-14 resize with Pillow's Lanczos
-filter, as here, where libvips is not installed.
+Revisions 2025-01-09 to 2025-04-14 of https://huggingface.co/vikhyatk/moondream2 also resize with Pillow's Lanczos
+filter if libvips is not installed.
 """
 
 from __future__ import annotations
@@ -27,29 +27,33 @@ from vlmserve.types import Pixels
 
 @dataclass(frozen=True)
 class CropRecipe:
-    """Every setting that changes pixels. size: of a crop's side. margin: what its neighbours have as well of it, on
-    either side. patch: of a patch's side. max_crops: of one image. max_pixels: that all crops together have at most."""
+    """All settings that affect pixels; sizes are in pixels."""
 
     size: int
+    """Side of a crop."""
     margin: int
+    """Overlap with the neighbor on each side."""
     patch: int
+    """Side of a patch."""
     max_crops: int
+    """Maximum crops of an image."""
     max_pixels: int | None = None
+    """Maximum area of all crops together."""
 
     @property
     def step(self) -> int:
-        """Pixels from one crop to the next."""
+        """Pixels between the starts of adjacent crops."""
         return self.size - 2 * self.margin
 
 
 class CropProcessor(RecipeProcessor[CropRecipe]):
-    """Preprocesses images for one checkpoint; see `media.processor.FixedSizeProcessor`. Its pixels are one plane: the
-    whole image at a crop's size in the upper left corner, below it the one that crops are cut from."""
+    """Its pixels are one plane: the whole image at the size of a crop in the upper left corner, below it the image for
+    crops."""
 
     version = "crops v1"
 
     def __init__(self, config: Mapping[str, Any], *, exact_pixels: bool = False) -> None:
-        """config: of config.json. Raises UnsupportedModelError for crops that have nothing of their own."""
+        """Raises UnsupportedModelError for crops that only overlap."""
         self._follow(_recipe(config), exact_pixels=exact_pixels)
         self.levels = Levels(1 / 255, (0.5,) * 3, (0.5,) * 3)
 
@@ -58,8 +62,7 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
         return cls(files.config, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
-        """The same for images that become fewer crops. Raises InvalidRequestError for a budget that excludes a single
-        one, or asks for more than there are."""
+        """A processor with fewer crops."""
         recipe = self._recipe
         budget = budget.settled(recipe.size**2, recipe.max_pixels or self._most_pixels)
         budget.check_least(recipe.size**2, self._num_tokens)
@@ -86,7 +89,6 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
         return pixels
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """As many tokens for every image; positions count them one by one."""
         return Placeholders(self._num_tokens)
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
@@ -105,7 +107,7 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
         return min(max(pixels), self._recipe.max_pixels or sys.maxsize)
 
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height of what crops are cut from: as many as the budget allows."""
+        """Width and height of the image for crops: the largest within the budget."""
         recipe = self._recipe
         height, width = size[1] - 2 * recipe.margin, size[0] - 2 * recipe.margin
         for most in range(recipe.max_crops, 0, -1):
@@ -120,8 +122,7 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
 
 
 def tiling(height: int, width: int, step: int, most: int) -> tuple[int, int]:
-    """How many rows and columns of tiles an image is cut into: at most so many in all, but for a single row or column
-    of an image that is dozens of times as long as wide."""
+    """Rows and columns of tiles, at most `most` in total; a very long image may get one longer row or column."""
     if most == 1 or height <= step or width <= step:
         return 1, 1
     least = math.ceil(height / step), math.ceil(width / step)

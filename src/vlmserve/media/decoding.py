@@ -18,25 +18,23 @@ from vlmserve.errors import InvalidImageError
 
 _BYTES_PER_PIXEL = {"JPEG": 12}
 _MOST_BYTES_PER_PIXEL = 16
-"""At the worst moment of decoding, turning and converting, measured: WebP keeps four copies, as does transparency that
-becomes white; a progressive JPEG keeps all coefficients."""
+"""Measured peaks of decoding, rotating and converting: WebP and transparency take four copies, a progressive JPEG keeps
+all coefficients."""
 _POLL_INTERVAL = 0.1
 """Seconds between checks whether a client that waits for memory is still connected."""
 _SMALL_IMAGE, _SMALL_SHARE = 8, 4
-"""Divisors of the capacity: the largest image that counts as small, and the share that is reserved for small ones."""
+"""Divisors of the capacity: size limit of small images, and the share reserved for them."""
 _SHORT_READ, _SHORT_READS = 4096, 256
 
 
 class _Waiting:
-    """An image that waits for its turn."""
-
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.client = client.get()
 
 
 class _Lane:
-    """Images of one kind. The next to be decoded is of the client with the fewest running; equal clients take turns."""
+    """A queue. The client with the fewest running images is next; ties go to the client that waited longest."""
 
     def __init__(self, capacity: int, slots: int, per_client: int) -> None:
         self.capacity = capacity
@@ -49,7 +47,6 @@ class _Lane:
         self._turns = itertools.count(1)
 
     def takes(self, image: _Waiting) -> bool:
-        """Whether it is an image's turn, and there is room for it."""
         return (
             self._running.total() < self._slots
             and self.used + image.num_bytes <= self.capacity
@@ -72,7 +69,6 @@ class _Lane:
         self._forget_idle(image.client)
 
     def leave(self, image: _Waiting) -> None:
-        """Remove an image from the queue, whether it has begun or was cancelled."""
         self.queue.remove(image)
         self._forget_idle(image.client)
 
@@ -82,11 +78,11 @@ class _Lane:
 
 
 class DecodingMemory:
-    """Limits the memory of all images that are decoded and resized at once, and how many these are. Thread-safe.
+    """Limits memory and number of images in decoding. Thread-safe.
 
-    Images that take at most an eighth of the capacity have a quarter of it to themselves, so that large ones, which
-    take seconds, never delay them. Images in processes of their own take additional memory, as much as large ones.
-    slots: threads that may decode at once in each lane; twice as many for processes, at most half by one client.
+    Images of at most an eighth of the capacity share a quarter of it, so that large images, which take seconds, never
+    delay them. Images in other processes share additional memory, as much as large images. slots: concurrent threads in
+    each lane; twice as many for processes, at most half of them for one client.
     """
 
     def __init__(self, capacity: int, slots: int = sys.maxsize) -> None:
@@ -104,7 +100,6 @@ class DecodingMemory:
 
     @property
     def used(self) -> int:
-        """Bytes that are taken."""
         return sum(lane.used for lane in self._lanes)
 
     @property
@@ -113,14 +108,13 @@ class DecodingMemory:
 
     @property
     def clients(self) -> set[str]:
-        """Clients whose turns count."""
         return {name for lane in self._lanes for name in lane.last_turn}
 
     @contextlib.contextmanager
     def share(self, num_bytes: int, *, isolated: bool = False) -> Iterator[None]:
-        """Wait for so many bytes, and give them back at the end. What is larger than all there is waits to be alone.
+        """Wait for memory, and return it after the block. An image that exceeds the capacity waits to be alone.
 
-        isolated: a process decodes the image. Raises CancelledWorkError when nobody waits for the image any more.
+        isolated: another process decodes the image. Raises CancelledWorkError when nobody waits for the image.
         """
         lane = self._isolated if isolated else self._small if num_bytes <= self._largest_small else self._large
         image = _Waiting(min(num_bytes, lane.capacity))
@@ -143,31 +137,30 @@ class DecodingMemory:
 
 
 def decoding_bytes(image: Image.Image) -> int:
-    """Bytes that it takes to decode an opened image and make it RGB, at most."""
+    """Maximum bytes to decode an opened image and convert it to RGB."""
     return image.width * image.height * bytes_per_pixel(image.format)
 
 
 def bytes_per_pixel(format: str | None) -> int:
-    """The same for each pixel of an image in that format."""
+    """Maximum bytes to decode a pixel in this format."""
     return _BYTES_PER_PIXEL.get(format or "", _MOST_BYTES_PER_PIXEL)
 
 
 def frame_bytes(num_pixels: int) -> int:
-    """The same for a frame of a video file."""
+    """Maximum bytes to decode a frame of a video file."""
     return num_pixels * _MOST_BYTES_PER_PIXEL
 
 
 def too_slow(timeout: float) -> InvalidImageError:
-    """The error of an image that takes more than `timeout` seconds."""
     return InvalidImageError(
         f"the image takes longer than {timeout:g} s to decode (--decode-timeout); send a smaller one"
     )
 
 
 class LimitedFile(io.BytesIO):
-    """A file in memory from which Pillow reads an image for as long as that may take and somebody waits for it.
+    """A file in memory for Pillow that stops after a timeout, or when nobody waits for the image.
 
-    Decoders read in blocks of 64 KiB or less. Reading raises InvalidImageError and CancelledWorkError.
+    Decoders read blocks of 64 KiB or less. Reading raises InvalidImageError and CancelledWorkError.
     """
 
     def __init__(self, data: bytes, timeout: float) -> None:
@@ -182,7 +175,7 @@ class LimitedFile(io.BytesIO):
 
     def read(self, size: int | None = -1, /) -> bytes:
         self._reads += 1
-        # Headers are read a few bytes at a time, blocks of an image as a whole.
+        # Headers are read a few bytes at a time, image data in blocks.
         if size is None or not 0 <= size < _SHORT_READ or self._reads % _SHORT_READS == 0:
             self._check()
         return super().read(size)

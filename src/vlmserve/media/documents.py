@@ -1,4 +1,4 @@
-"""Documents to the images of their pages: PDF files, TIFF files with several pages, animations frame by frame."""
+"""Turn documents into images of their pages: PDF files, TIFF files with several pages, frames of animations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vlmserve.types import ImageInput
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{0,9}))?")
 _MAX_RANGES = 1000
 _COUNTS = 4096
-"""Documents whose number of pages is remembered."""
+"""Maximum documents with a remembered number of pages."""
 
 
 class _Open(Protocol):
@@ -38,14 +38,13 @@ class _Open(Protocol):
 
 
 class PageCounts:
-    """How many pages documents have that were opened before, the least recently used out. Thread-safe."""
+    """Page counts of opened documents, an LRU cache. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: OrderedDict[bytes, int] = OrderedDict()
 
     def get(self, digest: bytes) -> int | None:
-        """The number of pages, if it is known."""
         with self._lock:
             count = self._counts.get(digest)
             if count is not None:
@@ -61,7 +60,7 @@ class PageCounts:
 
 @dataclass(frozen=True)
 class Page:
-    """A page of an open document. digest: of the document and the request's salt. number: from 0."""
+    """A page of an open document. digest: of document and salt. number: from 0."""
 
     reader: DocumentReader = field(repr=False, compare=False)
     data: bytes = field(repr=False, compare=False)
@@ -69,10 +68,10 @@ class Page:
     number: int
 
     def prepare(self, processor: ImageProcessor, cache: ImageCache) -> ImageInput:
-        """The page ready for the vision tower; those in `cache` are not rendered again.
+        """Prepare the page for the vision tower, unless it is in `cache`.
 
-        Raises InvalidDocumentError, InvalidImageError, DocumentTooLargeError or ImageTooLargeError, saying which page
-        it is, and CancelledWorkError.
+        Raises InvalidDocumentError, InvalidImageError, DocumentTooLargeError or ImageTooLargeError with the page's
+        number, and CancelledWorkError.
         """
         key = page_key(self.digest, self.number, self.reader.look, processor.fingerprint)
 
@@ -88,11 +87,11 @@ class Page:
 
 
 Shown: TypeAlias = Page | bytes
-"""What stands for a page: itself, or the file of an image that is no more than that."""
+"""A page, or the file of a document that is one image."""
 
 
 class _Read(NamedTuple):
-    """A document that was read. digest: as of `Page`."""
+    """A document's content. digest: as in `Page`."""
 
     source: DocumentSource
     data: bytes
@@ -101,11 +100,11 @@ class _Read(NamedTuple):
 
 
 class DocumentReader:
-    """Opens the documents of one request, one at a time: at most one process renders for it. Close it at the end."""
+    """Opens the documents of a request, one at a time, with at most one rendering process. Close it at the end."""
 
     def __init__(self, limits: MediaConfig, counts: PageCounts, salt: str = "") -> None:
         self.look = f"{limits.page_dpi!r} {limits.max_page_pixels}".encode()
-        """What decides how pages are rendered, besides the document."""
+        """Settings that determine the rendering."""
         self._limits = limits
         self._counts = counts
         self._salt = salt.encode()
@@ -113,12 +112,10 @@ class DocumentReader:
         self._read: dict[object, _Read] = {}
 
     def pages(self, source: DocumentSource, chosen: str | None, most: int) -> list[Shown]:
-        """Pages of a document, in the order in which they are chosen; all if `chosen` is None. Nothing is rendered.
-        Trusts `source`: paths are read.
+        """Pages of a document in the chosen order, not yet rendered; all if `chosen` is None (`parse_pages`).
 
-        chosen: as `parse_pages` takes it. Raises InvalidDocumentError for what is no document, or lacks those pages;
-        DocumentTooLargeError for one that is too large or has more than `most` pages that are to be shown; and as
-        `read_source` and `PDFProcess` do.
+        Trusts `source`: reads paths. Raises InvalidDocumentError for other files and missing pages,
+        DocumentTooLargeError for a large file or more than `most` pages, and what `read_source` and `PDFProcess` raise.
         """
         ranges = None if chosen is None else parse_pages(chosen)
         _, data, digest, count = self._counted(source)
@@ -128,12 +125,12 @@ class DocumentReader:
         return [Page(self, data, digest, number) for number in numbers]
 
     def count(self, source: DocumentSource) -> int:
-        """How many pages a document has. Raises as `pages` does."""
+        """Number of pages of a document. Raises as `pages` does."""
         return self._counted(source).num_pages
 
     @contextlib.contextmanager
     def rendered(self, page: Page, memory: DecodingMemory) -> Iterator[DecodedImage]:
-        """While the block runs, the page takes its share of the memory. Raises as `Page.prepare` does."""
+        """Render a page; it takes memory during the block. Raises as `Page.prepare` does."""
         document = self._open(page.digest, page.data)
         if isinstance(document, PagedImage):
             with document.decoded(page.number, memory) as image:
@@ -144,7 +141,7 @@ class DocumentReader:
             with document.rendered(page.number, memory) as image:
                 yield DecodedImage.whole(image)
         except BaseException:
-            self.close()  # it may have ended
+            self.close()  # the process may have ended
             raise
 
     def close(self) -> None:
@@ -153,11 +150,9 @@ class DocumentReader:
             opened[1].close()
 
     def forget(self) -> None:
-        """Let go of the files that were read."""
         self._read.clear()
 
     def _counted(self, source: DocumentSource) -> _Read:
-        """Read a document, once for each path and object."""
         key = source if isinstance(source, str) else id(source)
         if key not in self._read:
             self._read[key] = self._counted_again(source)
@@ -193,15 +188,15 @@ class DocumentReader:
 
 
 def count_pages(source: DocumentSource, limits: MediaConfig) -> int:
-    """How many pages a document has. Raises as `DocumentReader.pages` does."""
+    """Number of pages of a document. Raises as `DocumentReader.pages` does."""
     with contextlib.closing(DocumentReader(limits, PageCounts())) as reader:
         return reader.count(source)
 
 
 def parse_pages(text: str) -> list[tuple[int, int | None]]:
-    """Ranges of pages, from 1: ``1-3,7,10-`` are the first three, the seventh, and the tenth to the last (None).
+    """Parse ranges of pages, counted from 1. ``1-3,7,10-`` means pages 1 to 3, 7, and 10 to the last (None).
 
-    Raises InvalidDocumentError for any other text.
+    Raises InvalidDocumentError for other text.
     """
     ranges: list[tuple[int, int | None]] = []
     for piece in text.split(",", _MAX_RANGES):
@@ -215,7 +210,7 @@ def parse_pages(text: str) -> list[tuple[int, int | None]]:
 
 
 def _numbers(ranges: list[tuple[int, int | None]] | None, count: int, most: int) -> list[int]:
-    """The chosen pages of so many, from 0."""
+    """Numbers of the chosen pages, from 0, in a document of `count` pages."""
     numbers: list[int] = []
     for first, last in [(1, None)] if ranges is None else ranges:
         if max(first, last or first) > count:

@@ -1,4 +1,4 @@
-"""How the camera was held, the only metadata of images that is used."""
+"""The EXIF orientation, the only metadata of images that vlmserve uses."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import struct
 _PREFIX = b"Exif\0\0"
 _ORIENTATION = 0x0112
 _MOST_TAGS = 1000
-"""Tags that are read; cameras write fewer than 100."""
+"""Maximum tags to read; cameras write fewer than 100."""
 _ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
 _VALUES = {3: "H", 4: "I"}
-"""Formats of a tag's types SHORT and LONG."""
+"""Formats of the tag types SHORT and LONG."""
 _XMP = re.compile(rb'tiff:Orientation(?:="|>)([1-8])')
 
 
 def orientation_in(exif: bytes, xmp: bytes = b"") -> int:
-    """The orientation from 1 to 8 that EXIF says, or else XMP; 1 if neither does. Reads a bounded number of tags."""
+    """Orientation (1 to 8) from EXIF, else from XMP, else 1. Reads a bounded number of tags."""
     said = _exif_orientation(exif.removeprefix(_PREFIX))
     if said is None and (found := _XMP.search(xmp)) is not None:
         said = int(found[1])
@@ -24,7 +24,6 @@ def orientation_in(exif: bytes, xmp: bytes = b"") -> int:
 
 
 def orientation_exif(number: int) -> bytes:
-    """EXIF data that says this orientation and nothing else."""
     return _PREFIX + struct.pack("<4sIHHHIIxxxx", b"II*\0", 8, 1, _ORIENTATION, 3, 1, number)
 
 

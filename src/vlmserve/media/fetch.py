@@ -1,8 +1,7 @@
-"""Images and videos from http(s) URLs, within limits of time, size and redirects, and not from inside the network.
+"""Fetch images and videos from public http(s) URLs, with limits of time, size and redirects.
 
-Every connection, that of a redirect too, goes through `GuardedBackend.connect_tcp`: it resolves the name once, checks
-the addresses and connects to what it has checked, so a name cannot change its address in between. The environment's
-proxies are not used.
+All connections, including redirects, use `GuardedBackend.connect_tcp`. It resolves the name once, checks the addresses
+and connects to a checked address, so DNS rebinding has no effect. Proxies of the environment are ignored.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ from vlmserve.types import MediaKind
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _HEADERS = (("User-Agent", "vlmserve"), ("Accept", "image/*,video/*,*/*;q=0.5"), ("Accept-Encoding", "identity"))
 _GZIP_OR_ZLIB = 47
-"""zlib's `wbits` for both formats, told by their headers."""
+"""zlib's `wbits` that detects both formats."""
 _INFLATED_AT_ONCE = 1024**2
 """Bytes."""
 _LOOKUPS, _CLIENT_LOOKUPS = 128, 32
-"""Host names that are resolved at once, in total and for each client; one may take longer than its fetch."""
+"""Concurrent lookups of host names, in total and for each client. A lookup may outlive its fetch."""
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
-"""What is assigned at all: https://www.iana.org/assignments/ipv6-address-space"""
+"""Assigned addresses: https://www.iana.org/assignments/ipv6-address-space"""
 _SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
-"""Protocol assignments, relays and documentation, of which the library calls some global, by its version."""
+"""Protocol assignments, relays and documentation, which some versions of the library call global."""
 
 
 def fetch_file(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
-    """The body that an http(s) URL answers with.
+    """Fetch the body of an http(s) URL.
 
-    Raises ImageFetchError if it cannot be had within `limits.fetch_timeout` seconds in all and
-    `limits.max_redirects` redirects, or if it is at an address that is not public or at a host that is not one of
-    `limits.allowed_media_domains`, if there are any (unless the host is one of `limits.allowed_media_hosts`);
-    ImageTooLargeError or VideoTooLargeError as soon as it turns out to be too large.
+    Raises ImageFetchError for errors, after `limits.fetch_timeout` seconds in total, after `limits.max_redirects`
+    redirects, and for forbidden hosts. A host is forbidden if `limits.allowed_media_domains` is set and lacks it, or if
+    its address is not public. Hosts in `limits.allowed_media_hosts` are always allowed. Raises ImageTooLargeError or
+    VideoTooLargeError as soon as the size is known to exceed the limit.
     """
     backend = GuardedBackend(limits, time.monotonic() + limits.fetch_timeout)
     with httpcore.ConnectionPool(ssl_context=_ssl_context(), network_backend=backend) as pool:
@@ -78,7 +77,7 @@ def _redirected(url: str, target: str) -> str:
 
 
 def _location(response: httpcore.Response) -> str:
-    """Where an answer redirects to; some servers write it in UTF-8 instead of encoding it."""
+    """Target of a redirect. Some servers write it in UTF-8 without percent-encoding."""
     value = next(value for name, value in response.headers if name.lower() == b"location")
     try:
         return value.decode()
@@ -87,7 +86,6 @@ def _location(response: httpcore.Response) -> str:
 
 
 def _get(pool: httpcore.ConnectionPool, url: str, limits: MediaConfig, kind: MediaKind) -> bytes | str:
-    """The body, or where the answer redirects to."""
     timeouts = dict.fromkeys(("connect", "read", "write", "pool"), limits.fetch_timeout)
     with pool.stream("GET", url, headers=_HEADERS, extensions={"timeout": timeouts}) as response:
         headers = {name.lower(): value.decode("latin-1") for name, value in response.headers}
@@ -105,7 +103,7 @@ def _get(pool: httpcore.ConnectionPool, url: str, limits: MediaConfig, kind: Med
 
 
 def _inflated(url: str, chunks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
-    """The content of a body, a bounded piece at a time. Some servers compress although they are asked not to."""
+    """Decompress a body in bounded pieces. Some servers compress it against the request's headers."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
         yield from chunks
@@ -126,12 +124,11 @@ def _inflated(url: str, chunks: Iterable[bytes], encoding: str) -> Iterator[byte
 
 
 def _checked_url(url: str) -> str:
-    """A URL in ASCII. Raises ImageFetchError for one that cannot be fetched."""
     try:
         url = ascii_url(url)
         parts = urlsplit(url)
         is_valid = bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError as error:  # so are errors of IDNA and of halves of characters
+    except ValueError as error:  # includes errors of IDNA and lone surrogates
         raise ImageFetchError(f"the image's URL is malformed: {error}") from error
     if parts.scheme not in ("http", "https"):
         raise ImageFetchError(f"images are fetched over http and https, not {parts.scheme or 'a local path'!r}")
@@ -148,11 +145,11 @@ def _failed(url: str, reason: str) -> ImageFetchError:
 
 
 class _ForbiddenAddressError(Exception):
-    """The host is not one that images may be fetched from."""
+    """The host is forbidden."""
 
 
 class GuardedBackend(httpcore.NetworkBackend):
-    """Connects to public addresses and allowed hosts only; everything ends at one deadline."""
+    """Connects only to public addresses and allowed hosts, until one deadline."""
 
     def __init__(self, limits: MediaConfig, deadline: float) -> None:
         self._allowed_hosts = _hosts(limits.allowed_media_hosts)
@@ -172,7 +169,7 @@ class GuardedBackend(httpcore.NetworkBackend):
         if self._domains and not allowed and host.lower() not in self._domains:
             raise _ForbiddenAddressError(f"{host} is not one of the hosts that the operator allows")
         addresses = resolve_host(host, port, _remaining(self._deadline))
-        # One message for both, so that nobody learns which names there are inside the network.
+        # The same message in both cases, so that it does not reveal names of the internal network.
         if not allowed and not (addresses and all(map(is_public, addresses))):
             raise _ForbiddenAddressError(
                 f"{host} was not found or is not a public address; the operator can allow it with --allowed-media-hosts"
@@ -195,7 +192,7 @@ class GuardedBackend(httpcore.NetworkBackend):
 
 
 class _DeadlineStream(httpcore.NetworkStream):
-    """A connection whose every wait ends at the deadline, so a server that drips bytes gains no time."""
+    """A connection with one deadline for all waits, so that a server cannot gain time by sending single bytes."""
 
     def __init__(self, inner: httpcore.NetworkStream, deadline: float) -> None:
         self._inner = inner
@@ -225,9 +222,9 @@ def _hosts(names: Iterable[str]) -> frozenset[str]:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the public internet: not private, loopback, link-local or reserved.
+    """Return whether an IP address is public: not private, loopback, link-local or reserved.
 
-    An address of IPv6 in which one of IPv4 is embedded (mapped, 6to4, Teredo, NAT64) counts as that one.
+    For an IPv6 address with an embedded IPv4 address (mapped, 6to4, Teredo, NAT64), the IPv4 address counts.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
@@ -242,7 +239,6 @@ def is_public(address: str) -> bool:
 
 
 def resolve_host(host: str, port: int, timeout: float) -> list[str]:
-    """The addresses of a host; none for one that is not found."""
     try:
         found = _lookups().find(host, port, timeout)
     except TimeoutError as error:
@@ -253,7 +249,7 @@ def resolve_host(host: str, port: int, timeout: float) -> list[str]:
 
 
 class Lookups:
-    """Resolves host names in threads, because getaddrinfo has no timeout. One client leaves threads to others."""
+    """Resolves host names in threads, because getaddrinfo has no timeout. Limits the threads of a client."""
 
     def __init__(self, capacity: int, per_client: int) -> None:
         self._threads = ThreadPoolExecutor(capacity, "resolve")

@@ -1,4 +1,4 @@
-"""What a file is, by its content."""
+"""Detect the type of a file from its content."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ _VIDEOS = {"mov": "video/mp4", "matroska": "video/webm", "avi": "video/x-msvideo
 
 
 def media_type_of(data: bytes, limits: MediaConfig) -> str:
-    """The type of an image, with any number of pages or frames, a video or a PDF, as ``image/png``. Nothing but headers
-    is read.
+    """The media type of an image, video or PDF, such as ``image/png``. Reads only headers.
 
-    Raises InvalidImageError if it is none of them, and the error of its kind if it is over the limits.
+    Raises InvalidImageError for other files, and the kind's error for a file above the limits.
     """
     if is_pdf(data):
         check_num_bytes(len(data), limits, "document")
@@ -38,9 +37,9 @@ def media_type_of(data: bytes, limits: MediaConfig) -> str:
 
 
 def is_document(data: bytes, limits: MediaConfig) -> bool:
-    """Whether a file whose type `media_type_of` has found consists of pages: a PDF, several of a TIFF, an animation.
+    """Return whether a file with a known `media_type_of` has pages: a PDF, a TIFF with several pages, or an animation.
 
-    Raises InvalidImageError for a TIFF whose pages cannot be found.
+    Raises InvalidImageError for a TIFF with broken pages.
     """
     if is_pdf(data) or container_of(data) is not None:
         return is_pdf(data)

@@ -1,7 +1,7 @@
-"""Processes that have loaded a decoder's library, and fork a process for each file (`isolated_worker.py`).
+"""Fork servers: processes that have imported a decoder's library, and fork a process for each file.
 
-To start Python and load a library takes as long as to decode several small images; to fork takes milliseconds. A fork
-server reads no files itself, so that what a file does to its process is gone with it.
+Starting Python and importing a library takes as long as decoding several small images; a fork takes milliseconds. A
+fork server reads no files, so files can only affect their own process (`isolated_worker.py`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import Literal, TypeAlias
 from vlmserve.errors import UnavailableError
 
 COMMAND = [sys.executable, "-I", "-S", "-u", str(Path(__file__).with_name("isolated_worker.py"))]
-"""Isolated and without site packages of its own: it imports from where this process does."""
+"""Isolated, without site packages: it gets this process's `sys.path`."""
 _INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
-"""Of the environment, all that the processes get: keys and passwords are none of their business."""
+"""Environment variables that the processes get. Keys and passwords are not among them."""
 _OWN = {"MALLOC_ARENA_MAX": "1"}
-"""Otherwise each thread reserves addresses, which are bounded."""
+"""Otherwise each thread reserves address space, which is limited."""
 _TIMEOUT = 60.0
-"""Seconds in which a server answers unless it hangs. The first answer comes when the library is loaded."""
+"""Seconds until a server counts as hung. The first answer includes the import of the library."""
 _LAST_TIMEOUT = 5.0
-"""Seconds in which it ends."""
+"""Seconds to end."""
 _KILLED = 9
-"""The status of a process of which the server can no longer tell."""
+"""Exit status of a process after its server ended."""
 
 FileKind: TypeAlias = Literal["pdf", "image", "video", "grammar"]
 ServerKey: TypeAlias = tuple[FileKind, str]
-"""Kind, and what its decoder is made with; empty for the decoders of files."""
+"""Kind and argument of the decoder; the argument is empty for decoders of files."""
 
 
 class ForkServer:
@@ -65,14 +65,14 @@ class ForkServer:
             ours.pop_all()
 
     def fork(self, *files: int) -> int:
-        """The id of a new process, which gets these files. Raises OSError if this server has ended."""
+        """Fork a process with these files, and return its id. Raises OSError if this server has ended."""
         with self._lock:
             while self._abandoned:
                 self._ask(f"{self._abandoned.popleft()}\n".encode())
             return self._ask(b"\n", *files)
 
     def end(self, pid: int) -> int:
-        """End a process. Returns how it ended: minus the number of the signal, or its exit code."""
+        """End a process. Returns its exit code, or the negative number of the signal."""
         try:
             with self._lock:
                 return self._ask(f"{pid}\n".encode())
@@ -80,11 +80,10 @@ class ForkServer:
             return -_KILLED  # of the server and its processes
 
     def abandon(self, pid: int) -> None:
-        """End a process that reads to its end by itself, when the next is forked. Takes no lock."""
+        """End a process with the next fork. Takes no lock."""
         self._abandoned.append(pid)
 
     def close(self) -> None:
-        """End this server, which ends its processes."""
         self._socket.close()
         try:
             self._process.wait(_LAST_TIMEOUT)
@@ -110,16 +109,16 @@ class ForkServer:
 _lock = threading.Lock()
 _servers: dict[ServerKey, ForkServer] = {}
 _owners: Counter[ServerKey] = Counter()
-"""How many objects need a server."""
+"""Owners of each server."""
 _disowned: deque[ServerKey] = deque()
-"""A server for each owner that has gone since the last process was forked."""
+"""Owners to remove with the next fork."""
 
 
 def fork_for(kind: FileKind, stdin: int, stdout: int, setup: str = "", *memory: int) -> tuple[ForkServer, int]:
-    """A new process, and the server that has forked it. memory: see `pixel_memory`. Raises UnavailableError."""
+    """Fork a process; returns its server and its id. memory: file of `pixel_memory`. Raises UnavailableError."""
     end_disowned()
     key = (kind, setup)
-    for _ in range(2):  # one that was ended from outside is replaced
+    for _ in range(2):  # replaces a server that was ended from outside
         with _lock:
             server = _servers.get(key)
             if server is None:
@@ -141,7 +140,7 @@ def own_server(kind: FileKind, setup: str) -> None:
 
 
 def disown_server(kind: FileKind, setup: str) -> None:
-    """Remove an owner when the next process is forked. Takes no lock and does not wait, as a finalizer must."""
+    """Remove an owner with the next fork. Takes no lock and does not wait, so that finalizers may call it."""
     _disowned.append((kind, setup))
 
 
@@ -161,7 +160,7 @@ def end_disowned() -> None:
 
 @atexit.register
 def end_servers() -> None:
-    """End all servers of this process. The next file starts one again."""
+    """End all servers of this process. The next file starts new ones."""
     with _lock:
         ended = [_servers.pop(key) for key in list(_servers)]
     for server in ended:
@@ -169,7 +168,7 @@ def end_servers() -> None:
 
 
 def _forget_servers() -> None:
-    """Leave them to the process that has forked this one."""
+    """Leave the servers to the parent process after a fork."""
     global _lock
     _lock = threading.Lock()
     _servers.clear()

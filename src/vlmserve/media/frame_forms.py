@@ -1,4 +1,4 @@
-"""How models that take only images are shown a video: which frames, and the text around each."""
+"""Video formats for models that take only images: which frames to show, and the text around them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 from vlmserve.media.videos import MIN_FRAMES, Timing
 
 USUAL_FPS, USUAL_FRAMES = 1.0, 16
-"""Frames a second, and at most of a video, where neither a request nor the server says how many."""
+"""Default frames per second, and default maximum of a video."""
 _SKIPPED = 1
-"""Seconds at both ends of a long video that SmolVLM is not shown."""
+"""Seconds at both ends of a long video that SmolVLM skips."""
 _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"
@@ -24,29 +24,28 @@ _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
 class FrameForm(Protocol):
-    """One way of showing videos."""
+    """A video format."""
 
     @property
     def fps(self) -> float:
-        """Frames that are a second where a list of frames comes without a rate."""
+        """Frames per second of a list of frames without a rate."""
         ...
 
     def sample(self, num_frames: int, rate: float, fps: float | None, most: int) -> list[int]:
-        """Which frames are taken of a file of so many, `rate` a second, in ascending order; at most `most`. fps: that
-        the request wants of a second."""
+        """Choose ascending frame numbers, at most `most`. rate: frames per second of the file. fps: of the request."""
         ...
 
     def words(self, seconds: Sequence[float], duration: float) -> list[str]:
-        """The text before each frame, and that behind the last. seconds: when each is shown. duration: of the video,
-        in seconds."""
+        """The text before each frame, and after the last. seconds: time of each frame. duration: of the video in
+        seconds."""
         ...
 
 
 @dataclass(frozen=True)
 class TimedFrames:
-    """For models that were not trained on videos in a form of their own: the time before each frame.
+    """Timestamps before frames, for models that were not trained on a video format.
 
-    server_fps: frames of a second that the server's settings want; None: `USUAL_FPS`, and at most `USUAL_FRAMES`.
+    server_fps: frames per second in the server's settings; None: `USUAL_FPS`, and at most `USUAL_FRAMES`.
     """
 
     server_fps: float | None = None
@@ -67,15 +66,14 @@ class TimedFrames:
 
 @dataclass(frozen=True)
 class SmolVLMFrames:
-    """As transformers' processor of SmolVLM 2 does it. max_frames: of a file."""
+    """The format of SmolVLM 2 in transformers. max_frames: of a file."""
 
     fps: float
     max_frames: int
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], fps: float | None) -> SmolVLMFrames | None:
-        """settings: of the checkpoint's video processor; None if they are not SmolVLM's. fps: the server's, instead of
-        theirs."""
+        """settings: of the checkpoint's video processor. None: they are not SmolVLM's. fps: the server's override."""
         sampling = settings.get("video_sampling") or {}
         if not sampling and not str(settings.get("video_processor_type")).startswith("SmolVLM"):
             return None
@@ -103,14 +101,14 @@ class SmolVLMFrames:
 
 @dataclass(frozen=True)
 class AdjacentFrames:
-    """As transformers' processor of MiniCPM-V 4.7 does it: without text. max_frames: of a file."""
+    """The format of MiniCPM-V 4.7 in transformers, without text. max_frames: of a file."""
 
     fps: float
     max_frames: int
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], fps: float | None) -> AdjacentFrames:
-        """settings: of the checkpoint's video processor. fps: the server's; None: one frame a second."""
+        """settings: of the checkpoint's video processor. fps: the server's; None: one frame per second."""
         return cls(fps or 1.0, int(settings.get("max_num_frames") or 128))
 
     def sample(self, num_frames: int, rate: float, fps: float | None, most: int) -> list[int]:
@@ -127,9 +125,9 @@ class AdjacentFrames:
 
 @dataclass(frozen=True)
 class ClockedFrames:
-    """As transformers' processor of Gemma 4 does it: minutes and seconds before each frame.
+    """The format of Gemma 4 in transformers: minutes and seconds before each frame.
 
-    server_fps: frames of a second that the server's settings want; None: `max_frames` of a file, evenly spread.
+    server_fps: frames per second in the server's settings; None: `max_frames` of a file, evenly spread.
     """
 
     server_fps: float | None
@@ -137,7 +135,6 @@ class ClockedFrames:
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], fps: float | None) -> ClockedFrames:
-        """settings: of the checkpoint's video processor. fps: the server's."""
         return cls(fps, int(settings.get("num_frames") or 32))
 
     @property
@@ -156,7 +153,7 @@ class ClockedFrames:
 
 
 def number(value: int) -> str:
-    """A whole number in English words, as num2words writes it; in digits from 1,000 on."""
+    """An integer in English words, as num2words writes it; in digits from 1,000 up."""
     if value < len(_ONES):
         return _ONES[value]
     if value < 100:

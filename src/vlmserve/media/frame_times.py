@@ -1,5 +1,7 @@
-"""The text around the frames of a video, for models that read times instead of counting frames (Qwen3-VL,
-https://arxiv.org/abs/2511.21631; GLM-V, https://arxiv.org/abs/2507.01006)."""
+"""Timestamps around video frames, for models that read times instead of counting frames.
+
+Qwen3-VL: https://arxiv.org/abs/2511.21631. GLM-V: https://arxiv.org/abs/2507.01006.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FrameTimes:
-    """Writes when the frames of a video are shown. encode: token ids of a text with control tokens. begin, end: the
-    tokens around the placeholders of frames that share embeddings. behind: the time of the first of these frames stands
-    behind them, as for GLM-V; else that in the middle of the first and the last before them, as for Qwen3-VL."""
+    """Writes timestamps for groups of frames that share embeddings."""
 
     encode: Callable[[str], Sequence[int]]
+    """Tokenizes text with control tokens."""
     begin: str
+    """The token before a group's placeholders."""
     end: str
+    """The token after a group's placeholders."""
     behind: bool = False
+    """Write the time of the first frame after the group (GLM-V), not the mean of first and last
+    before it (Qwen3-VL)."""
 
     def text(self, seconds: Sequence[float], depth: int, num_placeholders: int) -> tuple[tuple[int, int], ...]:
-        """`ImageInput.text` of a video. seconds: when each frame is shown. depth: frames that share embeddings.
-        num_placeholders: of so many frames."""
+        """`ImageInput.text` of a video. seconds: time of each frame. depth: frames in a group. num_placeholders: of a
+        group."""
         seconds = [*seconds, *[seconds[-1]] * (-len(seconds) % depth)]
         text: list[tuple[int, int]] = []
         place = 0
@@ -33,7 +38,7 @@ class FrameTimes:
         return tuple(text)
 
     def _around(self, first: float, last: float) -> tuple[Sequence[int], Sequence[int]]:
-        """The tokens before and behind frames that are shown from the one time to the other."""
+        """Tokens before and after a group. first, last: times of its first and last frame."""
         if self.behind:
             return self.encode(self.begin), self.encode(f"{self.end}{first:.1f} seconds")
         return self.encode(f"<{(first + last) / 2:.1f} seconds>{self.begin}"), self.encode(self.end)

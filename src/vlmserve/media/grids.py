@@ -1,6 +1,6 @@
-"""Images cut into as many tiles as fit their shape best, of which a tower sees one at a time, as InternVL does it.
+"""Cut images into tiles that fit their shape, as InternVL does; the tower sees one tile at a time.
 
-Equal to transformers' own (PIL) processor but for large JPEGs, as in `media.processor`.
+Equals the PIL processor in transformers, except for large JPEGs (`media.processor`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from vlmserve.types import Pixels
 
 @dataclass(frozen=True)
 class GridRecipe:
-    """Every setting that changes pixels. tile: pixels along each side. least, most: tiles that an image is cut into."""
+    """All settings that affect pixels."""
 
     tile: int
+    """Side of a tile in pixels."""
     least: int
+    """Minimum tiles."""
     most: int
+    """Maximum tiles."""
     resample: int
     rescale: float | None
     mean: tuple[float, ...] | None
@@ -43,12 +46,10 @@ class GridRecipe:
 
 
 class GridProcessor(RecipeProcessor[GridRecipe]):
-    """Preprocesses images for one InternVL checkpoint; see `media.processor.FixedSizeProcessor`.
+    """Preprocesses images for InternVL.
 
-    An image is resized to rows and columns of tiles, which change its shape as little as possible, and cut; behind them
-    comes all of the image as one tile. An image of one tile is that alone.
-    Raises UnsupportedModelError for settings that are not implemented, ModelLoadError for files that contradict each
-    other.
+    Resizes an image to rows and columns of tiles with the nearest shape, and cuts it. The whole image follows as one
+    more tile, unless there is only one.
     """
 
     version = "grid v1"
@@ -62,8 +63,8 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         tile_tokens: int | None = None,
         exact_pixels: bool = False,
     ) -> None:
-        """config: of config.json. settings: of preprocessor_config.json, or the image processor's section. around: ids
-        of the tokens before and behind an image. tile_tokens: placeholders of each tile, if another file says so."""
+        """around: ids of the tokens before and after an image. tile_tokens: placeholders of a tile in another file, to
+        compare."""
         recipe = _recipe(settings)
         self._tile_tokens = _tile_tokens(config, recipe.tile)
         if tile_tokens is not None and tile_tokens != self._tile_tokens:
@@ -82,8 +83,7 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         return cls(files.config, files.settings, around, tile_tokens=count, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
-        """The same for images of fewer tiles, or more. Raises InvalidRequestError for a budget that excludes a single
-        one, or asks for more than there are."""
+        """A processor with fewer or more tiles."""
         recipe, area = self._recipe, self._recipe.tile**2
         budget = budget.settled(area, recipe.most * area)
         budget.check_least(area, self._num_tokens(1))
@@ -96,7 +96,7 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         return self._following(replace(recipe, least=least, most=most))
 
     def _fits(self, count: int, budget: ImageBudget) -> bool:
-        """Whether images may be cut into so many tiles. All do that have fewer than one that does."""
+        """Return whether the budget allows `count` tiles. If it does, it allows fewer."""
         return count == 1 or budget.allows(count * self._recipe.tile**2, self._num_tokens(count))
 
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:
@@ -113,23 +113,25 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         return to_pixels(tiles)
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """Tokens for each tile, between those for the image's beginning and end."""
+        """The tokens of each tile, between begin and end tokens."""
         begin, end = self._around
         count = 2 + len(pixels) * self._tile_tokens
         return Placeholders(count, text=((0, begin), (count - 1, end)))
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        """All of the image, as large as it is cut into tiles."""
+        """The whole image, in the size before cutting."""
         columns, rows = self._grid(size)
         return whole_view(size, columns * self._recipe.tile, rows * self._recipe.tile)
 
     def _num_tokens(self, count: int) -> int:
-        """Of an image of so many tiles, without the one that shows all of it."""
+        """Maximum tokens of an image with `count` tiles, including the tile of the whole image."""
         return 2 + (count + (count > 1)) * self._tile_tokens
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Columns and rows of tiles: those whose shape is nearest to the image's. Of those that are equally near, more
-        are taken as long as the image has over half of their pixels."""
+        """Columns and rows of tiles with the aspect ratio nearest to the image's.
+
+        Among equally near grids, a larger grid wins if the image has over half of its pixels.
+        """
         width, height = size
         aspect, area = width / height, width * height
         best, least = (1, 1), math.inf
@@ -143,7 +145,7 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
 
 @lru_cache(64)
 def _grids(least: int, most: int) -> list[tuple[int, int]]:
-    """Columns and rows of that many tiles, the smallest first."""
+    """Columns and rows of all grids with `least` to `most` tiles, the smallest first."""
     pairs = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
     return sorted((pair for pair in pairs if math.prod(pair) >= least), key=math.prod)
 
@@ -169,7 +171,6 @@ def _recipe(settings: dict[str, Any]) -> GridRecipe:
 
 
 def _tile_tokens(config: dict[str, Any], tile: int) -> int:
-    """How many embeddings the model makes of a tile."""
     vision = config.get("vision_config") or {}
     seen, patch = square_edge(vision.get("image_size", 448)), square_edge(vision.get("patch_size", 14))
     if seen != tile:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that describe its images."""
+"""A checkpoint's files about images."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ImageFiles:
         return self.media.exact_pixels
 
     def token_id(self, name: str, usual: str) -> int:
-        """Id of a token beside images. usual: its text if the tokenizer has no token of that name.
+        """Id of a token around images. usual: its text if the tokenizer does not name it.
 
         Raises ModelLoadError for a token that is not in the vocabulary.
         """

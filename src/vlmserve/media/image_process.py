@@ -1,5 +1,4 @@
-"""Images that are decoded in a process for each file: HEIC through libheif (pillow-heif, the extra ``documents``),
-others through Pillow."""
+"""Images in isolated processes: HEIC with libheif (pillow-heif, extra ``heif``), other formats with Pillow."""
 
 from __future__ import annotations
 
@@ -17,22 +16,22 @@ from vlmserve.media.isolated import Answer, IsolatedProcess
 _HEIF = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 _AVIF = frozenset({b"avif", b"avis"})
 _ORIENTATION = 0x0112
-"""EXIF tag of how the camera was held."""
+"""EXIF tag of the orientation."""
 _BYTES = {
     "L": 1,
     **dict.fromkeys(("LA", "La", "I;16", "I;16B", "I;16L"), 2),
     **dict.fromkeys(("RGB", "YCbCr", "LAB", "HSV"), 3),
     **dict.fromkeys(("RGBA", "RGBa", "RGBX", "CMYK", "I", "F"), 4),
 }
-"""Bytes of a pixel, by Pillow's modes in which these images come."""
+"""Bytes per pixel, by Pillow's mode."""
 _LARGEST_PADDING = 1024
-"""Bytes of a row after its pixels."""
+"""Maximum bytes of padding after a row."""
 MEMORY_BYTES = 256 * 1024**2
-"""Bytes that a process may take besides the pixels: copies of the file, threads."""
+"""Maximum bytes of a process besides pixels: copies of the file, threads."""
 
 
 def heif_format(data: bytes) -> str | None:
-    """ "HEIF" or "AVIF" if a file says so, in which case it begins like a video. mif1 may be AVIF inside."""
+    """ "HEIF" or "AVIF" for these files, which begin like videos. The brand mif1 may contain AVIF."""
     brand = data[8:12] if data[4:8] == b"ftyp" else None
     if brand in _HEIF and not data[8:64].count(b"avif"):
         return "HEIF"
@@ -53,12 +52,12 @@ class _Opened(_Shown):
 
 
 class ImageProcess(Image.Image):
-    """An image, or several, in a file of which nothing but the header is read.
+    """One or more images in a file, opened in a process; only the header is read.
 
-    format: "HEIF", "AVIF" or one of `images.FORMATS`. num_pixels: of the image where they are known and opening needs
-    memory for them. The process is ended when the only image is decoded, when something fails, and by `close`. Like
-    Pillow's own images from files, it is for one thread at a time, and decoding raises OSError for what is broken.
-    Raises UnidentifiedImageError, OSError, InvalidImageError, UnavailableError and CancelledWorkError.
+    format: "HEIF", "AVIF" or one of `images.FORMATS`. num_pixels: of the image, if known and opening needs memory for
+    them. The process ends after decoding the only image, after an error, and with `close`. As with Pillow's images,
+    only one thread may use it at a time, and decoding raises OSError for broken data. Raises UnidentifiedImageError,
+    OSError, InvalidImageError, UnavailableError and CancelledWorkError.
     """
 
     def __init__(self, data: bytes, format: str, limits: MediaConfig, num_pixels: int = 0) -> None:
@@ -89,7 +88,7 @@ class ImageProcess(Image.Image):
             raise
 
     def share_time(self) -> None:
-        """All images of the file together may take the time for a document, instead of each the time for an image."""
+        """Limit all images of the file together to the time of a document, instead of each to the time of an image."""
         self._is_document = True
         self.process.error_of = partial(_error_of, self._limits, True)
         self.process.allow(self._limits.document_timeout)
@@ -99,11 +98,10 @@ class ImageProcess(Image.Image):
         return self.n_frames > 1
 
     def tell(self) -> int:
-        """Which image of the file this is, from 0."""
         return self._number
 
     def seek(self, frame: int) -> None:
-        """Go to another image of the file. Raises EOFError if there is none."""
+        """Select another image of the file. Raises EOFError if it does not exist."""
         if not 0 <= frame < self.n_frames:
             raise EOFError("attempt to seek outside sequence")
         if frame != self._number:
@@ -111,7 +109,7 @@ class ImageProcess(Image.Image):
             self._number, self._is_loaded = frame, False
 
     def decode(self) -> None:
-        """Let the process decode the image, within the time for one. `load` reads the pixels."""
+        """Decode the image in the process, within the time limit of an image. `load` reads the pixels."""
         if self._is_loaded or self._decoded is not None:
             return
         if not self._is_document:
@@ -130,7 +128,6 @@ class ImageProcess(Image.Image):
         self._decoded = shown
 
     def load(self) -> Any:
-        """Decode the image and read its pixels."""
         if not self._is_loaded:
             self.decode()
             assert self._decoded is not None
@@ -147,7 +144,6 @@ class ImageProcess(Image.Image):
         return super().load()
 
     def close(self) -> None:
-        """Let go of the file and the pixels."""
         self.process.close()
         super().close()
 

@@ -1,4 +1,4 @@
-"""Bytes to images, refusing what is too large before it is decoded."""
+"""Open and decode images; images above a limit are rejected before they are decoded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vlmserve.types import MediaKind
 
 FORMATS: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _HERE = ("PNG", "JPEG", "WEBP")
-"""Formats whose ordinary files are decoded in this process, which is faster: they bound time and memory by pixels."""
+"""Formats that this process decodes, which is faster: their decoders' time and memory depend only on the pixels."""
 _ISOLATED = {
     b"GIF8": "GIF",
     b"BM": "BMP",
@@ -38,18 +38,18 @@ _ISOLATED = {
 }
 _SIGNATURES = {png.SIGNATURE: "PNG", jpeg.SIGNATURE: "JPEG", b"RIFF": "WebP", **_ISOLATED}
 _LARGE_WEBP = 4_000_000
-"""Pixels. Pillow decodes WebP without releasing the GIL, so larger ones would stop all other threads for long."""
+"""Pixels. Pillow holds the GIL while it decodes WebP, so a larger image would block all other threads for long."""
 _HEAD = 1024
-"""Bytes in which a file that is no image says what it is."""
+"""Bytes in which to search for signatures of other formats."""
 _ORIENTATION = 0x0112
-"""EXIF tag of how the camera was held."""
+"""EXIF tag of the orientation."""
 _SHARPNESS = 2.0
-"""A JPEG is only decoded at a fraction of its size that leaves this many pixels for each one that is asked for."""
+"""Minimum pixels of a JPEG, decoded at a fraction of its size, per pixel in the result."""
 _DATA_URL = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
 
 
 class _Transform(NamedTuple):
-    """swaps: width and height; mirrors_x, mirrors_y: then, left and right, upper and lower."""
+    """swaps: width and height. mirrors_x, mirrors_y: after swapping, left and right, upper and lower."""
 
     method: Image.Transpose
     swaps: bool
@@ -66,7 +66,7 @@ _TRANSFORMS = {
     7: _Transform(Image.Transpose.TRANSVERSE, True, True, True),
     8: _Transform(Image.Transpose.ROTATE_90, True, False, True),
 }
-"""What stands an image of each EXIF orientation upright."""
+"""Rotates an image upright, by EXIF orientation."""
 
 Box: TypeAlias = tuple[float, float, float, float]
 """Left, upper, right and lower edge in pixels."""
@@ -74,15 +74,14 @@ Box: TypeAlias = tuple[float, float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class DecodedImage:
-    """A decoded image, upright. size: width and height in full.
-
-    image: at a half, a quarter or an eighth of that where it was decoded so. box: the part of `image` that is the
-    image: where a fraction of its size is no whole number, the last column or row of `image` is only partly in it.
-    """
+    """A decoded, upright image."""
 
     image: Image.Image
+    """At full size, or at a half, a quarter or an eighth."""
     size: tuple[int, int]
+    """Full width and height."""
     box: Box
+    """The image's area in `image`. If its fraction is not an integer, the last column or row is only partly inside."""
 
     @classmethod
     def whole(cls, image: Image.Image) -> DecodedImage:
@@ -90,21 +89,19 @@ class DecodedImage:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether it was decoded at a fraction of its size."""
         return self.box != (0, 0, *self.size)
 
 
 def decode_image(
     data: bytes, limits: MediaConfig, reduction: Callable[[tuple[int, int]], float] | None = None
 ) -> DecodedImage:
-    """The image in a PNG, JPEG, WebP, GIF, BMP, TIFF, AVIF or HEIC file, upright as its EXIF orientation says.
+    """Decode a PNG, JPEG, WebP, GIF, BMP, TIFF, AVIF or HEIC file and rotate it upright.
 
-    reduction: how many pixels of an image of that width and height become one. A JPEG of which few are left is
-    decoded at a fraction of its size, which takes a fraction of the time; without it every pixel is decoded.
-    Raises InvalidImageError if `data` is empty, broken, truncated or no image, has several pages or is an animation,
-    or takes too long to decode;
-    ImageTooLargeError if it has more bytes, pixels or scans than allowed, which is looked at before anything is
-    decoded; CancelledWorkError.
+    reduction: ratio of an image's pixels to the wanted pixels, from its width and height. A JPEG with a large ratio is
+    decoded at a fraction of its size, which takes a fraction of the time. Without it every pixel is decoded.
+
+    Raises, before decoding, ImageTooLargeError for too many bytes, pixels or scans. Raises InvalidImageError for data
+    that is empty, broken, truncated, no image, paged, animated or slow to decode, and CancelledWorkError.
     """
     return decode_opened(open_header(data, limits), limits, reduction)
 
@@ -112,7 +109,6 @@ def decode_image(
 def decode_opened(
     image: Image.Image, limits: MediaConfig, reduction: Callable[[tuple[int, int]], float] | None = None
 ) -> DecodedImage:
-    """The same of an image that `open_header` has opened."""
     size = image.size
     box = (0, 0, *size) if reduction is None else _draft(image, reduction)
     load_image(image, limits)
@@ -120,7 +116,7 @@ def decode_opened(
 
 
 def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
-    """An image of which nothing but the header is read. Raises as `decode_image` does."""
+    """Open a single image; reads only the header. Raises as `decode_image` does."""
     image = open_any(data, limits)
     try:
         check_single(image)
@@ -131,7 +127,7 @@ def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
 
 
 def open_any(data: bytes, limits: MediaConfig) -> Image.Image:
-    """The same of a file that may have several pages or frames."""
+    """Open a file with any number of pages or frames; reads only the header."""
     check_num_bytes(len(data), limits)
     if not data:
         raise InvalidImageError("the image is empty (0 bytes)")
@@ -139,8 +135,8 @@ def open_any(data: bytes, limits: MediaConfig) -> Image.Image:
 
 
 def open_file(data: bytes, limits: MediaConfig) -> Image.Image:
-    """An image, or the first of several in a file, of which nothing but the header is read. Raises as `decode_image`
-    does, but not for several."""
+    """Open an image, or the first of several; reads only the header. Raises as `decode_image` does,
+    except for several."""
     image = _opened(lambda: _open(data, limits), data, limits)
     try:
         check_num_pixels(image, limits)
@@ -154,7 +150,7 @@ def open_file(data: bytes, limits: MediaConfig) -> Image.Image:
 
 
 def in_process(image: Image.Image, data: bytes, limits: MediaConfig) -> Image.Image:
-    """An opened image in a process of its own, unless it is in one. Raises as `decode_image` does."""
+    """Reopen an image in an isolated process, unless it is in one. Raises as `decode_image` does."""
     if isinstance(image, ImageProcess):
         return image
     image.close()
@@ -174,7 +170,7 @@ def _open(data: bytes, limits: MediaConfig) -> Image.Image:
     if plain is None:
         return ImageProcess(data, "PNG" if data.startswith(png.SIGNATURE) else "JPEG", limits)
     if Image.MAX_IMAGE_PIXELS is not None and limits.max_image_pixels > Image.MAX_IMAGE_PIXELS:
-        Image.MAX_IMAGE_PIXELS = limits.max_image_pixels  # Pillow's own limit, which it checks before ours
+        Image.MAX_IMAGE_PIXELS = limits.max_image_pixels  # raises Pillow's own, earlier limit
     image = Image.open(LimitedFile(plain, limits.decode_timeout), formats=_HERE)
     if image.format == "WEBP":
         image.info["exif"] = orientation_exif(orientation_in(image.info.get("exif", b""), image.info.get("xmp", b"")))
@@ -182,7 +178,7 @@ def _open(data: bytes, limits: MediaConfig) -> Image.Image:
 
 
 def _opened(open: Callable[[], Image.Image], data: bytes, limits: MediaConfig) -> Image.Image:
-    """The image that `open` returns. Turns what libraries raise into this project's errors."""
+    """Call `open`, and turn errors of libraries into vlmserve's."""
     try:
         return open()
     except VLMServeError:
@@ -191,7 +187,7 @@ def _opened(open: Callable[[], Image.Image], data: bytes, limits: MediaConfig) -
         raise InvalidImageError(_unreadable(data)) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageTooLargeError(f"the image has more than {limits.max_image_pixels:,} pixels") from error
-    except Exception as error:  # Pillow's readers raise anything on broken headers
+    except Exception as error:  # Pillow raises anything on broken headers
         raise InvalidImageError(f"the image is broken: {error}") from error
 
 
@@ -204,7 +200,7 @@ def load_image(image: Image.Image, limits: MediaConfig) -> None:
 
 
 def decode_process(image: ImageProcess) -> None:
-    """Let a process decode its image, which `load_image` then reads. Raises as `decode_image` does."""
+    """Decode in the process; `load_image` then reads the pixels. Raises as `decode_image` does."""
     _checked(image.decode)
 
 
@@ -213,18 +209,17 @@ def _checked(decode: Callable[[], object]) -> None:
         decode()
     except VLMServeError:
         raise
-    except Exception as error:  # Pillow's decoders raise anything on broken data
+    except Exception as error:  # Pillow raises anything on broken data
         kind = "truncated" if "truncated" in str(error).lower() else "broken"
         raise InvalidImageError(f"the image is {kind}: {error}") from error
 
 
 def upright(image: Image.Image) -> DecodedImage:
-    """A decoded image, rotated as its EXIF orientation says."""
     return _upright(DecodedImage.whole(image))
 
 
 def check_num_pixels(image: Image.Image, limits: MediaConfig) -> None:
-    """Raises ImageTooLargeError if an opened image is over the limit, InvalidImageError if it has no pixels."""
+    """Raise ImageTooLargeError for an opened image above the limit, InvalidImageError for one without pixels."""
     width, height = image.size
     if width * height > limits.max_image_pixels:
         raise ImageTooLargeError(
@@ -235,16 +230,16 @@ def check_num_pixels(image: Image.Image, limits: MediaConfig) -> None:
 
 
 def orientation(image: Image.Image) -> int:
-    """How the camera was held, from 1 to 8 as in EXIF; 1 if the image does not say."""
+    """The EXIF orientation from 1 to 8; 1 by default."""
     try:
         found = image.getexif().get(_ORIENTATION)
-    except Exception:  # broken EXIF data says nothing about how the image stands
+    except Exception:  # broken EXIF data has no orientation
         return 1
     return found if found in _TRANSFORMS else 1
 
 
 def _draft(image: Image.Image, reduction: Callable[[tuple[int, int]], float]) -> Box:
-    """Have an opened JPEG decoded at a fraction of its size, if few of its pixels are asked for. Returns its box."""
+    """Prepare a JPEG to be decoded at a fraction of its size, if `reduction` allows it. Returns its box."""
     width, height = image.size
     transform = _TRANSFORMS.get(orientation(image))
     spare = reduction((height, width) if transform is not None and transform.swaps else (width, height)) / _SHARPNESS
@@ -267,11 +262,10 @@ def _upright(decoded: DecodedImage) -> DecodedImage:
 
 
 def decode_data_url(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
-    """The bytes in ``data:image/png;base64,…``. The media type has no effect: the content says what the file is.
+    """Decode ``data:image/png;base64,…``. Ignores the media type, because the content tells the type.
 
-    A data URL may stand in the place of the base64 text, as clients write it into fields for base64 alone.
-    Raises the kind's error (InvalidImageError) unless it is base64, and that of what is too large (ImageTooLargeError)
-    over the limit.
+    A data URL may contain another data URL, as clients write it into fields for base64. Raises the kind's error
+    (InvalidImageError) for other text, and its size error (ImageTooLargeError) above the limit.
     """
     invalid, _, example = KINDS[kind]
     encoded = url
@@ -289,7 +283,7 @@ def decode_data_url(url: str, limits: MediaConfig, kind: MediaKind = "image") ->
 
 
 def _header_end(url: str, kind: MediaKind) -> int:
-    """Where the base64 text of a data URL begins. Raises the kind's error unless there is one."""
+    """Start of the base64 text in a data URL. Raises the kind's error if there is none."""
     invalid, _, example = KINDS[kind]
     header = _DATA_URL.match(url[:256])
     if header is None:

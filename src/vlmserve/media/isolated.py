@@ -1,4 +1,4 @@
-"""Files that are decoded in a process each, with bounded memory and time, which can always be ended."""
+"""Decode files in one process each, with limited memory and time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vlmserve.media.fork_server import FileKind, ForkServer, fork_for
 from vlmserve.media.pixel_memory import make_memory, mapped
 
 _POLL_INTERVAL = 0.05
-"""Seconds between checks whether anybody still waits for the file."""
+"""Seconds between checks whether somebody waits for the file."""
 _CHUNK = 1024**2
 _REASONS = {
     -signal.SIGXCPU: "slow",
@@ -30,24 +30,29 @@ _REASONS = {
     -signal.SIGTERM: "killed",
     **dict.fromkeys((-signal.SIGABRT, -signal.SIGTRAP, -signal.SIGILL), "aborted"),
 }
-"""What the exit status of a process means."""
+"""Reason by exit status of a process."""
 _LONGEST_LINE = 4096
 
 ErrorOf: TypeAlias = Callable[[str, str], Exception]
-"""Makes the exception to raise from a reason and a library's message.
+"""Makes an exception from a reason and a library's message.
 
-Every kind of file has the reasons "broken", "slow" (time limit), "memory" (memory limit), "crash" (the library crashed)
-and "killed" (something else ended the process). "aborted": the library ended the process, because it lacked memory or
-the file broke its assumptions. Decoders add their own.
+All kinds of files have these reasons; decoders add others:
+
+- "broken"
+- "slow": time limit
+- "memory": memory limit
+- "crash": the library crashed
+- "killed": something else ended the process
+- "aborted": the library ended the process, for lack of memory or because the file broke its assumptions
 """
 
 _PATIENCE = 1.0
-"""Seconds of waiting for a process after which its priority drops, so that short work overtakes it."""
+"""Seconds of waiting after which a process gets a lower priority, so that short work overtakes it."""
 _NICENESS = 10
 
 
 class Answer(msgspec.Struct):
-    """A line that the process writes. A captured process may write anything."""
+    """A line from the process. A compromised process may write anything."""
 
     error: str | None = None
     detail: str = ""
@@ -59,10 +64,10 @@ AnswerType = TypeVar("AnswerType", bound=Answer)
 
 
 class IsolatedProcess:
-    """A process for one file. Raises UnavailableError if none can be started.
+    """A process for one file. Raises UnavailableError if it does not start.
 
-    Its methods raise what `error_of` gives, and CancelledWorkError; close it then, and at the end. seconds: that they
-    may wait, all together. pixel_bytes: maximum size of an image for which `pixels` needs no pipe.
+    Methods raise exceptions of `error_of`, and CancelledWorkError; close it then, and at the end. seconds: total
+    waiting time of all methods. pixel_bytes: size of the shared memory for `pixels`; 0: none.
     """
 
     def __init__(
@@ -86,11 +91,11 @@ class IsolatedProcess:
         self._abandon = weakref.finalize(self, _abandon, self._server, self.pid, self._input, self._output)
         for pipe in (self._input, self._output):
             os.set_blocking(pipe, False)
-            with contextlib.suppress(AttributeError, OSError):  # Linux alone has it, up to a limit for each user
+            with contextlib.suppress(AttributeError, OSError):  # only on Linux, up to a limit for each user
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _CHUNK)
 
     def _shared(self, num_bytes: int, files: contextlib.ExitStack) -> list[int]:
-        """Map memory for that many bytes of pixels, and return its file; an empty list if there is none."""
+        """Map shared memory for pixels and return its file; an empty list if there is none."""
         memory = make_memory(num_bytes) if num_bytes else None
         if memory is None:
             return []
@@ -108,11 +113,11 @@ class IsolatedProcess:
         return self.receive(answer)
 
     def send(self, line: str) -> None:
-        """Send a line, whose answer `receive` returns. The process works on it meanwhile."""
+        """Send a line. The process works on it until `receive` returns the answer."""
         self._write(f"{line}\n".encode())
 
     def pixels(self, size: int, answer: Answer) -> memoryview | bytearray:
-        """So many bytes of pixels that follow `answer`. They are valid until the next question."""
+        """The `size` bytes of pixels after `answer`. They are valid until the next line is sent."""
         if not answer.in_memory:
             return self.read(size)
         if size > len(self._memory):
@@ -120,7 +125,6 @@ class IsolatedProcess:
         return self._memory[:size]
 
     def read(self, size: int) -> bytearray:
-        """So many bytes of pixels."""
         pixels = bytearray(size)
         read = min(size, len(self._received))
         pixels[:read] = self._received[:read]
@@ -139,7 +143,6 @@ class IsolatedProcess:
         self._seconds_left = seconds
 
     def close(self) -> None:
-        """End the process."""
         self._memory = memoryview(b"")
         if self._abandon.detach():
             self._server.end(self.pid)
@@ -148,12 +151,11 @@ class IsolatedProcess:
             self._input = self._output = -1
 
     def release(self) -> None:
-        """Let a process that has answered end by itself. Unlike `close`, this does not wait for its end."""
+        """Let a process that has answered end by itself, without waiting for it as `close` does."""
         self._abandon()
         self._input = self._output = -1
 
     def receive(self, kind: type[AnswerType]) -> AnswerType:
-        """Return the next line that the process writes."""
         while b"\n" not in self._received:
             if len(self._received) > _LONGEST_LINE:
                 raise self.error_of("broken", "")
@@ -182,7 +184,7 @@ class IsolatedProcess:
                 raise self._ended() from None
 
     def _wait(self, pipe: int, event: int) -> None:
-        """Until a pipe is ready for it. What it takes comes off the time that is left."""
+        """Wait until a pipe is ready. Subtracts the time from the remaining time."""
         poll = select.poll()
         poll.register(pipe, event)
         began = time.monotonic()
@@ -199,10 +201,9 @@ class IsolatedProcess:
         check_cancelled()
 
     def _yield_to_others(self) -> None:
-        """Lower the priority of the process, once."""
         if not self._is_nice:
             self._is_nice = True
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 os.setpriority(os.PRIO_PROCESS, self.pid, _NICENESS)
 
     def _ended(self) -> Exception:
@@ -210,7 +211,6 @@ class IsolatedProcess:
 
 
 def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:
-    """Open a pipe. The stacks close its ends."""
     reading, writing = os.pipe()
     reader.callback(os.close, reading)
     writer.callback(os.close, writing)
@@ -218,7 +218,7 @@ def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[i
 
 
 def _abandon(server: ForkServer, pid: int, *pipes: int) -> None:
-    """End a process that nobody has closed. Garbage collection may call this at any time, so nothing waits here."""
+    """End a process that nobody closed. Garbage collection may call this at any time, so it does not wait."""
     server.abandon(pid)
     for pipe in pipes:
         os.close(pipe)

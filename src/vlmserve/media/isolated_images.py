@@ -1,4 +1,4 @@
-"""Images in an isolated process: HEIC through libheif, other formats through Pillow."""
+"""Image decoder of isolated processes: HEIC with libheif, other formats with Pillow."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any, Protocol
 from vlmserve.media.isolated_limits import Answer, RefusedError, address_space, limit, limit_cpu, peak_address_space
 
 _THREADS = 4
-"""That decode one image."""
+"""Threads that decode an image."""
 _ORIENTATION = 0x0112
-"""EXIF tag of how the camera was held."""
+"""EXIF tag of the orientation."""
 _PIXEL_BYTES = {"I;16": 2, "I;16B": 2, "I;16L": 2, "I": 4, "F": 4, "RGBX": 4}
-"""Bytes of a pixel in modes in which a band is not one byte."""
+"""Bytes per pixel, for modes whose bands have more or less than one byte."""
 _SUBFILE_TYPE = 254
 _NO_PAGE = 0b101
-"""Bits of a TIFF's NewSubfileType: a smaller version of another page, or a mask of one (TIFF 6.0, page 36)."""
+"""Bits of a TIFF's NewSubfileType: a smaller version of another page, or a mask (TIFF 6.0, page 36)."""
 _LARGEST_PIXEL = 8
-"""Bytes of a pixel in the largest array that a decoder allocates."""
+"""Bytes per pixel of the largest array that a decoder allocates."""
 _BAND = 2**17
-"""Pixels that are packed at once: few enough to stay in a core's cache."""
+"""Pixels to pack at once, so that they stay in a core's cache."""
 
 
 class _Opened(Protocol):
-    """An opened file of images. count: of them. number: which is shown, from 0. size, mode: of that one."""
+    """An opened file. count: of images. number: of the current image, from 0. size, mode: of the current image."""
 
     count: int
     number: int
@@ -36,22 +36,16 @@ class _Opened(Protocol):
 
     def __init__(self, data: bytes, most: int) -> None: ...
 
-    def go_to(self, number: int) -> None:
-        """Show another image."""
-        ...
+    def go_to(self, number: int) -> None: ...
 
-    def orientation(self) -> object:
-        """How EXIF says that the image stands."""
-        ...
+    def orientation(self) -> object: ...
 
     def decode(self) -> tuple[int, Iterable[bytes | memoryview]]:
-        """Bytes from one row to the next, and all rows."""
+        """Row stride in bytes, and all rows."""
         ...
 
 
 class _HEIC:
-    """Read by libheif."""
-
     def __init__(self, data: bytes, most: int) -> None:
         import pillow_heif
         from PIL import Image
@@ -72,7 +66,7 @@ class _HEIC:
     def orientation(self) -> object:
         import pillow_heif
 
-        pillow_heif.set_orientation(self._image.info)  # libheif has turned the image, which EXIF is not to do again
+        pillow_heif.set_orientation(self._image.info)  # libheif has rotated the image, so ignore EXIF
         self._holder.info, self._holder._exif = self._image.info, None
         return self._holder.getexif().get(_ORIENTATION)
 
@@ -86,7 +80,7 @@ class _HEIC:
 
 
 class _PillowFile:
-    """Read by Pillow. Images are sent in a mode without a palette."""
+    """A file read by Pillow. Converts images with a palette."""
 
     formats: tuple[str, ...] = ("BMP", "GIF", "PNG", "WEBP")
 
@@ -138,7 +132,7 @@ class _AVIF(_PillowFile):
 
 
 class _JPEG(_PillowFile):
-    """The first picture of a file. Pillow's `open` would also take later ones for images of the file."""
+    """The first picture of a file. Pillow's `open` would also treat later pictures as images."""
 
     def _opened(self, file: io.BytesIO) -> Any:
         from PIL import JpegImagePlugin
@@ -147,12 +141,12 @@ class _JPEG(_PillowFile):
 
 
 class _TIFF(_PillowFile):
-    """Pages, without smaller versions and masks of them."""
+    """Pages of a file, without smaller versions and masks."""
 
     formats = ("TIFF",)
 
     def _found(self, most: int) -> Sequence[int]:
-        """Up to one more page than `most`."""
+        """Up to ``most + 1`` pages."""
         pages, number = [0], 1
         while len(pages) <= most and number < 2 * most and self._reaches(number):
             kind = self._image.tag_v2.get(_SUBFILE_TYPE)
@@ -167,7 +161,7 @@ class _TIFF(_PillowFile):
             self._image.seek(number)
         except MemoryError:
             raise
-        except Exception:  # Pillow raises anything for a broken page, with which the file ends
+        except Exception:  # Pillow raises anything for a broken page, where the file then ends
             return False
         return True
 
@@ -181,28 +175,28 @@ _FORMATS: dict[str, type[_Opened]] = {
 
 
 class ImageDecoder:
-    """A line is a number, which goes to that image of the file, or empty, which decodes it."""
+    """Decodes images. A line selects the image with this number; an empty line decodes it."""
 
     def __init__(self) -> None:
         from PIL import AvifImagePlugin, Image
 
-        # What Pillow imports when it is first asked for.
+        # Trigger Pillow's lazy imports.
         Image.new("RGB", (1, 1)).tobytes()
         Image.Exif().load(b"Exif\0\0II*\0\x08\0\0\0\0\0")
         AvifImagePlugin.DEFAULT_MAX_THREADS = _THREADS
-        Image.MAX_IMAGE_PIXELS = None  # the parent looks at the size before anything is decoded
+        Image.MAX_IMAGE_PIXELS = None  # the parent checks the size before decoding
         self._formats = dict(_FORMATS)
         Image.preinit()
         try:
             import pillow_heif
         except ImportError:
-            return  # which is an error when the first HEIC comes
+            return  # opening a HEIC file will fail
         pillow_heif.options.THUMBNAILS = False
         pillow_heif.options.DECODE_THREADS = _THREADS
         self._formats["HEIF"] = _HEIC
 
     def open(self, data: bytes, settings: dict[str, Any]) -> dict[str, Any]:
-        """The number of images, and the fields of the first that is shown."""
+        """Open a file. Returns the number of images, and fields of the first shown image."""
         from PIL import UnidentifiedImageError
 
         self._settings = settings
@@ -213,12 +207,12 @@ class ImageDecoder:
             with self._allowed(settings["num_pixels"]):
                 self._file = kind(data, settings["max_images"])
         except (UnidentifiedImageError, SyntaxError, IndexError, TypeError, struct.error) as error:
-            # Pillow's and libheif's ways to say that it is another format.
+            # Pillow and libheif report other formats by these errors.
             raise RefusedError("unidentified") from error
         return {"images": self._file.count, "shown": self._file.number, **self._fields()}
 
     def answer(self, line: str) -> Answer:
-        """The fields of an image, and its pixels if it is decoded."""
+        """Fields of an image, with pixels if it was decoded."""
         with self._allowed(math.prod(self._file.size)):
             if line:
                 self._file.go_to(int(line))
@@ -228,8 +222,11 @@ class ImageDecoder:
 
     @contextlib.contextmanager
     def _allowed(self, num_pixels: int) -> Iterator[None]:
-        """Allow memory and time for an image of that size. Raises MemoryError instead of an error that follows from
-        a lack of memory, of which some libraries say only that they cannot decode."""
+        """Allow memory and time for an image of this size.
+
+        Raises MemoryError in place of errors that a lack of memory causes; some libraries report only that decoding
+        failed.
+        """
         before = peak_address_space()
         most = address_space() + self._settings["memory"] + num_pixels * self._settings["pixel_memory"]
         limit("RLIMIT_AS", most, for_good=False)
@@ -245,7 +242,7 @@ class ImageDecoder:
     def _fields(self) -> dict[str, Any]:
         try:
             orientation = self._file.orientation()
-        except Exception:  # broken EXIF data says nothing about how the image stands
+        except Exception:  # broken EXIF data has no orientation
             orientation = None
         width, height = self._file.size
         return {

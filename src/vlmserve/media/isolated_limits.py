@@ -1,6 +1,6 @@
-"""What all decoders of isolated processes share: refusals, limits of the process, the form of an answer.
+"""Shared by decoders of isolated processes: refusals, resource limits, the answer format.
 
-These modules run in the processes that `isolated_worker.py` forks, and import nothing else of vlmserve.
+`isolated_worker.py` forks processes with these modules, which import nothing else of vlmserve.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from typing import Any, Protocol, TypeAlias
 
 LONGEST_DETAIL = 300
-"""Maximum length of a library's message in characters."""
+"""Maximum characters of a library's message."""
 
 Answer: TypeAlias = tuple[dict[str, Any], Iterable[bytes | memoryview]]
-"""Fields of a line, and the pixels that follow it."""
+"""Fields of a line, and the pixels after it."""
 
 
 class RefusedError(Exception):
-    """Says why a file is not decoded: a reason that the parent knows, and the library's own words."""
+    """A file is not decoded. reason: known to the parent. detail: the library's message."""
 
     def __init__(self, reason: str, detail: object = "") -> None:
         super().__init__(reason)
@@ -27,15 +27,11 @@ class RefusedError(Exception):
 
 
 class Decoder(Protocol):
-    """Decodes one file. The constructor loads the library."""
+    """Decodes a file. The constructor imports the library."""
 
-    def open(self, data: bytes, settings: dict[str, Any]) -> dict[str, Any]:
-        """Describe the file."""
-        ...
+    def open(self, data: bytes, settings: dict[str, Any]) -> dict[str, Any]: ...
 
-    def answer(self, line: str) -> Answer:
-        """Answer a line of the parent."""
-        ...
+    def answer(self, line: str) -> Answer: ...
 
 
 def limit(name: str, value: int, for_good: bool = True) -> None:
@@ -45,12 +41,12 @@ def limit(name: str, value: int, for_good: bool = True) -> None:
         kind = getattr(resource, name)
         resource.setrlimit(kind, (value, value if for_good else resource.getrlimit(kind)[1]))
     except (AttributeError, ValueError, OSError):
-        # Not every system has all of them; the parent ends a process that takes too long in any case.
+        # Not every system has all limits; the parent ends slow processes in any case.
         return
 
 
 def address_space() -> int:
-    """Bytes that the process has mapped, where the system says so."""
+    """Mapped bytes of this process; 0: unknown."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -59,7 +55,7 @@ def address_space() -> int:
 
 
 def peak_address_space() -> int:
-    """Most bytes that the process has had mapped, where the system says so."""
+    """Peak of the mapped bytes of this process; 0: unknown."""
     try:
         with open("/proc/self/status", encoding="ascii") as file:
             return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmPeak:")), 0)
@@ -68,5 +64,5 @@ def peak_address_space() -> int:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Allow this process so many more seconds of CPU time. Then SIGXCPU ends it, which SIGKILL by others does not."""
+    """Allow `seconds` more of CPU time. Then SIGXCPU ends the process, which tells it apart from SIGKILL by others."""
     limit("RLIMIT_CPU", math.ceil(sum(os.times()[:2]) + seconds), for_good=False)

@@ -1,4 +1,4 @@
-"""PDF files in an isolated process, through PDFium."""
+"""PDF renderer of isolated processes, with PDFium."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from vlmserve.media.isolated_limits import Answer, RefusedError, address_space, limit, limit_cpu
 
 _POINTS = 72
-"""In an inch."""
+"""Points per inch."""
 _LONGEST_SIDE = 30_000
-"""Pixels."""
+"""Maximum pixels of a side."""
 _ENCRYPTED = (4, 5)
-"""PDFium's errors of passwords and of other ways to encrypt."""
+"""PDFium's errors for passwords and other encryption."""
 
 
 class PDFDecoder:
-    """Each line is the number of a page, from 0."""
+    """Renders pages. A line is a page number, from 0."""
 
     def __init__(self) -> None:
         try:
@@ -27,7 +27,6 @@ class PDFDecoder:
         self._library: Any = pypdfium2
 
     def open(self, data: bytes, settings: dict[str, Any]) -> dict[str, Any]:
-        """The number of pages."""
         limit("RLIMIT_NPROC", 0)
         limit("RLIMIT_AS", address_space() + settings["memory"])
         limit_cpu(settings["seconds"])
@@ -41,7 +40,6 @@ class PDFDecoder:
         return {"pages": len(self._pdf)}
 
     def answer(self, line: str) -> Answer:
-        """A page in RGB."""
         try:
             page = self._pdf[int(line)]
             width, height = page.get_size()
@@ -68,7 +66,7 @@ class PDFDecoder:
 
 
 def page_scale(width: float, height: float, dpi: float, max_pixels: int) -> float:
-    """Pixels for each point of a page of that size in points, as many as `dpi` says where they are not too many."""
+    """Pixels per point for a page of this size in points: from `dpi`, or less to keep within `max_pixels`."""
     scale = min(dpi / _POINTS, math.sqrt(max_pixels / (width * height)), _LONGEST_SIDE / max(width, height))
     while math.ceil(width * scale) * math.ceil(height * scale) > max_pixels and scale * max(width, height) > 1:
         scale *= 0.995

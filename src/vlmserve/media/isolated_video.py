@@ -1,4 +1,4 @@
-"""Videos in an isolated process, through FFmpeg's libraries (PyAV)."""
+"""Video decoder of isolated processes, with FFmpeg's libraries (PyAV)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vlmserve.media.isolated_limits import Answer, RefusedError, address_space, 
 
 
 class VideoDecoder:
-    """Decodes frames of one video. Each line is the number of a frame, from 0; going back decodes from the start."""
+    """Decodes frames. A line is a frame number, from 0. A smaller number restarts from the beginning."""
 
     def __init__(self) -> None:
         try:
@@ -22,7 +22,7 @@ class VideoDecoder:
         self._number = -1
 
     def open(self, data: bytes, settings: dict[str, Any]) -> dict[str, Any]:
-        """Count frames without decoding any: the header may be wrong."""
+        """Open a video. Counts frames without decoding them, because the header may be wrong."""
         limit("RLIMIT_AS", address_space() + settings["memory"])
         limit_cpu(settings["seconds"])
         self._max_pixels = settings["max_pixels"]
@@ -39,7 +39,8 @@ class VideoDecoder:
         return {"frames": count, "rate": rate, "width": stream.width, "height": stream.height}
 
     def answer(self, line: str) -> Answer:
-        """One frame in RGB, not rotated. After the last frame, the last one again: a packet need not be a frame."""
+        """A frame in RGB, not rotated. Numbers after the last frame return the last one: a packet
+        may contain no frame."""
         wanted = int(line)
         if wanted < self._number:
             self._restart()

@@ -1,10 +1,10 @@
-"""Script that forks a process for each file and ends it when the parent says so.
+"""Script that forks a process for each file, and ends it when the parent asks for it (`fork_server.py`).
 
-It loads one library, and forks whenever two pipes come through its standard input, a socket; `fork_server.py` is at the
-other end. The first pipe brings a line of JSON with the settings, the file, and then one line for each page or image.
-The second pipe takes a line of JSON for the file and for each of these lines, followed by pixels if there are any.
+It imports one library, and forks when it receives two pipes from the socket on its standard input. The first pipe
+contains a JSON line with settings, the file, and a line for each page or image. The second pipe takes a JSON line for
+the file and for each of these lines, followed by pixels, if any.
 
-Some libraries can only be interrupted by ending their process, and a hostile file harms no other process.
+Some libraries can be interrupted only by ending their process. Separate processes protect files from each other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DECODERS = {
     "video": ("vlmserve.media.isolated_video", "VideoDecoder"),
     "grammar": ("vlmserve.sampling.isolated_grammar", "GrammarDecoder"),
 }
-"""Module and class of each kind of file. They are imported once the parent has sent its `sys.path`."""
+"""Module and class of each kind. They are imported after the parent has sent its `sys.path`."""
 _LONGEST_LINE = 300
 
 
@@ -38,7 +38,7 @@ def _write(
     pixels: Iterable[bytes | memoryview] = (),
     memory: memoryview | None = None,
 ) -> None:
-    """Write a line, and pixels that are a single piece into memory if they fit."""
+    """Write a line. A single piece of pixels goes into `memory` if it fits."""
     if memory is not None:
         pixels = list(pixels)
         if len(pixels) == 1 and len(pixels[0]) <= len(memory):
@@ -51,7 +51,7 @@ def _write(
 
 
 def _decode(decoder: Decoder | RefusedError, stdin: BinaryIO, out: BinaryIO, *files: int) -> None:
-    """Answer until standard input ends, or something is refused. files: memory for pixels, or none."""
+    """Answer until standard input ends, or the decoder refuses. files: shared memory for pixels, or none."""
     from vlmserve.media.isolated_limits import LONGEST_DETAIL, RefusedError, limit
     from vlmserve.media.pixel_memory import mapped
 
@@ -70,15 +70,15 @@ def _decode(decoder: Decoder | RefusedError, stdin: BinaryIO, out: BinaryIO, *fi
         _write(out, {"error": refusal.reason, "detail": refusal.detail})
     except MemoryError:
         _write(out, {"error": "memory"})
-    except Exception as error:  # libraries raise anything on broken data, and some for want of memory
+    except Exception as error:  # libraries raise anything on broken data and lack of memory
         reason = "memory" if "memory" in str(error).lower() else "broken"
         _write(out, {"error": reason, "detail": str(error)[:LONGEST_DETAIL]})
 
 
 def _fork(decoder: Decoder | RefusedError, pipes: list[int]) -> int:
-    """Start a process that decodes a file, and return its id. It inherits the pipes and not the socket.
+    """Fork a process that decodes a file, and return its id. It inherits the pipes, not the socket.
 
-    pipes: two, and perhaps memory for pixels.
+    pipes: two, and optionally memory for pixels.
     """
     pid = os.fork()
     if pid == 0:
@@ -88,14 +88,14 @@ def _fork(decoder: Decoder | RefusedError, pipes: list[int]) -> int:
             os.close(nothing)
             _decode(decoder, os.fdopen(pipes[0], "rb"), os.fdopen(pipes[1], "wb"), *pipes[2:])
         finally:
-            os._exit(0)  # which closes the pipes; the parent kills a process that closes them earlier
+            os._exit(0)  # closes the pipes; the parent kills a process that closes them earlier
     for pipe in pipes:
         os.close(pipe)
     return pid
 
 
 def _load(kind: str, setup: str) -> Decoder | RefusedError:
-    """A decoder, or the reason why there is none. setup: argument of a decoder that takes one."""
+    """Make a decoder, or return why there is none. setup: argument of a decoder that takes one."""
     import vlmserve.media.pixel_memory  # noqa: F401 (imported before processes are forked)
     from vlmserve.media.isolated_limits import RefusedError
 
@@ -108,7 +108,7 @@ def _load(kind: str, setup: str) -> Decoder | RefusedError:
 
 
 def main() -> None:
-    """Fork processes and end them, as the lines say that come through the socket, until it closes."""
+    """Fork and end processes as the socket's lines say, until it closes."""
     with socket.socket(fileno=0) as connection:
         first = connection.makefile("rb", buffering=0).readline()
         if not first:
@@ -116,7 +116,7 @@ def main() -> None:
         settings = json.loads(first)
         sys.path[:] = settings["path"]
         decoder = _load(settings["kind"], settings["setup"])
-        gc.freeze()  # or else collecting garbage copies what processes share
+        gc.freeze()  # otherwise garbage collection copies shared pages
         running = set()
         while True:
             line, pipes, _, _ = socket.recv_fds(connection, _LONGEST_LINE, 3)
@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def _end(pid: int) -> int:
-    """Kill a process unless it has ended, and return its exit status. Its id is not reused before."""
+    """Kill a process unless it has ended, and return its exit status. Until then its id is not reused."""
     os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 

@@ -1,4 +1,4 @@
-"""JPEG files without the segments that decoding does not need. Also counts scans, because each takes time."""
+"""Drop JPEG segments that decoding does not need, and count scans, because each scan takes time."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from vlmserve.media.exif import orientation_exif, orientation_in
 
 SIGNATURE = b"\xff\xd8\xff"
 _MOST_SEGMENTS = 4096
-"""Segments before the first scan that are read here. A profile or picture of 64 MB takes a quarter of them."""
+"""Maximum segments before the first scan. A profile or picture of 64 MB takes a quarter of them."""
 _FREE_SCANS = 16
-"""Scans that a JPEG of the largest allowed size may have. Encoders write up to 13; a smaller one may have more."""
+"""Allowed scans for a JPEG of the maximum size; smaller images may have more. Encoders write up to 13."""
 _MOST_SCANS = 1000
 _MOST_MARKERS = 65536
 _SCAN = b"\xff\xda"
 _MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
 _SCAN_CODE, _END_CODE, _COMMENT_CODE, _EXIF_CODE = 0xDA, 0xD9, 0xFE, 0xE1
 _METADATA_CODES = frozenset({*range(0xE0, 0xF0), _COMMENT_CODE}) - {0xE0, 0xEE}
-"""Application segments, except JFIF and Adobe, which decide colors."""
+"""Application segments, except JFIF and Adobe, which affect colors."""
 _UNKNOWN_CODES = frozenset({0xC8, *range(0xF0, 0xFE)})
-"""Reserved segments. Pillow does not skip their content, so that it may find other segments in it."""
+"""Reserved segments. Pillow does not skip their content, so it may find other segments in it."""
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 
 
 def without_metadata(data: bytes) -> bytes | None:
-    """Drop comments, profiles, previews and later pictures, and all of EXIF and XMP but the orientation.
+    """Drop comments, profiles, previews, later pictures, and EXIF and XMP except for the orientation.
 
-    The rest is not checked. Returns None for a file with more than 4,096 segments, or with a reserved one.
+    Does not check the rest. Returns None for a file with more than 4,096 segments, or with a reserved one.
     """
     pieces = [data[:2]]
     exif = xmp = b""
@@ -65,12 +65,12 @@ def without_metadata(data: bytes) -> bytes | None:
 
 
 def has_many_scans(data: bytes, num_pixels: int, limits: MediaConfig) -> bool:
-    """Tell whether a file has more scans than encoders write. Each is a pass over all pixels, however few bytes it has.
+    """Return whether a file has more scans than encoders write. Each scan is a pass over all pixels.
 
-    Raises ImageTooLargeError for a file with too many scans, which would take far longer to decode than others.
+    Raises ImageTooLargeError for too many scans, which would take far longer to decode.
     """
     most = min(_MOST_SCANS, _FREE_SCANS * max(1, limits.max_image_pixels // max(1, num_pixels)))
-    # An upper bound first, since following the markers takes longer.
+    # Check an upper bound first: following the markers takes longer.
     if _most_scans(data) <= _FREE_SCANS:
         return False
     scans = _num_scans(data, most)
@@ -82,14 +82,14 @@ def has_many_scans(data: bytes, num_pixels: int, limits: MediaConfig) -> bool:
 
 
 def _most_scans(data: bytes) -> int:
-    """How often two bytes of a file look like the beginning of a scan."""
+    """Number of byte pairs that look like the start of a scan."""
     array = np.frombuffer(data, np.uint8)
     marks = np.flatnonzero(array[:-1] == _SCAN[0])
     return int(np.count_nonzero(array[marks + 1] == _SCAN[1]))
 
 
 def _num_scans(data: bytes, most: int) -> int:
-    """Scans of a JPEG file up to its end, or more than `most`."""
+    """Number of scans, or more than `most`."""
     scans, at = 0, 2
     for _ in range(_MOST_MARKERS):
         found = _MARKER.search(data, at)
@@ -103,5 +103,4 @@ def _num_scans(data: bytes, most: int) -> int:
 
 
 def _end(data: bytes, found: re.Match[bytes]) -> int:
-    """The end of a marker's segment."""
     return found.end() + max(2, int.from_bytes(data[found.end() : found.end() + 2], "big"))

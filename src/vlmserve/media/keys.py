@@ -1,4 +1,4 @@
-"""Keys of images, pages, videos and frames: 32-byte digests of their content and of how it is turned into pixels."""
+"""Keys of images, pages, videos and frames: 32-byte digests of content and preprocessing."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from vlmserve.media.images import orientation
 
 
 def image_key(data: bytes, fingerprint: bytes, salt: str = "") -> bytes:
-    """Key of the image file `data`, preprocessed as `fingerprint` says.
-
-    salt: requests with different ones share nothing that is cached under the key.
-    """
+    """Key of an image file. fingerprint: of the preprocessing. salt: requests with different salts share no cache
+    entries."""
     return _digest(b"file", data, fingerprint, salt.encode())
 
 
 def pil_image_key(image: Image.Image, fingerprint: bytes, salt: str = "") -> bytes:
-    """Key of a decoded image: everything about it that its pixels after preprocessing depend on. salt: as above."""
+    """Key of a decoded image, from everything that affects its preprocessed pixels."""
     palette = image.palette
     look = (
         image.mode,
@@ -32,17 +30,17 @@ def pil_image_key(image: Image.Image, fingerprint: bytes, salt: str = "") -> byt
 
 
 def video_key(parts: Sequence[bytes], fingerprint: bytes, salt: str = "") -> bytes:
-    """Key of a video: of its file, or of the keys of its frames, in order. salt: as above."""
+    """Key of a video. parts: its file, or the keys of its frames in order."""
     return _digest(b"video", *parts, fingerprint, salt.encode())
 
 
 def page_key(document: bytes, number: int, look: bytes, fingerprint: bytes) -> bytes:
-    """Key of a page. document: digest of it and the salt. number: from 0. look: what decides how it is rendered."""
+    """Key of a page. document: digest with salt. number: from 0. look: settings of the rendering."""
     return _digest(b"page", document, number.to_bytes(4, "little"), look, fingerprint)
 
 
 def frame_key(video: bytes, number: int, fingerprint: bytes) -> bytes:
-    """Key of a frame as an image. video: digest of its file and the salt. number: from 0."""
+    """Key of a frame as an image. video: digest of file and salt. number: from 0."""
     return _digest(b"frame", video, number.to_bytes(4, "little"), fingerprint)
 
 

@@ -1,4 +1,4 @@
-"""What differs between images, videos and documents: errors, limits of bytes, examples of data URLs."""
+"""Errors, size limits and example data URLs of images, videos and documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Kind(NamedTuple):
     invalid: type[InvalidRequestError]
     too_large: type[InvalidRequestError]
     example: str
-    """Beginning of a data URL, for errors."""
+    """Start of a data URL, for errors."""
 
 
 KINDS: dict[MediaKind, _Kind] = {
@@ -32,7 +32,6 @@ KINDS: dict[MediaKind, _Kind] = {
 
 
 def max_bytes(limits: MediaConfig, kind: MediaKind) -> int:
-    """The largest size of a file."""
     sizes = {
         "image": limits.max_image_bytes,
         "video": limits.max_video_bytes,
@@ -42,6 +41,6 @@ def max_bytes(limits: MediaConfig, kind: MediaKind) -> int:
 
 
 def check_num_bytes(size: int, limits: MediaConfig, kind: MediaKind = "image") -> None:
-    """Raises the kind's `too_large` error if a file of `size` bytes is over the limit."""
+    """Raise the kind's `too_large` error for a file above the size limit."""
     if size > (most := max_bytes(limits, kind)):
         raise KINDS[kind].too_large(f"the {kind}'s file has {size:,} bytes; at most {most:,} are allowed")

@@ -1,4 +1,4 @@
-"""Images and videos from ``file://`` URLs: out of one folder that the operator names, and from nowhere else."""
+"""Read images and videos from ``file://`` URLs in one folder that the operator allows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vlmserve.types import MediaKind
 
 
 def read_allowed_file(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
-    """The file at a ``file://`` URL.
+    """Read the file at a ``file://`` URL.
 
-    Raises ImageFetchError unless it is a file in `limits.allowed_media_path`, wherever symbolic links lead;
-    ImageTooLargeError, or that of another kind, if it is too large. What is outside is refused before anybody looks
-    whether it exists. Who can write into the folder can also read by way of it, and is trusted.
+    Raises ImageFetchError unless it is in `limits.allowed_media_path` after following symbolic links, and the kind's
+    size error (ImageTooLargeError) for a large file. The error for other paths does not reveal whether they exist.
+    Anybody who can write into the folder is trusted, because links let them read other files.
     """
     if limits.allowed_media_path is None:
         raise ImageFetchError(
@@ -45,7 +45,7 @@ def read_allowed_file(url: str, limits: MediaConfig, kind: MediaKind = "image") 
 
 def _read(path: Path, limits: MediaConfig, kind: MediaKind) -> bytes:
     try:
-        # The path has no links, so one that is there now was put there since; and a pipe must not be waited for.
+        # The path was resolved, so a link was created since then. O_NONBLOCK: do not wait for a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise ImageFetchError(f"the {kind}'s file cannot be read: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""Image files that hold several images: pages of a TIFF, frames of an animation."""
+"""Image files with several images: pages of a TIFF, frames of an animation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ANIMATIONS = ("GIF", "WEBP", "PNG")
 
 
 class PagedImage:
-    """An image file, of which every page or frame can be decoded. Only headers are read when it is opened.
+    """An image file with pages or frames to decode. Opening reads only headers.
 
     Raises InvalidImageError, ImageTooLargeError or DocumentTooLargeError as `decode_image` does.
     """
@@ -37,7 +37,7 @@ class PagedImage:
             several = has_several(self._image)
             if several and self._image.format in _ANIMATIONS:
                 self._check_frames()
-                # A frame is drawn on all before it, which takes any time.
+                # A frame depends on all earlier ones, so it may take long.
                 self._image = in_process(self._image, data, limits)
             if isinstance(self._image, ImageProcess):
                 self._image.share_time()
@@ -50,10 +50,10 @@ class PagedImage:
 
     @contextlib.contextmanager
     def decoded(self, number: int, memory: DecodingMemory) -> Iterator[DecodedImage]:
-        """A page, which takes its share of the memory while the block runs. Raises as `decode_image` does."""
+        """Decode a page; it takes memory during the block. Raises as `decode_image` does."""
         check_cancelled()
         image = self._image
-        if isinstance(image, ImageProcess):  # whose process has its own limit of memory
+        if isinstance(image, ImageProcess):  # its process has its own memory limit
             self._go_to(number)
             decode_process(image)
         else:
@@ -68,7 +68,7 @@ class PagedImage:
             self._image.seek(number)
         except VLMServeError:
             raise
-        except Exception as error:  # Pillow's readers raise anything on broken data
+        except Exception as error:  # Pillow raises anything on broken data
             raise InvalidImageError(f"it is broken or truncated: {error}") from error
         check_num_pixels(self._image, self._limits)
 

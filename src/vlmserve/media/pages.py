@@ -1,4 +1,4 @@
-"""Finds files with more than one image, and refuses them where only the first would reach the model."""
+"""Detect files with several images, and reject them where the model would see only the first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vlmserve.errors import InvalidImageError, VLMServeError
 
 
 def check_single(image: Image.Image) -> None:
-    """Raises InvalidImageError for an opened file with several pages, or an animation. Only headers are read."""
+    """Raise InvalidImageError for an opened file with several pages, or an animation. Reads only headers."""
     if not has_several(image):
         return
     count = getattr(image, "n_frames", 0)
@@ -25,14 +25,14 @@ def check_single(image: Image.Image) -> None:
 
 
 def has_several(image: Image.Image) -> bool:
-    """Whether an opened file has several pages or is an animation. Only headers are read.
+    """Return whether an opened file has several pages or is an animation. Reads only headers.
 
-    The later pictures of a JPEG, as phones write them, are previews, depth or other views of the first.
-    Raises InvalidImageError for a file whose pages or frames cannot be found.
+    Later pictures of a JPEG do not count: phones write previews, depth or other views of the first. Raises
+    InvalidImageError for broken pages or frames.
     """
     try:
         return bool(getattr(image, "is_animated", False))
     except VLMServeError:
         raise
-    except Exception as error:  # Pillow's readers raise anything on broken data
+    except Exception as error:  # Pillow raises anything on broken data
         raise InvalidImageError(f"the image is broken: {error}") from error

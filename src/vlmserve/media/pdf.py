@@ -1,4 +1,4 @@
-"""PDF files to images of pages, through PDFium (pypdfium2, the extra ``documents``) in a process for each file."""
+"""Render PDF pages with PDFium (pypdfium2) in a process for each file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vlmserve.media.decoding import DecodingMemory, frame_bytes
 from vlmserve.media.isolated import Answer, IsolatedProcess
 
 _LONGEST_SIDE = 30_000
-"""Pixels of a page that is a line."""
+"""Maximum pixels of a page that is a single row or column."""
 
 
 def is_pdf(data: bytes) -> bool:
-    """Whether a file says so of itself; something may stand before it."""
+    """Return whether a file has the signature of a PDF, which other bytes may precede."""
     return b"%PDF-" in data[:1024]
 
 
@@ -33,10 +33,10 @@ class _Page(Answer):
 
 
 class PDFProcess:
-    """A PDF that is open in a process of its own, which has bounded memory and time.
+    """A PDF in a process with limited memory and time.
 
-    Raises InvalidDocumentError for a file that cannot be opened, is encrypted or has no pages, and where PDFium is not
-    installed; DocumentTooLargeError if that takes too much memory or time; CancelledWorkError.
+    Raises InvalidDocumentError if the file is broken, encrypted or empty, and if PDFium is not installed. Raises
+    DocumentTooLargeError if it takes too much memory or time, and CancelledWorkError.
     """
 
     def __init__(self, data: bytes, limits: MediaConfig) -> None:
@@ -58,9 +58,9 @@ class PDFProcess:
 
     @contextlib.contextmanager
     def rendered(self, number: int, memory: DecodingMemory) -> Iterator[Image.Image]:
-        """The page with that number, from 0, in RGB, which takes its share of the memory while the block runs.
+        """Render a page, from 0, in RGB; it takes memory during the block. An error ends the process.
 
-        Raises as opening does; then the process has ended.
+        Raises as the constructor does.
         """
         try:
             page = self.process.ask(str(number), _Page)

@@ -1,6 +1,6 @@
-"""Memory that a process shares with the one that decodes its file, so that pixels are copied once.
+"""Memory shared between a decoding process and its parent, so that pixels are copied once.
 
-The memory cannot shrink: otherwise a hostile file could end the process that reads it.
+The memory is sealed against shrinking: otherwise a hostile file could crash the reader.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ import os
 
 
 def make_memory(num_bytes: int) -> int | None:
-    """Return a file in memory of that size. It takes up only what is written. None: the system has none.
-
-    Builds of Python for old versions of Linux's C library have none, either.
-    """
+    """Create a file in memory; it takes only what is written. None: unsupported by the system or this Python."""
     if not (hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")):
         return None
     try:
@@ -31,7 +28,6 @@ def make_memory(num_bytes: int) -> int | None:
 
 
 def mapped(file: int) -> memoryview:
-    """Map the whole file, and close it."""
     try:
         return memoryview(mmap.mmap(file, 0))
     finally:

@@ -1,4 +1,4 @@
-"""PNG files without the chunks that decoding does not need, which are often large or broken in real files."""
+"""Drop PNG chunks that decoding does not need; real files often have large or broken ones."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from vlmserve.media.exif import orientation_exif, orientation_in
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _KEPT = frozenset({b"tRNS", b"acTL", b"fcTL", b"fdAT"})
-"""Ancillary chunks that decide pixels: transparency and animation."""
+"""Ancillary chunks that affect pixels: transparency and animation."""
 _XMP = b"XML:com.adobe.xmp\0\0"
-"""Beginning of uncompressed XMP."""
+"""Start of uncompressed XMP."""
 _LARGEST_METADATA = 1024**2
-"""Bytes of EXIF or XMP; larger chunks are dropped."""
+"""Maximum bytes of EXIF or XMP; larger chunks are dropped."""
 _CONTROL_SIZES = {b"acTL": 8, b"fcTL": 26}
 _TRANSPARENCY_SIZES = {0: 2, 2: 6}
-"""Minimum bytes of tRNS by color type; a palette takes any number."""
+"""Minimum bytes of tRNS by color type; a palette allows any number."""
 _MOST_CHUNKS = 16_384
-"""Chunks of a file that is read here. Encoders begin one for every 8 KiB or more."""
+"""Maximum chunks of a file. Encoders write one for every 8 KiB or more."""
 _HEADER_END = 33
-"""Bytes before the first chunk that may say the orientation."""
+"""Bytes before the first chunk that may contain the orientation."""
 
 
 def without_metadata(data: bytes) -> bytes | None:
-    """Drop ancillary chunks that decide no pixels, or are too short or large or have a wrong checksum.
+    """Drop ancillary chunks that do not affect pixels, have a wrong size or checksum.
 
-    Only the orientation of EXIF and XMP is kept. The rest is not checked. Returns None for a file with more than 16,384
+    Keeps only the orientation of EXIF and XMP. Does not check the rest. Returns None for a file with more than 16,384
     chunks.
     """
     pieces: list[bytes | memoryview] = []
@@ -57,7 +57,7 @@ def without_metadata(data: bytes) -> bytes | None:
 
 
 def _is_needed(chunk: memoryview, color_type: int) -> bool:
-    """Whether a chunk, with its length and checksum, is critical or decides pixels and can be used."""
+    """Return whether a chunk, with length and checksum, is critical, or affects pixels and is valid."""
     kind = bytes(chunk[4:8])
     if not kind[0] & 0x20 or kind == b"fdAT":
         return True
@@ -70,7 +70,6 @@ def _is_needed(chunk: memoryview, color_type: int) -> bool:
 
 
 def _is_whole(chunk: memoryview) -> bool:
-    """Tell whether a chunk is small enough and its checksum is right."""
     if len(chunk) - 12 > _LARGEST_METADATA:
         return False
     return zlib.crc32(chunk[4:-4]) == int.from_bytes(chunk[-4:], "big")

@@ -1,6 +1,6 @@
-"""Images to pixels for towers that average patches in squares. Each keeps its shape and fills a budget of squares.
+"""Preprocess images for towers that average squares of patches: an image keeps its shape and fills a budget of squares.
 
-Equal to transformers' own (PIL) processor of Gemma 4 but for large JPEGs, as in `media.processor`.
+Equals the PIL processor of Gemma 4 in transformers, except for large JPEGs (`media.processor`).
 """
 
 from __future__ import annotations
@@ -18,40 +18,35 @@ from vlmserve.media.processor import Placeholders, RecipeProcessor, View, per_ch
 from vlmserve.types import Pixels
 
 BUDGETS = (70, 140, 280, 560, 1120)
-"""Embeddings of an image that the models were trained with, at most."""
+"""Maximum embeddings of an image; the models were trained with these."""
 _USUAL_BUDGET = 280
 _AROUND = 2
 """Tokens before and after an image."""
 _BICUBIC = 3
 _BEGIN, _END = 255999, 258882
-"""Ids of the tokens before and after an image if config.json has none."""
+"""Default ids of the tokens before and after an image."""
 
 
 @dataclass(frozen=True)
 class PooledRecipe:
-    """Every setting that changes pixels."""
-
     patch: int
     """Pixels along each side of a patch."""
     pool: int
     """Patches along each side of an embedding."""
     budget: int
-    """Embeddings of an image at most, one of `BUDGETS`."""
+    """Maximum embeddings of an image, one of `BUDGETS`."""
     resample: int
     rescale: float | None
 
     @property
     def side(self) -> int:
-        """Pixels along each side of an embedding."""
         return self.patch * self.pool
 
 
 class PooledProcessor(RecipeProcessor[PooledRecipe]):
-    """Preprocesses images for one checkpoint; see `media.processor.FixedSizeProcessor`."""
-
     version = "pooled v1"
     levels_of = (0.5, 0.5)
-    """Mean and deviation of levels, which become those from -1 to 1 that the tower takes."""
+    """Mean and standard deviation that map levels to the tower's range from -1 to 1."""
 
     def __init__(self, recipe: PooledRecipe, around: tuple[int, int], *, exact_pixels: bool = False) -> None:
         """around: ids of the tokens before and after an image."""
@@ -75,8 +70,7 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
         return cls(recipe, around, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
-        """The same for images of a smaller budget, one of `BUDGETS`. Raises InvalidRequestError for a budget that
-        excludes all of them, or asks for more than the server allows."""
+        """A processor with a smaller budget, one of `BUDGETS`."""
         recipe, area = self._recipe, self._recipe.side**2
         budget = budget.settled(BUDGETS[0] * area, recipe.budget * area)
         budget.check_least(BUDGETS[0] * area, BUDGETS[0] + _AROUND)
@@ -88,13 +82,12 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
         return self._following(replace(recipe, budget=allowed[-1]))
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """uint8 ``[1, 3, height, width]`` of an image of any mode. Raises InvalidImageError for one that is too
-        narrow."""
+        """uint8 ``[1, 3, height, width]`` of an image of any mode. Raises InvalidImageError for a too narrow image."""
         image = to_rgb(decoded.image)
         return to_pixels([image.resize(self._target(decoded.size), self._recipe.resample, decoded.box)])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """A token for each square, between those for the image's beginning and end."""
+        """A token for each square, between begin and end tokens."""
         begin, end = self._around
         count = _AROUND + math.prod(pixels.shape[2:]) // self._recipe.side**2
         return Placeholders(count, text=((0, begin), (count - 1, end)))
@@ -103,7 +96,6 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
         return whole_view(size, pixels.shape[3], pixels.shape[2])
 
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height: as large as the budget allows, rounded down to whole squares."""
         (width, height), side, budget = size, self._recipe.side, self._recipe.budget
         factor = math.sqrt(budget * side**2 / (height * width))
         down, across = (math.floor(factor * edge / side) for edge in (height, width))
@@ -117,7 +109,7 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
 
 
 class UnifiedProcessor(PooledProcessor):
-    """The same for models without a tower, which take levels from 0 to 1."""
+    """Preprocesses images for models without a tower, which take levels from 0 to 1."""
 
     version = "pooled unified v1"
     levels_of = (0.0, 1.0)

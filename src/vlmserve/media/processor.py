@@ -1,8 +1,8 @@
-"""Images to the pixel tensors that a vision tower reads, equal to transformers' own (PIL) image processors.
+"""Turn images into pixel tensors for vision towers, equal to the PIL image processors of transformers.
 
-Only a JPEG of which less than a quarter in each direction is left differs: its decoder leaves out frequencies that
-resizing removes anyway. Photographs differ by 0.2 of 255 levels on average, those with the most detail by 1.0;
-`exact_pixels` decodes everything in full.
+Only JPEGs that shrink to less than a quarter in each direction differ: their decoder omits frequencies that resizing
+removes anyway. Photographs differ by 0.2 of 255 levels on average, the most detailed ones by 1.0. `exact_pixels`
+decodes every pixel.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CLIP_LEVELS: dict[str, Any] = {
     "image_mean": _CLIP_MEAN,
     "image_std": _CLIP_STD,
 }
-"""What processors with CLIP's levels do where a checkpoint does not say."""
+"""Defaults of processors with CLIP's pixel normalization."""
 _HALF = (0.5, 0.5, 0.5)
 _CLIP_DEFAULTS: dict[str, Any] = {
     "resample": Image.Resampling.BICUBIC,
@@ -73,15 +73,15 @@ _TOWERS: dict[str, dict[str, Any]] = {
     "siglip_vision_model": {"image_size": 224, "patch_size": 16, "class_tokens": 0},
     "blip_vision_model": {"image_size": 384, "patch_size": 16, "class_tokens": 1, "strategy": "full"},
 }
-"""Vision towers' sizes where config.json does not say, how many tokens stand before the patches, and whether the first
-of all tokens is left out ("default") or kept ("full")."""
+"""Defaults of vision towers: sizes, tokens before the patches, and whether the first token is dropped ("default") or
+kept ("full")."""
 
 MAX_INTERMEDIATE_PIXELS = 16_000_000
-"""Resized images with more pixels are never made; only what is kept of them is computed."""
+"""Larger resized images are not made; only the cropped part is computed."""
 
 
 class Placeholders(NamedTuple):
-    """What an image takes in a prompt; see the fields of `ImageInput` that have these names."""
+    """The tokens and grids of an image in a prompt, as fields of `ImageInput`."""
 
     num_tokens: int
     grid: tuple[int, int, int] | Canvas | None = None
@@ -92,41 +92,42 @@ class Placeholders(NamedTuple):
 
 
 class ImageProcessor(Protocol):
-    """Makes a checkpoint's pixels of images. fingerprint: 32-byte digest of all that decides them. levels: see
-    `ImageInput.levels`."""
+    """Preprocesses images for a checkpoint.
+
+    fingerprint: 32-byte digest of everything that affects pixels. levels: as in `ImageInput`.
+    """
 
     fingerprint: bytes
     levels: Levels | None
 
     def within(self, budget: ImageBudget) -> Self:
-        """The same for images of a smaller budget.
-
-        Raises InvalidRequestError for one that the model cannot keep or the server does not allow.
-        """
+        """A processor with a smaller budget. Raises InvalidRequestError for a budget that the model or server does not
+        allow."""
         ...
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of an image of that width and height become one, along the axis where it is fewer."""
+        """Ratio of an image's width and height to the wanted size, the smaller of both; 1.0 decodes every pixel."""
         ...
 
     def prepare(self, decoded: DecodedImage) -> tuple[Pixels, Placeholders]:
-        """``[tiles, 3, height, width]``, uint8 where there are `levels`, else float32, and what they take in a prompt.
+        """Preprocess an image.
 
-        Raises InvalidImageError for a shape that the model cannot take.
+        Returns ``[tiles, 3, height, width]``, uint8 with `levels`, else float32, and its placeholders. Raises
+        InvalidImageError for a shape that the model cannot take.
         """
         ...
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        """What the model sees of an image of that width and height, which became those pixels and placeholders."""
+        """The part of an image that the model sees. size: its width and height."""
         ...
 
     def label(self, index: int) -> Sequence[int]:
-        """Token ids before an image in a prompt. index: number of the image in the prompt, from 0."""
+        """Token ids before an image in a prompt. index: of the image in the prompt, from 0."""
         return ()
 
 
 class PixelProcessor(ImageProcessor, Protocol):
-    """One that knows from the pixels what they take."""
+    """A processor that derives placeholders from pixels."""
 
     def prepare(self, decoded: DecodedImage) -> tuple[Pixels, Placeholders]:
         pixels = self.process(decoded)
@@ -137,24 +138,27 @@ class PixelProcessor(ImageProcessor, Protocol):
         ...
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """What those pixels take in a prompt, made of an image of that width and height."""
+        """The placeholders of pixels. size: width and height of their image."""
         ...
 
 
 class RecipeProcessor(PixelProcessor, Generic[Recipe]):
-    """A processor whose recipe, a dataclass, has every setting that changes pixels."""
+    """A processor with a recipe, a dataclass of all settings that affect pixels.
+
+    Constructors take `config` and `settings` as in `ImageFiles`. They raise UnsupportedModelError for settings that are
+    not implemented, ModelLoadError for files that contradict each other. exact_pixels: decode every pixel, even if few
+    are kept.
+    """
 
     version: ClassVar[str]
-    """Another one whenever the same recipe makes other pixels."""
+    """Change it when the same recipe produces other pixels."""
 
     def _follow(self, recipe: Recipe, *, exact_pixels: bool) -> None:
-        """Process images by a recipe from now on. exact_pixels: decode every pixel, however few are kept."""
         self._recipe, self._exact_pixels = recipe, exact_pixels
         described = json.dumps([self.version, exact_pixels, asdict(recipe)], sort_keys=True)
         self.fingerprint = blake3(described.encode()).digest()
 
     def _following(self, recipe: Recipe) -> Self:
-        """The same with another recipe."""
         if recipe == self._recipe:
             return self
         other = copy(self)
@@ -162,35 +166,33 @@ class RecipeProcessor(PixelProcessor, Generic[Recipe]):
         return other
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
-        every pixel is to be decoded."""
         if self._exact_pixels:
             return 1.0
         return min(own / new for own, new in zip(size, self._target(size), strict=True))
 
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:
-        """The largest width and height that an image of that size gets."""
+        """Maximum width and height of the resized image."""
         return size
 
 
 class View(NamedTuple):
-    """What a model sees of an image. width, height: of that. box: the part of the image that it shows, in the image's
-    own pixels: left, top, right and bottom; what lies beyond the image is padding. None: it is not known.
-    """
+    """The part of an image that a model sees."""
 
     width: int | None
+    """In pixels of the model; None: unknown."""
     height: int | None
     box: tuple[float, float, float, float] | None
+    """Left, top, right and bottom in the image's own pixels; beyond the image is padding. None: unknown."""
 
 
 def whole_view(size: tuple[int, int], width: int, height: int) -> View:
-    """An image of that size, all of which is seen as so many pixels."""
+    """The view of a whole image. size: its own width and height. width, height: for the model."""
     return View(width, height, (0.0, 0.0, float(size[0]), float(size[1])))
 
 
 @dataclass(frozen=True)
 class PixelRecipe:
-    """Every setting that changes pixels. size: the keys and values of the checkpoint's own ``size``."""
+    """All settings that affect pixels. resize: items of the checkpoint's ``size``."""
 
     resize: tuple[tuple[str, int], ...] | None
     resample: int
@@ -202,18 +204,11 @@ class PixelRecipe:
 
 
 class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
-    """Preprocesses images for one checkpoint.
-
-    height, width: of its pixels. num_tokens: placeholders that an image takes.
-    fingerprint: 32-byte digest of all that decides pixels.
-    exact_pixels: decode every pixel of every image, however few are kept.
-    Raises UnsupportedModelError for a processor or vision tower that is not implemented.
-    """
+    """Preprocesses images to a fixed size. height, width: of the pixels. num_tokens: placeholders of an image."""
 
     version = "pixels v2"
 
     def __init__(self, config: dict[str, Any], settings: dict[str, Any], *, exact_pixels: bool = False) -> None:
-        """config: of config.json. settings: of preprocessor_config.json, or the image processor's section."""
         self._follow(_recipe(settings), exact_pixels=exact_pixels)
         self.height, self.width = self._output_size()
         self.num_tokens = self._count_tokens(config)
@@ -224,15 +219,13 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
         return cls(files.config, files.settings, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
-        """This one: all images have the same size. Raises InvalidRequestError for a budget that excludes it."""
+        """Return this processor: all images have one size."""
         budget = budget.settled(self.height * self.width, self.height * self.width)
         budget.check_least(self.height * self.width, self.num_tokens)
         budget.check_most(self.height * self.width)
         return self
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
-        every pixel is to be decoded."""
         if self._exact_pixels or self._recipe.resize is None:
             return 1.0
         if self._recipe.pad_color is not None:
@@ -241,11 +234,11 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
         return min(size[0] / width, size[1] / height)
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """As many tokens for every image; positions count them one by one."""
+        """All images have the same number of tokens, with one position each."""
         return Placeholders(self.num_tokens)
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        """All of the image, or what a crop keeps of it, or all with padding around it."""
+        """The whole image, a crop of it, or the image with padding."""
         recipe = self._recipe
         left, top, (width, height) = 0, 0, size
         if recipe.pad_color is not None:
@@ -305,7 +298,7 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
         longest = max(width, height)
         left, upper, right, lower = decoded.box
         across, down = (right - left) / width, (lower - upper) / height
-        # The padding's edge lies between two pixels of the image; what is not whole goes into the box.
+        # The edge of the padding lies between two pixels; the box keeps the fraction.
         margin_x, margin_y = (longest - width) // 2 * across, (longest - height) // 2 * down
         x, y = math.ceil(margin_x - left), math.ceil(margin_y - upper)
         left, upper = left + x - margin_x, upper + y - margin_y
@@ -324,7 +317,7 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
         return image if self._recipe.crop is None else _center_crop(image, *self._recipe.crop)
 
     def _resize_cropped(self, decoded: DecodedImage, width: int, height: int) -> Image.Image:
-        """What a center crop keeps of the image resized to `width` x `height`, without resizing the rest."""
+        """The center crop of the image resized to `width` x `height`, without resizing the rest."""
         assert self._recipe.crop is not None
         kept_height, kept_width = (
             min(kept, all_) for kept, all_ in zip(self._recipe.crop, (height, width), strict=True)
@@ -338,20 +331,22 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """`image` as RGB: transparency on white, 16-bit gray scaled to 8 bits."""
+    """Convert an image to RGB: transparency becomes white, 16-bit gray is scaled to 8-bit."""
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         rgba = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba).convert("RGB")
     if image.mode.startswith("I;16"):
-        # Pillow's own conversion would clip nearly all of the range to white.
+        # Pillow's conversion would clip nearly all of the range to white.
         levels = np.asarray(image).astype(np.uint16) >> 8
         return Image.fromarray(levels.astype(np.uint8)).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _source_range(bounds: tuple[float, float], length: int, resized: int, kept: int) -> tuple[int, int, float, float]:
-    """Where the middle `kept` of `resized` pixels come from: a range of the `length` pixels of an image, with a margin
-    for the resampling filter, and the exact bounds inside of that range. bounds: of the image in the image."""
+    """Source of the middle `kept` of `resized` pixels: a range of pixels with margin, and the exact bounds within it.
+
+    bounds: of the image in its `length` pixels. The margin is for the resampling filter.
+    """
     scale = (bounds[1] - bounds[0]) / resized
     first = bounds[0] + (resized - kept) // 2 * scale
     margin = 4 * max(scale, 1.0)
@@ -366,8 +361,11 @@ def cropped_view(
     crop: tuple[int, int] | None,
     start: tuple[int, int] = (0, 0),
 ) -> View:
-    """Of an image that is resized and then cropped in its center. target: as ``size`` of a checkpoint; empty: it
-    keeps its size. crop: height and width. start: where the image with its padding begins in the image itself."""
+    """The view of an image that is resized and then center-cropped.
+
+    target: a checkpoint's ``size``; empty: no resizing. crop: height and width. start: origin of the padded image in
+    the image's pixels.
+    """
     width, height = _resized(size, target) if target else size
     seen_height, seen_width = crop or (height, width)
     across, down = size[0] / width, size[1] / height
@@ -391,7 +389,7 @@ def _resized(size: tuple[int, int], target: dict[str, int]) -> tuple[int, int]:
 
 
 def _center_crop(image: Image.Image, height: int, width: int) -> Image.Image:
-    # Rounding differs between images that are too large and too small, as it does in transformers.
+    # As in transformers, rounding differs between images larger and smaller than the crop.
     left, top = (image.width - width) // 2, (image.height - height) // 2
     if left >= 0 and top >= 0:
         return image.crop((left, top, left + width, top + height))
@@ -441,15 +439,12 @@ def _recipe(settings: dict[str, Any]) -> PixelRecipe:
 
 
 class Normalization(TypedDict):
-    """The fields of `Levels`."""
-
     rescale: float | None
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
 
 
 def normalization(values: dict[str, Any]) -> Normalization:
-    """That of a processor's settings, as `CLIP_LEVELS` has them."""
     mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
     return Normalization(
         rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,

@@ -1,6 +1,6 @@
-"""Images to pixels for towers that take any size, as Pixtral does it, most with a token behind each row of embeddings.
+"""Preprocess images for Pixtral's tower, which takes any size. Most models have a token after each row of embeddings.
 
-Equal to transformers' own (PIL) processor but for large JPEGs, as in `media.processor`.
+Equals the PIL processor in transformers, except for large JPEGs (`media.processor`).
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ _MERGING = ("mistral3", "lighton_ocr")
 
 @dataclass(frozen=True)
 class RowRecipe:
-    """Every setting that changes pixels. side: pixels along each side of what becomes an embedding. longest: edge that
-    an image has at most, before it is extended to whole squares. budget: bounds for which images become smaller, or
-    larger. ends: whether a token is behind each row."""
+    """All settings that affect pixels."""
 
     side: int
+    """Pixels along each side of an embedding."""
     longest: int
+    """Maximum edge before rounding up to whole squares."""
     resample: int
     rescale: float | None
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
     budget: ImageBudget = NO_BUDGET
+    """Bounds of smaller or larger images."""
     ends: bool = True
+    """True if a token follows each row."""
 
     def num_tokens(self, columns: int, rows: int) -> int:
         return rows * (columns + self.ends)
 
 
 class RowProcessor(RecipeProcessor[RowRecipe]):
-    """Preprocesses images for one checkpoint with Pixtral's tower; see `media.processor.FixedSizeProcessor`.
+    """Preprocesses images for Pixtral's tower.
 
-    An image whose longest edge is too long is reduced, and none is enlarged. Then it is resized to whole squares.
-    Raises UnsupportedModelError for settings that are not implemented, ModelLoadError for files that contradict each
-    other.
+    Shrinks an image whose longest edge is too long, and enlarges none. Then resizes it to whole squares.
     """
 
     version = "rows v1"
@@ -70,8 +70,8 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         sizes: dict[str, Any] | None = None,
         exact_pixels: bool = False,
     ) -> None:
-        """config: of config.json. settings: of preprocessor_config.json, or the image processor's section. ends: ids
-        of the tokens behind a row and behind an image; None: there are none. sizes: of processor_config.json."""
+        """ends: ids of the tokens after a row and after an image; None: there are none. sizes: of
+        processor_config.json."""
         self._ends = ends
         recipe = replace(_recipe(settings, _side(config, sizes or {})), ends=ends is not None)
         self._follow(recipe, exact_pixels=exact_pixels)
@@ -88,8 +88,6 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         return cls(files.config, files.settings, (row_end, image_end), sizes=sizes, exact_pixels=exact)
 
     def within(self, budget: ImageBudget) -> Self:
-        """The same for images of that budget. Raises InvalidRequestError for one that excludes a single square, or asks
-        for more than the longest edge allows."""
         recipe = self._recipe
         largest = _squares(recipe.longest, recipe.side) ** 2 * recipe.side**2
         budget = budget.settled(recipe.side**2, recipe.budget.max_pixels or largest)
@@ -109,7 +107,7 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         return to_pixels([image])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """A token for each square, row by row, and one behind each row if rows have ends."""
+        """A token for each square, row by row, and one after each row if rows have ends."""
         rows, columns = (edge // self._recipe.side for edge in pixels.shape[2:])
         count = self._recipe.num_tokens(columns, rows)
         if self._ends is None:
@@ -122,8 +120,8 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         return whole_view(size, pixels.shape[3], pixels.shape[2])
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Columns and rows of squares: as many as the budget allows, of an image that is enlarged as little as it
-        asks for."""
+        """Columns and rows of squares: as many as the budget allows, after the smallest enlargement
+        that it asks for."""
         budget = self._recipe.budget
         width, height = size
         if (least := budget.min_pixels) is not None and self._area(self._fitted(size)) < least:
@@ -133,7 +131,7 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         fitted = self._fitted(size)
         if self._is_allowed(fitted):
             return fitted
-        # The longest edge with which it is small enough, between one that is and one that is not.
+        # Bisect for the longest edge that fits the budget.
         low, high = 1, min(max(size), self._recipe.longest)
         while high - low > 1:
             middle = (low + high) // 2
@@ -141,7 +139,7 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         return self._fitted(size, low)
 
     def _fitted(self, size: tuple[int, int], longest: int | None = None) -> tuple[int, int]:
-        """Columns and rows of an image of that width and height with a longest edge, the checkpoint's if None."""
+        """Columns and rows of an image with this longest edge; None: the checkpoint's."""
         longest = longest or self._recipe.longest
         ratio = max(edge / longest for edge in size)
         width, height = (math.floor(edge / ratio) for edge in size) if ratio > 1 else size
@@ -155,12 +153,10 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
 
 
 def _squares(edge: int, side: int) -> int:
-    """That cover an edge; one for an edge of which reducing leaves nothing."""
     return max(1, math.ceil(edge / side))
 
 
 def _side(config: dict[str, Any], sizes: dict[str, Any]) -> int:
-    """Pixels along each side of what becomes an embedding."""
     patch = (config.get("vision_config") or {}).get("patch_size", 16)
     merge = config.get("spatial_merge_size", 2) if config.get("model_type") in _MERGING else 1
     for name, value in (("patch_size", patch), ("spatial_merge_size", merge)):

@@ -1,6 +1,6 @@
-"""Images cut into slices that keep their shape, as MiniCPM-V does it.
+"""Cut images into slices that keep their shape, as MiniCPM-V does.
 
-Equal to Transformers' own (PIL) processor but for large JPEGs, as in `media.processor`.
+Equals the PIL processor in transformers, except for large JPEGs (`media.processor`).
 """
 
 from __future__ import annotations
@@ -32,21 +32,19 @@ from vlmserve.media.processor import (
 from vlmserve.types import Canvas, Pieces, Pixels
 
 _ON_CANVAS = ("minicpmv4_7",)
-"""Models that count the positions of embeddings on a canvas, by ``model_type``."""
+"""Models that count positions of embeddings on a canvas, by ``model_type``."""
 _MERGES = {"4x": 2, "16x": 4}
 """Patches along each side of an embedding, by ``downsample_mode``."""
 
 
 @dataclass(frozen=True)
 class SliceRecipe:
-    """Every setting that changes pixels."""
-
     patch: int
     """Pixels along each side of a patch."""
     merge: int
-    """Patches along each side of what becomes an embedding."""
+    """Patches along each side of an embedding."""
     scale: int
-    """Side of a square with as many pixels as a piece is to have."""
+    """Side of a square with the target area of a piece."""
     most: int
     """Maximum number of slices; 1: images are not cut."""
     resample: int
@@ -55,16 +53,15 @@ class SliceRecipe:
     std: tuple[float, ...] | None
     budget: ImageBudget = NO_BUDGET
     has_labels: bool = True
-    """Images may have labels, frames of videos have none."""
+    """False for video frames, which have no labels."""
 
     @property
     def side(self) -> int:
-        """Pixels along each side of what becomes an embedding."""
         return self.patch * self.merge
 
 
 class SlicePlan(NamedTuple):
-    """Sizes and slices of an image. Sizes are widths and heights in pixels."""
+    """Sizes of an image's pieces: widths and heights in pixels."""
 
     whole: tuple[int, int]
     """Size of the piece that shows the whole image."""
@@ -84,8 +81,6 @@ class SlicePlan(NamedTuple):
 
 @dataclass(frozen=True)
 class SliceWords:
-    """Token ids that stand beside placeholders."""
-
     image: tuple[int, int]
     """Before and after the piece that shows the whole image."""
     slice: tuple[int, int]
@@ -93,11 +88,10 @@ class SliceWords:
     newline: Sequence[int]
     """Between rows of slices."""
     number: Callable[[int], Sequence[int]] | None = None
-    """Number of an image in its prompt, from 0; None: images have none."""
+    """Token ids of an image's index in the prompt, from 0; None: images have no labels."""
 
     @classmethod
     def of(cls, files: ImageFiles, *, numbered: bool) -> Self:
-        """Raises ModelLoadError for a tokenizer without these tokens."""
         encode = partial(files.tokenizer.encode, add_special_tokens=False)
 
         def pair(name: str) -> tuple[int, int]:
@@ -111,12 +105,10 @@ class SliceWords:
 
 
 class SliceProcessor(RecipeProcessor[SliceRecipe]):
-    """Preprocesses images for one MiniCPM-V checkpoint; see `media.processor.FixedSizeProcessor`.
+    """Preprocesses images for MiniCPM-V.
 
-    A large image becomes a small image of all of it, and slices in rows and columns that change its shape little. All
-    slices have one size. The pixels of a cut image are its patches side by side, ``[1, 3, patch, patches * patch]``.
-    Raises UnsupportedModelError for settings that are not implemented, ModelLoadError for files that contradict each
-    other.
+    A large image becomes a small whole image, and slices of one size in rows and columns with about its shape. The
+    pixels of a cut image are patches side by side, ``[1, 3, patch, patches * patch]``.
     """
 
     version = "slices v1"
@@ -124,7 +116,6 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
     def __init__(
         self, config: dict[str, Any], settings: dict[str, Any], words: SliceWords, *, exact_pixels: bool = False
     ) -> None:
-        """config: of config.json. settings: of the image processor's section."""
         recipe = _recipe(settings)
         _check_model(config, recipe)
         self._words = words
@@ -141,15 +132,13 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
 
     @property
     def for_frames(self) -> Self:
-        """The same for frames of videos."""
         return self._following(replace(self._recipe, has_labels=False))
 
     def label(self, index: int) -> Sequence[int]:
         return () if self._words.number is None else self._words.number(index)
 
     def within(self, budget: ImageBudget) -> Self:
-        """The same for images of fewer slices, or smaller ones. Raises InvalidRequestError for a budget that excludes
-        a single embedding, or asks for more than there is."""
+        """A processor with fewer or smaller slices."""
         recipe = self._recipe
         area = recipe.scale**2
         budget = budget.settled(area, recipe.most * area)
@@ -175,7 +164,7 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
         return np.concatenate([self._patches(piece) for piece in pieces], 2)[None]
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """Placeholders of each piece between two tokens, with a newline between rows of slices."""
+        """The tokens of each piece between two tokens, with a newline between rows of slices."""
         plan = self._plan(size)
         text: list[tuple[int, int]] = []
         place = 0
@@ -197,7 +186,6 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
         return Placeholders(place, canvas, self._pieces(plan), tuple(text), end_id, self._recipe.has_labels)
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        """All of the image, as large as its slices are together."""
         return whole_view(size, *self._plan(size).refined)
 
     def _canvas(self, plan: SlicePlan) -> Canvas:
@@ -214,14 +202,14 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
         return Pieces((whole, *[piece] * (plan.rows * plan.columns)))
 
     def _patches(self, piece: Pixels) -> Pixels:
-        """``[3, height, width]`` to ``[3, patch, patches * patch]``, row by row."""
+        """Reshape ``[3, height, width]`` to ``[3, patch, patches * patch]``, row by row."""
         channels, height, width = piece.shape
         patch = self._recipe.patch
         rows = piece.reshape(channels, height // patch, patch, width)
         return rows.transpose(0, 2, 1, 3).reshape(channels, patch, -1)
 
     def _plan(self, size: tuple[int, int]) -> SlicePlan:
-        """The plan with most slices that the budget allows. If it allows none, the image becomes smaller."""
+        """The plan with the most slices within the budget. If there is none, the image shrinks."""
         recipe = self._recipe
         for most in range(recipe.most, 0, -1):
             plan = self._plan_of(size, most, recipe.scale)
@@ -260,7 +248,7 @@ def _cut(image: Image.Image, piece: tuple[int, int]) -> Iterator[Image.Image]:
 
 
 def _grid(size: tuple[int, int], wanted: int, most: int) -> tuple[int, int]:
-    """Columns and rows of about `wanted` slices, whose shape is nearest to the image's; 0: it is not cut."""
+    """Columns and rows of about `wanted` slices with the nearest shape; 0: the image is not cut."""
     if wanted <= 1:
         return 0, 0
     shape = math.log(size[0] / size[1])
@@ -271,12 +259,12 @@ def _grid(size: tuple[int, int], wanted: int, most: int) -> tuple[int, int]:
         for rows in range(1, count + 1)
         if count % rows == 0
     ]
-    # Among equally near grids, the one with most rows.
+    # Among equally near grids, the one with the most rows.
     return min(grids, key=lambda grid: (abs(shape - math.log(grid[0] / grid[1])), -grid[1]))
 
 
 def _fitted(size: tuple[int, int], scale: int, side: int, *, enlarge: bool) -> tuple[int, int]:
-    """Width and height in whole squares, of about ``scale * scale`` pixels. enlarge: smaller images, too."""
+    """Width and height in whole squares, of about ``scale ** 2`` pixels. enlarge: also enlarge smaller images."""
     width, height = size
     if width * height > scale**2 or enlarge:
         aspect = width / height
@@ -314,7 +302,7 @@ def _recipe(settings: dict[str, Any]) -> SliceRecipe:
 
 
 def _check_model(config: dict[str, Any], recipe: SliceRecipe) -> None:
-    """Raises ModelLoadError unless the vision tower takes what the image processor makes."""
+    """Raise ModelLoadError unless the image processor's patches fit the vision tower."""
     vision = config.get("vision_config") or {}
     patch, merge = vision.get("patch_size", 16), _MERGES.get(config.get("downsample_mode", "16x"))
     if (patch, merge) != (recipe.patch, recipe.merge):

@@ -1,4 +1,4 @@
-"""Where images, videos and documents come from: URLs, and in Python also paths, bytes, arrays and PIL images."""
+"""Read images, videos and documents from URLs; in Python also from paths, bytes, arrays and PIL images."""
 
 from __future__ import annotations
 
@@ -37,43 +37,44 @@ from vlmserve.media.processor import ImageProcessor
 from vlmserve.types import ImageInput, ImageSize, MediaKind
 
 ImageSource: TypeAlias = Image.Image | str | os.PathLike[str] | bytes | npt.NDArray[Any]
-"""A PIL image, a URL (http, https, data), a path, a file's bytes, or an array or tensor (see `arrays.image_of`)."""
+"""A PIL image, a URL (http, https, data), a path, a file's bytes, or an array or tensor (`arrays.image_of`)."""
 
 DocumentSource: TypeAlias = str | os.PathLike[str] | bytes
 """A URL, a path, or a file's bytes."""
 
 _LONGEST_NAME = 300
-"""Characters of a path or URL that an error repeats."""
+"""Maximum characters of a path or URL in an error."""
 _OPENED_LOCKS = tuple(threading.Lock() for _ in range(16))
-"""An image that is given twice is one object, and Pillow reads pixels and EXIF when they are first asked for."""
+"""The same image object may be given twice, and Pillow reads pixels and EXIF lazily."""
 
 
 class Preprocessing(Protocol):
-    """What is done to an image once it is read. fingerprint: 32-byte digest of all that decides it."""
+    """Preprocessing after an image is read. fingerprint: 32-byte digest of everything that affects the result."""
 
     fingerprint: bytes
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """As that of `ImageProcessor`."""
+        """As in `ImageProcessor`."""
         ...
 
 
 class Opened(NamedTuple):
-    """An image that is read and not decoded. num_bytes: what it takes until it is. decoded: while the block runs, the
-    image takes its share of the memory; raises as `decode_image` does."""
+    """An image that is read but not decoded."""
 
     key: bytes
     num_bytes: int
+    """Size before decoding."""
     decoded: Callable[[DecodingMemory], contextlib.AbstractContextManager[DecodedImage]]
+    """Decodes the image, which takes memory during the block. Raises as `decode_image` does."""
 
 
 def prepare_image(
     source: ImageSource, processor: ImageProcessor, limits: MediaConfig, cache: ImageCache, *, salt: str = ""
 ) -> ImageInput:
-    """An image ready for the vision tower. Those in `cache` are neither decoded nor resized again.
+    """Prepare an image for the vision tower, unless it is in `cache`.
 
-    Trusts `source`: paths are read. salt: part of the image's key.
-    Raises InvalidImageError, ImageTooLargeError or ImageFetchError.
+    Trusts `source`: reads paths. salt: part of the image's key. Raises InvalidImageError, ImageTooLargeError or
+    ImageFetchError.
     """
     key, _, decoded = open_image(source, processor, limits, salt=salt)
 
@@ -85,7 +86,7 @@ def prepare_image(
 
 
 def open_image(source: ImageSource, preprocessing: Preprocessing, limits: MediaConfig, *, salt: str = "") -> Opened:
-    """An image and its key. Trusts `source`: paths are read. Raises as `prepare_image` does."""
+    """Read an image and compute its key. Trusts `source`: reads paths. Raises as `prepare_image` does."""
     if isinstance(source, str | os.PathLike | bytes):
         data = read_source(source, limits)
         key = image_key(data, preprocessing.fingerprint, salt)
@@ -112,19 +113,19 @@ def _decoded(
 
 def process_image(key: bytes, image: DecodedImage, processor: ImageProcessor) -> ImageInput:
     pixels, placeholders = processor.prepare(image)
-    pixels.flags.writeable = False  # other requests may see the same image
+    pixels.flags.writeable = False  # other requests may share the image
     view = processor.view(image.size, pixels, placeholders)
     size = ImageSize(*image.size, view.width, view.height, view.box, placeholders.num_tokens)
     return ImageInput(key, pixels, **placeholders._asdict(), size=size, levels=processor.levels)
 
 
 def is_url(source: str) -> bool:
-    """Whether a string is a URL that images and videos may come from, not a path."""
+    """Return whether a string is a URL of an image or video, not a path."""
     return source[:8].lower().startswith(("http://", "https://", "data:", "file://"))
 
 
 def source_name(source: object) -> str | None:
-    """The path or URL that a source is, or that a PIL image was read from; None where there is no such name."""
+    """The path or URL of a source, or of a PIL image's file; None: it has none."""
     if isinstance(source, Image.Image):
         source = getattr(source, "filename", "")
     if not isinstance(source, str | os.PathLike):
@@ -134,13 +135,13 @@ def source_name(source: object) -> str | None:
 
 
 def check_source(source: object) -> None:
-    """Raises InvalidImageError for a path at which there is no file; reads nothing."""
+    """Raise InvalidImageError for a path without a file. Reads nothing."""
     if isinstance(source, os.PathLike) or (isinstance(source, str) and not is_url(source)):
         _existing(os.fsdecode(source), InvalidImageError)
 
 
 def read_url(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
-    """The file at an http, https, data or file URL. Raises ImageFetchError for any other, and as fetching does."""
+    """Read the file at an http, https, data or file URL. Raises ImageFetchError for others, and as fetching does."""
     if url[:5].lower() == "data:":
         return decode_data_url(url, limits, kind)
     if not is_url(url):
@@ -151,8 +152,7 @@ def read_url(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
 
 
 def read_source(source: str | os.PathLike[str] | bytes, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
-    """A file within the limit of bytes. Raises as `read_url` does, and InvalidImageError, or that of another kind, for
-    a path that cannot be read."""
+    """Read a file within the size limit. Raises as `read_url` does, and the kind's error for an unreadable path."""
     invalid = KINDS[kind].invalid
     if isinstance(source, bytes):
         check_num_bytes(len(source), limits, kind)
@@ -173,6 +173,6 @@ def _existing(source: str | os.PathLike[str], invalid: type[InvalidRequestError]
         if path.is_file():
             return path
         problem = f"{path} is not a file" if path.exists() else f"there is no file {path}"
-    except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
+    except (OSError, ValueError) as error:  # the name is too long, or has a null byte
         problem = f"{source!r:.200} is not the path of a file: {error}"
     raise invalid(problem)

@@ -1,8 +1,8 @@
-"""Images of any size as squares of pixels, one for each embedding. LFM2-VL reads small images whole, and large ones as
-tiles and an overview of another size.
+"""Split images into squares of pixels, one for each embedding, as LFM2-VL does.
 
-Grids and tokens equal transformers' `Lfm2VlImageProcessor`. Levels differ by at most 1, because it resizes with torch
-and this module with Pillow. Large JPEGs differ as in `media.processor`.
+Small images stay whole. Large images become tiles and a whole image of another size. Grids and tokens equal
+`Lfm2VlImageProcessor` in transformers. Levels differ by at most 1, because it resizes with torch, this module with
+Pillow. Large JPEGs differ as in `media.processor`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class SquareRecipe:
-    """Every setting that changes pixels."""
-
     side: int
     """Pixels along each side of a square."""
     patch: int
@@ -68,19 +66,19 @@ class SquareRecipe:
     most_tiles: int
     """1: images are not cut."""
     overview: bool
-    """The whole image follows its tiles."""
+    """True if the whole image follows its tiles."""
     least: int
-    """Minimum squares of an image that is not cut, and of an overview."""
+    """Minimum squares of an uncut image, and of an overview."""
     most: int
-    """Maximum squares of the same."""
+    """Maximum squares of an uncut image, and of an overview."""
     tolerance: float
-    """An image is cut if it has more than this many times `most` squares."""
+    """Cut an image with more than ``tolerance * most`` squares."""
     resample: int
     rescale: float | None
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
     strict: bool = False
-    """`most` holds where `least` would lead to more, which transformers lets happen."""
+    """Enforce `most` even if `least` would lead to more; transformers does not."""
 
     @property
     def tile_pixels(self) -> int:
@@ -93,28 +91,21 @@ class SquareRecipe:
 
 
 class SquarePlan(NamedTuple):
-    """Parts of one image."""
-
     rows: int
     """Rows of tiles. 0: the image is not cut."""
     columns: int
     whole: tuple[int, int] | None
-    """Rows and columns of squares of the whole image. None: there are only tiles."""
+    """Rows and columns of squares of the whole image. None: only tiles."""
 
 
 class SquareProcessor(RecipeProcessor[SquareRecipe]):
-    """Preprocesses images for one LFM2-VL checkpoint; see `media.processor.FixedSizeProcessor`.
-
-    Raises UnsupportedModelError for settings that are not implemented, ModelLoadError for files that contradict each
-    other.
-    """
+    """Preprocesses images for LFM2-VL."""
 
     version = "squares v1"
 
     def __init__(
         self, config: dict[str, Any], settings: dict[str, Any], words: SquareWords, *, exact_pixels: bool = False
     ) -> None:
-        """config: of config.json. settings: of preprocessor_config.json, or the image processor's section."""
         self._follow(_recipe(config, settings), exact_pixels=exact_pixels)
         self._words = words
         self.levels = Levels(self._recipe.rescale, self._recipe.mean, self._recipe.std)
@@ -129,8 +120,7 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return cls(files.config, files.settings, SquareWords.of(files), exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
-        """The same for images of fewer tiles, or smaller ones. Raises InvalidRequestError for a budget that excludes a
-        single square, or asks for more than there is."""
+        """A processor with fewer or smaller tiles."""
         recipe = self._recipe
         square = recipe.side**2
         budget = budget.settled(square, recipe.most_pixels)
@@ -153,7 +143,7 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return self._following(replace(recipe, least=math.ceil(wanted / square) or min(recipe.least, most)))
 
     def _fits(self, tiles: int, most: int, budget: ImageBudget) -> bool:
-        """Return whether the budget allows images of that many tiles. most: squares of the overview."""
+        """Return whether the budget allows this number of tiles. most: squares of the overview."""
         recipe = self._recipe
         written = max(len(self._written(*grid, recipe.overview)) for grid in ((1, tiles), (tiles, 1)))
         words = written - tiles - recipe.overview
@@ -164,8 +154,10 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return self._largest(self._plan(size))
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """uint8 ``[squares, 3, side, side]`` of an image of any size and mode. The squares of a part lie row by row,
-        and the parts are tiles row by row, then the whole image."""
+        """uint8 ``[squares, 3, side, side]`` of an image of any size and mode.
+
+        Squares of a part are in rows. Tiles come first, in rows, then the whole image.
+        """
         plan, recipe = self._plan(decoded.size), self._recipe
         image, parts = to_rgb(decoded.image), []
         if plan.rows:
@@ -182,13 +174,13 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return np.concatenate(parts)
 
     def _squares(self, levels: Pixels) -> Pixels:
-        """``[height, width, 3]`` to ``[squares, 3, side, side]``."""
+        """Reshape ``[height, width, 3]`` to ``[squares, 3, side, side]``."""
         side, (height, width, _) = self._recipe.side, levels.shape
         squares = levels.reshape(height // side, side, width // side, side, 3).transpose(0, 2, 4, 1, 3)
         return squares.reshape(-1, 3, side, side)
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """Tokens for each square, the words between parts, and the grids of the parts."""
+        """The tokens of all squares, the tokens between parts, and the grids of the parts."""
         plan, tile = self._plan(size), self._recipe.tile
         whole = () if plan.whole is None else (plan.whole,)
         grids = (*((tile, tile) for _ in range(plan.rows * plan.columns)), *whole)
@@ -202,11 +194,10 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return Placeholders(place, tiling=SquareGrids(grids), text=tuple(text))
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        """The whole image in the size of its tiles together."""
         return whole_view(size, *self._largest(self._plan(size)))
 
     def _largest(self, plan: SquarePlan) -> tuple[int, int]:
-        """Width and height in pixels of all tiles together, or of an image that is not cut."""
+        """Width and height in pixels of all tiles together, or of an uncut image."""
         side, tile = self._recipe.side, self._recipe.tile
         rows, columns = plan.whole or (0, 0)
         if plan.rows:
@@ -223,7 +214,7 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return SquarePlan(rows, columns, self._whole(width, height) if recipe.overview else None)
 
     def _whole(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of squares of an image of that width and height, which keep its shape."""
+        """Rows and columns of squares of an uncut image with about its shape."""
         recipe, side = self._recipe, self._recipe.side
         rows, columns = (max(1, round(edge / side)) for edge in (height, width))
         if rows * columns > recipe.most:
@@ -233,7 +224,7 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
             grow = math.sqrt(recipe.least * side**2 / (height * width))
             rows, columns = (math.ceil(edge * grow / side) for edge in (height, width))
         while recipe.strict and rows * columns > recipe.most and rows * columns > 1:
-            # The longer side loses a square, which changes the shape least.
+            # Shortening the longer side changes the shape least.
             if rows > columns:
                 rows -= 1
             else:
@@ -241,8 +232,10 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return rows, columns
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Columns and rows of tiles: those whose shape is nearest to the image's. If several are equally near, the last
-        one whose area is less than twice the image's."""
+        """Columns and rows of tiles with the aspect ratio nearest to the image's.
+
+        Among equally near grids, the last one with less than twice the image's area wins.
+        """
         aspect, area = width / height, width * height
         best, least = (1, 1), math.inf
         for columns, rows in _grids(self._recipe.least_tiles, self._recipe.most_tiles):
@@ -255,8 +248,10 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
 
 @lru_cache(64)
 def _grids(least: int, most: int) -> list[tuple[int, int]]:
-    """Columns and rows of that many tiles, the smallest first. Python's order of a set decides between equal areas, as
-    in transformers."""
+    """Columns and rows of all grids with `least` to `most` tiles, the smallest first.
+
+    As in transformers, Python's set order decides between equal areas.
+    """
     pairs = {
         (columns, rows)
         for count in range(least, most + 1)
@@ -269,7 +264,7 @@ def _grids(least: int, most: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class SquareWords:
-    """How a checkpoint writes the parts of an image."""
+    """A checkpoint's tokens for the parts of an image."""
 
     encode: Callable[[str], Sequence[int]]
     image_token: str
@@ -278,7 +273,7 @@ class SquareWords:
     start: str
     end: str
     overview: str
-    """The token before the whole image if tiles precede it."""
+    """The token before the whole image, after tiles."""
 
     @classmethod
     def of(cls, files: ImageFiles) -> Self:
@@ -294,7 +289,7 @@ class SquareWords:
         return cls(encode, tokenizer.image_token, tokenizer.image_token_id, start, end, overview)
 
     def tokens(self, rows: int, columns: int, whole: bool) -> Sequence[int]:
-        """Token ids of an image of that many tiles, with one placeholder for each part."""
+        """Token ids of an image with these tiles, with one placeholder for each part."""
         parts = [
             f"<|img_row_{row + 1}_col_{column + 1}|>{self.image_token}"
             for row in range(rows)

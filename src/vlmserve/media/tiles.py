@@ -1,6 +1,6 @@
-"""Images cut into tiles, of which a tower sees one at a time, as LLaVA-NeXT and Idefics3 (SmolVLM) do it.
+"""Cut images into tiles, as LLaVA-NeXT and Idefics3 (SmolVLM) do; the tower sees one tile at a time.
 
-Equal to transformers' own (PIL) processors but for large JPEGs, as in `media.processor`.
+Equals the PIL processors in transformers, except for large JPEGs (`media.processor`).
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from vlmserve.media.processor import (
 from vlmserve.types import Pixels, Tiling
 
 _LARGEST_EDGE = 4096
-"""Pixels along a side of what Idefics3 makes of an image before it fits it to tiles."""
+"""Maximum pixels of a side before Idefics3 fits an image to tiles."""
 
 
 class AnyResolutionProcessor(PixelProcessor):
-    """Preprocesses images for one LLaVA-NeXT checkpoint; see `media.processor.FixedSizeProcessor`.
+    """Preprocesses images for LLaVA-NeXT.
 
-    Of the resolutions that a model knows an image gets the one that keeps most of it. It is resized to fit, padded in
-    black, and cut into tiles; before them comes all of the image as one tile, which stands alone where little detail
-    is wanted.
-    Raises UnsupportedModelError for a processor or vision tower that is not implemented.
+    An image gets the model's resolution that keeps the most pixels. It is resized to fit, padded in black, and cut into
+    tiles. The whole image comes first as one tile; with low detail it is the only one.
+
+    Constructors take `config` and `settings` as in `ImageFiles`. They raise UnsupportedModelError for a processor or
+    vision tower that is not implemented.
     """
 
     def __init__(self, config: dict[str, Any], settings: dict[str, Any], *, exact_pixels: bool = False) -> None:
-        """config: of config.json. settings: of preprocessor_config.json, or the image processor's section."""
         values = {"size": 224, "crop_size": 224, **{key: value for key, value in settings.items() if value is not None}}
         edge, tile = square_edge(values["size"]), square_edge(values["crop_size"])
-        # What becomes of each tile, which is square, is what CLIP's processor makes of it.
+        # CLIP's processor preprocesses each square tile.
         square = {
             "image_processor_type": "CLIPImageProcessor",
             "do_pad": False,
@@ -76,8 +76,7 @@ class AnyResolutionProcessor(PixelProcessor):
         return cls(files.config, files.settings, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
-        """The same for images of fewer tiles. Raises InvalidRequestError for a budget that excludes a single one, or
-        asks for more than there are."""
+        """A processor with fewer tiles."""
         budget = budget.settled(self._tile**2, max(map(math.prod, self._resolutions), default=self._tile**2))
         budget.check_least(self._tile**2, self._side**2 + 1)
         allowed = [size for size in self._resolutions if budget.allows(math.prod(size), self._most_tokens(size))]
@@ -94,19 +93,17 @@ class AnyResolutionProcessor(PixelProcessor):
         return cut
 
     def _most_tokens(self, resolution: tuple[int, int]) -> int:
-        """That an image of this resolution takes if it covers all of it."""
+        """Tokens of an image that fills this resolution."""
         columns, rows = (edge // self._tile * self._side for edge in resolution)
         return self._side**2 + rows * (columns + 1)
 
     def _set_resolutions(self, resolutions: list[tuple[int, int]]) -> None:
-        """Widths and heights that images may have before they are cut; none: they are not."""
+        """Set the allowed widths and heights before cutting; an empty list: images are not cut."""
         self._resolutions = resolutions
         described = json.dumps(["any resolution v1", self._edge, self._tile, self._resample, resolutions])
         self.fingerprint = blake3(described.encode() + self._tile_processor.fingerprint).digest()
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
-        every pixel is to be decoded."""
         if self._exact_pixels:
             return 1.0
         resized = _fitted(size, self._resolution(size)) if self._resolutions else (self._edge, self._edge)
@@ -127,14 +124,16 @@ class AnyResolutionProcessor(PixelProcessor):
         return np.concatenate([self._tile_processor.process(DecodedImage.whole(tile)) for tile in tiles])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """The embeddings of the whole image, then of what it covers of its tiles, with a newline behind each row. The
-        whole image alone has one newline."""
+        """The embeddings of the whole image, then of its area in the tiles, with a newline after each row.
+
+        An uncut image has one newline.
+        """
         if len(pixels) == 1:
             return Placeholders(self._side**2 + 1)
         width, height = size
         columns, rows = (edge // self._tile for edge in self._resolution(size))
         across, down = columns * self._side, rows * self._side
-        # Rounded as transformers rounds it, and cut off alike on both sides.
+        # Rounded as in transformers, and cropped equally on both sides.
         if width / height > across / down:
             down -= (down - int(round(height * (across / width), 7))) // 2 * 2
         else:
@@ -143,7 +142,7 @@ class AnyResolutionProcessor(PixelProcessor):
         return Placeholders(num_tokens, tiling=Tiling(rows, columns, down, across))
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        """All of the image, as large as it is in its tiles. The padding around it has no embeddings."""
+        """The whole image, in its size within the tiles. Padding has no embeddings."""
         if len(pixels) > 1:
             return whole_view(size, *_fitted(size, self._resolution(size)))
         width, height, box = self._tile_processor.view((self._edge, self._edge), pixels, placeholders)
@@ -152,8 +151,7 @@ class AnyResolutionProcessor(PixelProcessor):
         return View(width, height, (box[0] * across, box[1] * down, box[2] * across, box[3] * down))
 
     def _resolution(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height of all tiles together: those that keep most of the image's pixels, and of these, those
-        that are fewest."""
+        """Width and height of all tiles together: keeps the most pixels of the image, with the smallest area."""
         width, height = size
 
         def kept(resolution: tuple[int, int]) -> tuple[int, int]:
@@ -166,37 +164,36 @@ class AnyResolutionProcessor(PixelProcessor):
 
 @dataclass(frozen=True)
 class SplitRecipe:
-    """Every setting that changes pixels. size: the longest edge or width and height that an image gets first; None: it
-    keeps its own. tile: pixels along each side. split: whether images are cut at all. budget: upper bounds, for which
-    images are cut into fewer tiles.
-    """
+    """All settings that affect pixels."""
 
     size: int | tuple[int, int] | None
+    """Longest edge, or width and height, before cutting; None: the image's own."""
     tile: int
+    """Side of a tile in pixels."""
     split: bool
+    """True if images are cut."""
     resample: int
     rescale: float | None
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
     budget: ImageBudget = NO_BUDGET
+    """Upper bounds that limit the number of tiles."""
 
 
 class SplitPlan(NamedTuple):
-    """What becomes of an image. size: width and height that it gets first. rows, columns: of tiles that it is cut into
-    then; 0: it is not cut."""
+    """How to cut an image."""
 
     size: tuple[int, int]
+    """Width and height before cutting."""
     rows: int
+    """Rows of tiles; 0: it is not cut."""
     columns: int
 
 
 class SplitProcessor(RecipeProcessor[SplitRecipe]):
-    """Preprocesses images for one Idefics3 or SmolVLM checkpoint; see `media.processor.FixedSizeProcessor`.
+    """Preprocesses images for Idefics3 and SmolVLM.
 
-    An image is resized to whole tiles and cut; behind them comes all of the image as one tile. The prompt tells the
-    model in words which tile is which.
-    Raises UnsupportedModelError for settings that are not implemented, ModelLoadError for files that contradict each
-    other.
+    Resizes an image to whole tiles and cuts it. The whole image follows as one tile. The prompt names each tile.
     """
 
     version = "split v1"
@@ -210,8 +207,7 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
         tile_tokens: int | None = None,
         exact_pixels: bool = False,
     ) -> None:
-        """config: of config.json. settings: of preprocessor_config.json, or the image processor's section.
-        words: how the checkpoint writes tiles. tile_tokens: placeholders of each, if another file says so."""
+        """words: tokens around tiles. tile_tokens: placeholders of a tile in another file, to compare."""
         self._follow(_split_recipe(settings), exact_pixels=exact_pixels)
         self._tile_tokens = _tile_tokens(config, self._recipe.tile)
         if tile_tokens is not None and tile_tokens != self._tile_tokens:
@@ -230,8 +226,7 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
         return cls(files.config, files.settings, words, tile_tokens=count, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
-        """The same for images of fewer tiles. Raises InvalidRequestError for a budget that excludes a single one, or
-        asks for more than there are."""
+        """A processor with fewer tiles."""
         recipe, least = self._recipe, self._recipe.tile**2
         budget = budget.settled(least, self._most_pixels)
         budget.check_least(least, self._written(0, 0).num_tokens)
@@ -244,7 +239,7 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
 
     @property
     def _most_pixels(self) -> int:
-        """Of all tiles of an image that is cut most."""
+        """Maximum pixels of all tiles of an image."""
         tile, size = self._recipe.tile, self._recipe.size
         if not self._recipe.split:
             return tile**2
@@ -265,17 +260,17 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
         return to_pixels([*cut_tiles(image, tile), image.resize((tile, tile), resample)])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """Tokens for each tile, with the words between them."""
+        """The tokens of each tile, with text between them."""
         plan = self._plan(size)
         return self._written(plan.rows, plan.columns)
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        """All of the image, as large as it is cut into tiles."""
+        """The whole image, in the size before cutting."""
         plan, tile = self._plan(size), self._recipe.tile
         return whole_view(size, (plan.columns or 1) * tile, (plan.rows or 1) * tile)
 
     def _plan(self, size: tuple[int, int]) -> SplitPlan:
-        """How an image of that width and height is cut: into as many tiles as the budget allows."""
+        """Cut an image of this size into as many tiles as the budget allows."""
         tile, budget = self._recipe.tile, self._recipe.budget
         own = self._first_size(size, self._recipe.size)
         uncut = SplitPlan(own, 0, 0)
@@ -308,7 +303,7 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
         if not isinstance(target, int):
             return target
         width, height = _with_longest_edge(size, target)
-        # The shorter edge is rounded up to an even number.
+        # Round the shorter edge up to an even number.
         width, height = (width, height + height % 2) if size[0] >= size[1] else (width + width % 2, height)
         width, height = max(1, width), max(1, height)
         if max(width, height) > _LARGEST_EDGE:
@@ -318,7 +313,7 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
 
 @dataclass(frozen=True)
 class SplitWords:
-    """How a checkpoint of Idefics3's kind writes an image."""
+    """Idefics3's tokens for an image."""
 
     encode: Callable[[str], Sequence[int]]
     image_token: str
@@ -331,7 +326,6 @@ class SplitWords:
 
     @classmethod
     def of(cls, files: ImageFiles) -> Self:
-        """Raises ModelLoadError for a tokenizer without the token around tiles."""
         tokenizer = files.tokenizer
         assert tokenizer.image_token is not None
         assert tokenizer.image_token_id is not None
@@ -346,7 +340,8 @@ class SplitWords:
         )
 
     def tokens(self, rows: int, columns: int) -> Sequence[int]:
-        """Token ids of an image of so many tiles, 0 of both if it is one, with one placeholder for each tile."""
+        """Token ids of an image with these tiles, with one placeholder for each; 0 rows and columns: only the whole
+        image."""
         lines = [
             "".join(f"{self.around}<row_{row + 1}_col_{column + 1}>{self.image_token}" for column in range(columns))
             for row in range(rows)
@@ -356,7 +351,7 @@ class SplitWords:
 
 
 def cut_tiles(image: Image.Image, tile: int) -> list[Image.Image]:
-    """Squares of that many pixels along each side, row by row."""
+    """Cut an image into squares, row by row."""
     return [
         image.crop((x, y, x + tile, y + tile))
         for y in range(0, image.height, tile)
@@ -365,7 +360,7 @@ def cut_tiles(image: Image.Image, tile: int) -> list[Image.Image]:
 
 
 def _fitted(size: tuple[int, int], bounds: tuple[int, int]) -> tuple[int, int]:
-    """Width and height of an image that is resized to fit into that width and height."""
+    """Width and height of an image that is resized to fit into `bounds`."""
     (width, height), (most_width, most_height) = size, bounds
     across, down = most_width / width, most_height / height
     if across < down:
@@ -380,7 +375,7 @@ def _with_longest_edge(size: tuple[int, int], longest: int) -> tuple[int, int]:
 
 
 def _whole_tiles(size: tuple[int, int], tile: int) -> tuple[int, int]:
-    """Width and height in whole tiles that change an image's shape little, and are no smaller."""
+    """Width and height in whole tiles: no smaller, and with about the same shape."""
     width, height = size
     longest = math.ceil(max(size) / tile) * tile
     width, height = _with_longest_edge(size, longest)
@@ -388,7 +383,7 @@ def _whole_tiles(size: tuple[int, int], tile: int) -> tuple[int, int]:
 
 
 def square_edge(value: Any) -> int:
-    """The side of a square that a checkpoint's settings name, by itself or as height and width."""
+    """The side of a square in a checkpoint's settings: a number, or equal height and width."""
     edges = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
     edges = [edge for edge in edges if edge is not None]
     if not edges or not all(isinstance(edge, int) and edge == edges[0] > 0 for edge in edges):
@@ -397,7 +392,6 @@ def square_edge(value: Any) -> int:
 
 
 def _resolutions(value: Any, tile: int) -> list[tuple[int, int]]:
-    """Widths and heights of images before they are cut."""
     if value is None:
         value = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
     pairs = [tuple(pair) for pair in value] if isinstance(value, list) else []
@@ -443,7 +437,6 @@ def _first_size(value: Any) -> int | tuple[int, int]:
 
 
 def _tile_tokens(config: dict[str, Any], tile: int) -> int:
-    """How many embeddings the model makes of a tile."""
     merge, patch = config.get("scale_factor", 2), (config.get("vision_config") or {}).get("patch_size", 32)
     side = tile // patch
     if side < merge or side % merge:

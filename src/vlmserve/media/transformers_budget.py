@@ -1,4 +1,4 @@
-"""How transformers' image processors keep a budget: by settings of a call, of which each kind has its own."""
+"""Apply image budgets to transformers' image processors, whose kinds have different settings."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from vlmserve.media.budget import ImageBudget
 from vlmserve.media.processor import View, cropped_view, whole_view
 
 Settings = dict[str, Any]
-"""Of one call of a processor, instead of those of its checkpoint."""
+"""Overrides of the checkpoint's settings for one call."""
 _STEPS = 8
-"""In which a lower bound of the area gives way."""
+"""Steps that relax the lower bound of the area."""
 
 
 def settings_within(processor: Any, budget: ImageBudget) -> Sequence[Settings]:
-    """Settings for an image processor, from those with which it makes least of an image to those with which it makes
-    most. Those of an unknown kind, and of one that makes all images alike, have only their own.
+    """Settings for an image processor, from the smallest result to the largest.
 
-    processor: of transformers. Of the budget only the bounds of processors for any size are in the settings: whether
-    an image keeps the rest is seen from what it becomes.
+    An unknown kind, or one with a fixed size, gets only its own settings. Processors for any size get the bounds of the
+    budget. The caller must check other bounds on the result. processor: of transformers.
     """
     size = _fields(getattr(processor, "size", None))
     if largest_area(processor, budget) is not None:
@@ -47,8 +46,7 @@ def settings_within(processor: Any, budget: ImageBudget) -> Sequence[Settings]:
 
 
 def largest_area(processor: Any, budget: ImageBudget) -> int | None:
-    """Pixels that an image has at most for a processor for images of any size; None: it is another kind. budget: what
-    counts instead of its checkpoint's own."""
+    """Maximum pixels of an image for a processor of any size; None: another kind. budget: overrides the checkpoint."""
     size = _fields(getattr(processor, "size", None))
     if not (hasattr(processor, "merge_size") and {"shortest_edge", "longest_edge"} <= size.keys()):
         return None
@@ -56,9 +54,11 @@ def largest_area(processor: Any, budget: ImageBudget) -> int | None:
 
 
 def low_detail(processor: Any, own: ImageBudget, wanted: ImageBudget) -> ImageBudget:
-    """A budget that is wanted, with little detail: an image of any size has at most 512 x 512 pixels, unless `wanted`
-    says how many; of one that would be cut into tiles, as little is made as the processor can, unless `wanted` has
-    `min_pixels`. own: of the processor."""
+    """A budget for low detail.
+
+    An image of any size has at most 512 x 512 pixels, unless `wanted` has bounds. An image that would be cut into tiles
+    gets the processor's minimum, unless `wanted` has `min_pixels`. own: the processor's budget.
+    """
     whole = replace(wanted, low_detail=False)
     size = _fields(getattr(processor, "size", None))
     area = largest_area(processor, own)
@@ -71,8 +71,10 @@ def low_detail(processor: Any, own: ImageBudget, wanted: ImageBudget) -> ImageBu
 
 
 def view_of(processor: Any, size: tuple[int, int], tiles: int, tile: tuple[int, int]) -> View:
-    """What a model sees of an image of that width and height. tiles, tile: how many it became, of which one shows all
-    of it if there are several, and the width and height of each."""
+    """The part of an image of this width and height that a model sees.
+
+    tiles: number of tiles; if there are several, one shows the whole image. tile: width and height of a tile.
+    """
     if tiles > 1:
         columns, rows = _arrangement(processor, size, tiles - 1, tile)
         return whole_view(size, columns * tile[0], rows * tile[1]) if columns else View(None, None, None)
@@ -85,33 +87,33 @@ def view_of(processor: Any, size: tuple[int, int], tiles: int, tile: tuple[int, 
 
 
 def _areas(processor: Any, size: dict[str, int], budget: ImageBudget) -> list[Settings]:
-    """Of processors whose edges are areas. Some count the pixels of an image once for each of its equal frames."""
+    """Settings of processors whose edges are areas. Some count pixels once for each frame of a repeated image."""
     most = largest_area(processor, budget) or 1
     if budget.max_tokens is not None:
         most = min(most, budget.max_tokens * (edge_of(processor, "patch_size") * processor.merge_size) ** 2)
     most = max(most, budget.min_pixels or 1)
     frames = getattr(processor, "temporal_patch_size", None) or 1
     least = budget.min_pixels or min(size["shortest_edge"], most)
-    # In whole squares the lower bound may be more than the upper one, so it is the first to give way.
+    # In whole squares the lower bound may exceed the upper one, so relax the lower bound first.
     bounds = [(max(1, least * step // _STEPS), most) for step in range(1, _STEPS + 1)]
     bounds.append((least, max(most, min(most * frames, size["longest_edge"]))))
     return [{"size": {"shortest_edge": shortest, "longest_edge": longest}} for shortest, longest in bounds]
 
 
 def _has_edges(processor: Any, size: dict[str, int]) -> bool:
-    """Whether an image stays whole, and its longest edge is bounded."""
+    """Return whether images stay whole, with a bounded longest edge."""
     is_split = getattr(processor, "do_image_splitting", False) or getattr(processor, "do_pan_and_scan", False)
     return size.keys() == {"longest_edge"} and hasattr(processor, "patch_size") and not is_split
 
 
 def _longest_edges(size: dict[str, int], step: int, first: int = 1) -> list[Settings]:
-    """Longest edges of so many steps, up to the checkpoint's own."""
+    """Longest edges in multiples of `step`, up to the checkpoint's own."""
     own = size.get("longest_edge", 0)
     return [{"size": {"longest_edge": edge}} for edge in range(first * step, own, step or 1) if step] + [{}]
 
 
 def _arrangement(processor: Any, size: tuple[int, int], tiles: int, tile: tuple[int, int]) -> tuple[int, int]:
-    """Columns and rows of so many tiles, as the processor's own function arranges them; 0 where there is none."""
+    """Columns and rows of tiles from the processor's own function; 0: it has none."""
     arrange = getattr(sys.modules[type(processor).__module__], "get_optimal_tiled_canvas", None)
     if arrange is None:
         return 0, 0
@@ -120,11 +122,10 @@ def _arrangement(processor: Any, size: tuple[int, int], tiles: int, tile: tuple[
 
 
 def edge_of(processor: Any, name: str) -> int:
-    """A setting of an image processor that is a number or a square; 0 where there is none."""
+    """A setting of an image processor that is a number or a square; 0: it has none."""
     value = getattr(processor, name, None)
     return value if isinstance(value, int) else next(iter(_fields(value).values()), 0)
 
 
 def _fields(value: Any) -> dict[str, int]:
-    """A size as transformers writes it, without what it leaves open."""
     return {} if value is None or isinstance(value, int) else {key: edge for key, edge in dict(value).items() if edge}

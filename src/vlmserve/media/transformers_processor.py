@@ -1,4 +1,4 @@
-"""Images for the models that run by transformers' code: its processors, asked about one image at a time."""
+"""Preprocess images for the Transformers backend with transformers' processors, one image at a time."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ _FILES = ("preprocessor_config.json", "processor_config.json", "tokenizer.json")
 class TransformersProcessor(ImageProcessor):
     """A checkpoint's own processor.
 
-    image_token_id: of what takes an embedding of an image in a prompt. mark: what stands for an image in a text.
-    budget: of every image.
-    Raises UnsupportedModelError for a checkpoint that transformers has no processor for.
+    image_token_id: placeholder of an image's embedding. mark: stands for an image in a text. budget: of every image.
+    Raises UnsupportedModelError for a checkpoint without a processor in transformers.
     """
 
     levels = None
@@ -60,13 +59,13 @@ class TransformersProcessor(ImageProcessor):
         self.fingerprint = digest.digest()
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         self._has_grids = "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})
-        # Tokenizers change their settings while they are called.
+        # Calls change a tokenizer's settings.
         self._lock = threading.Lock()
         self._budget = budget
 
     def within(self, budget: ImageBudget) -> Self:
-        """The same for images of a smaller budget. Whether an image can keep it is seen from what it becomes. Raises
-        InvalidRequestError for more pixels than the server allows."""
+        """A processor with a smaller budget, which `prepare` applies. Raises InvalidRequestError for pixels above the
+        limit."""
         budget.check_limit(largest_area(self._processor.image_processor, self._budget) or sys.maxsize)
         if budget.low_detail:
             budget = low_detail(self._processor.image_processor, self._budget, budget)
@@ -78,11 +77,10 @@ class TransformersProcessor(ImageProcessor):
         return bound
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """Images are decoded in full."""
         return 1.0
 
     def prepare(self, decoded: DecodedImage) -> tuple[Pixels, Placeholders]:
-        """What the processor makes of a text that is one image, as large as the budget allows."""
+        """Run the processor on a text that is one image, with the largest size within the budget."""
         inputs = self._within_budget(decoded)
         ids = self._ids(inputs)
         text = tuple((int(place), int(ids[place])) for place in np.flatnonzero(ids != self._image_token_id))
@@ -94,21 +92,20 @@ class TransformersProcessor(ImageProcessor):
         return pixels, Placeholders(len(ids), grid=self._grid(inputs), tiling=further, text=text)
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        """As far as the kinds of processors are known."""
         further = placeholders.tiling
         arrays = further.arrays if isinstance(further, FurtherInputs) else ()
         return self._view(size, pixels, {named.name: _array(named) for named in arrays})
 
     def token_types(self, decoded: DecodedImage) -> dict[str, int]:
-        """Which type the model's inputs give to an image's placeholders, by the names of those inputs; all others have
+        """The type of an image's placeholders in each of the model's type inputs, by input name; other tokens have type
         0."""
         inputs = self._process(decoded)
         place = int(np.flatnonzero(np.asarray(inputs["input_ids"])[0] == self._image_token_id)[0])
         return {name: int(np.asarray(inputs[name])[0, place]) for name in _TYPES_OF_TOKENS if name in inputs}
 
     def _within_budget(self, decoded: DecodedImage) -> Mapping[str, Any]:
-        """What the processor makes of an image with the widest settings that a search finds within the budget; with
-        the narrowest if there are none."""
+        """Run the processor with the largest settings within the budget that a bisection finds,
+        else with the smallest."""
         if self._budget == NO_BUDGET:
             return self._process(decoded)
         choices = settings_within(self._processor.image_processor, self._budget)
@@ -134,7 +131,7 @@ class TransformersProcessor(ImageProcessor):
         return best
 
     def _ids(self, inputs: Mapping[str, Any]) -> npt.NDArray[np.int64]:
-        """Of an image's text. A token that begins the whole prompt is not the image's."""
+        """Token ids of an image's text, without BOS."""
         return _before(np.asarray(inputs["input_ids"])[0], self._bos_token_id)
 
     def _view(self, size: tuple[int, int], pixels: Pixels, inputs: Mapping[str, Any]) -> View:
@@ -146,7 +143,7 @@ class TransformersProcessor(ImageProcessor):
         return view_of(processor, size, _num_tiles(pixels), (pixels.shape[-1], pixels.shape[-2]))
 
     def _grid(self, inputs: Mapping[str, Any]) -> tuple[int, int, int] | None:
-        """Of the embeddings, of which each stands for a square of patches."""
+        """Grid of embeddings; each embedding is a square of patches."""
         if not self._has_grids or "image_grid_thw" not in inputs:
             return None
         merged = int(self._processor.image_processor.merge_size)
@@ -166,7 +163,7 @@ class TransformersProcessor(ImageProcessor):
 
 
 def _before(ids: npt.NDArray[np.int64], end: int | None) -> npt.NDArray[np.int64]:
-    """What lies before the first `end`."""
+    """The ids before the first `end`."""
     ends = np.flatnonzero(ids == end)
     return ids[: ends[0]] if ends.size else ids
 

@@ -1,15 +1,15 @@
-"""URLs as browsers read them: blanks and letters beyond ASCII are encoded."""
+"""Normalize URLs as browsers do: encode whitespace and non-ASCII characters."""
 
 from __future__ import annotations
 
 from urllib.parse import quote, urlsplit, urlunsplit
 
 _ALLOWED = "%:/?#[]@!$&'()*+,;=~"
-"""Reserved characters of RFC 3986, and the sign of what is encoded already."""
+"""Reserved characters of RFC 3986, and the percent sign."""
 
 
 def ascii_url(url: str) -> str:
-    """An http(s) URL in ASCII: the host in IDNA, all else percent-encoded in UTF-8. Raises ValueError."""
+    """An http(s) URL in ASCII: IDNA host, the rest percent-encoded UTF-8. Raises ValueError."""
     parts = urlsplit(url.strip())
     if any(char < " " or char == "\x7f" for char in url.strip(" \t\r\n")):
         raise ValueError("it contains a control character")
@@ -26,5 +26,4 @@ def ascii_url(url: str) -> str:
 
 
 def ascii_host(name: str) -> str:
-    """A host name in IDNA. Raises ValueError."""
     return name if name.isascii() else name.encode("idna").decode("ascii")

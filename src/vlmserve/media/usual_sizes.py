@@ -1,4 +1,4 @@
-"""Sizes that images, pages and frames get unless a request asks for others, by what they cost on this machine."""
+"""Default sizes of images, pages and frames, from their cost on this machine."""
 
 from __future__ import annotations
 
@@ -10,47 +10,49 @@ from vlmserve.image_cost import ImageCost
 from vlmserve.media.budget import ImageBudget
 
 LEAST_PIXELS = 512 * 512
-"""Minimum area of an image or page, however slow the machine is: low detail."""
+"""Minimum area of an image or page on any machine: low detail."""
 LEAST_FRAME_PIXELS = 256 * 256
-"""Minimum area of a frame of a video."""
+"""Minimum area of a video frame."""
 LEAST_GROUPS = 8
-"""Minimum limit on the groups of frames of a video, however slow the machine is."""
+"""Minimum limit of a video's frame groups on any machine."""
 
 
 @dataclass(frozen=True)
 class UsualSizes:
-    """Maximum sizes by time. image_seconds: of an image. video_seconds: of all frames, or all pages of a document."""
+    """Maximum sizes by time."""
 
     cost: ImageCost
     image_seconds: float
+    """For an image."""
     video_seconds: float
+    """For all frames of a video, or all pages of a document."""
 
     @classmethod
     def of(cls, media: MediaConfig, cost: ImageCost | None) -> UsualSizes | None:
-        """The sizes for these settings. None: the checkpoint and the settings alone decide."""
+        """The sizes for these settings. None: the checkpoint and the settings determine sizes."""
         own = media.mm_processor_kwargs
         if cost is None or own.max_pixels is not None or own.max_tokens is not None:
             return None
         return cls(cost, media.image_seconds or math.inf, media.video_seconds or math.inf)
 
     def for_images(self, budget: ImageBudget, count: int = 1) -> ImageBudget:
-        """The budget of an image, or of each of `count` pages of a document. A usual size that is set stays."""
+        """The budget of an image, or of each of `count` pages. Keeps a usual size that is set."""
         if not budget.is_open or budget.usual_pixels is not None:
             return budget
         seconds = self.image_seconds if count == 1 else min(self.image_seconds, self.video_seconds / count)
         return replace(budget, usual_pixels=None if math.isinf(seconds) else self._pixels(seconds, LEAST_PIXELS))
 
     def frame_budget(self, num_groups: int) -> ImageBudget:
-        """The budget of each frame of a video. num_groups: of frames that share embeddings."""
+        """The budget of each video frame. num_groups: groups of frames that share embeddings."""
         seconds = self.video_seconds / num_groups
         return ImageBudget(usual_pixels=None if math.isinf(seconds) else self._pixels(seconds, LEAST_FRAME_PIXELS))
 
     def max_groups(self, pixels: int | None = None) -> float:
-        """Maximum number of frame groups of a video, if a frame has that area; None: the least one."""
+        """Maximum frame groups of a video. pixels: area of a frame; None: the minimum."""
         return max(LEAST_GROUPS, self.video_seconds / self.cost.seconds(pixels or LEAST_FRAME_PIXELS))
 
     def described(self, *, limits: bool) -> str:
-        """For the log: the maximum area of an image and how to get more. limits: whether any image becomes smaller."""
+        """For the log: maximum area of an image and how to raise it. limits: whether any image gets smaller."""
         if not limits:
             return "up to the checkpoint's own size"
         pixels = self._pixels(self.image_seconds, LEAST_PIXELS)

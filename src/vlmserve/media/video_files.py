@@ -1,4 +1,4 @@
-"""Video files to frames, through FFmpeg's libraries (PyAV, the extra ``video``) in a process for each file."""
+"""Decode video files with FFmpeg's libraries (PyAV, extra ``video``) in a process for each file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from vlmserve.media.image_process import heif_format
 from vlmserve.media.isolated import Answer, IsolatedProcess
 
 CONTAINERS = {"mov": (4, b"ftyp"), "matroska": (0, b"\x1aE\xdf\xa3"), "avi": (8, b"AVI ")}
-"""FFmpeg's names of file formats, with the place and the bytes that identify each. FFmpeg must not guess: some formats
-are lists of other files, on this machine or the network, and it would open them."""
+"""FFmpeg's names of formats, with offset and bytes of their signatures.
+
+FFmpeg must not guess: some formats are lists of other files or URLs, which it would open.
+"""
 _FORMATS = {**CONTAINERS, "gif": (0, b"GIF8")}
-"""All formats that are read as videos: the request says whether an animation is a video or a document."""
+"""All video formats; the request tells whether an animation is a video or a document."""
 _LARGEST_PADDING = 1024
-"""Bytes of a row after its pixels."""
+"""Maximum bytes of padding after a row."""
 
 
 class _Opened(Answer):
@@ -39,10 +41,10 @@ class _Frame(Answer):
 
 
 class VideoFile:
-    """An MP4, MOV, WebM, Matroska, AVI or GIF file, open in a process with limited memory and time.
+    """An MP4, MOV, WebM, Matroska, AVI or GIF file in a process with limited memory and time.
 
-    The methods raise InvalidVideoError for a file that cannot be read, VideoTooLargeError for one that takes too much
-    time or memory or has too many frames or pixels, and CancelledWorkError. Close the file then, and at the end.
+    Methods raise InvalidVideoError for an unreadable file, VideoTooLargeError for too much time, memory, frames or
+    pixels, and CancelledWorkError. Close the file then, and at the end.
     """
 
     num_frames: int
@@ -80,16 +82,16 @@ class VideoFile:
             raise
 
     def ask(self, number: int) -> None:
-        """Start to decode a frame, from 0, which `frame` returns. Ascending numbers decode each frame once."""
+        """Start to decode a frame, from 0; `frame` returns it. Ascending numbers decode each frame once."""
         if self._asked is None:
             self.process.send(str(number))
             self._asked = number
 
     @contextmanager
     def frame(self, number: int, memory: DecodingMemory, ahead: int | None = None) -> Iterator[Image.Image]:
-        """The upright RGB image of a frame, which takes its share of the memory while the block runs.
+        """An upright RGB frame; it takes memory during the block.
 
-        ahead: the frame that is asked for next; the process decodes it during the block.
+        ahead: number of the next frame, which the process decodes during the block.
         """
         self.ask(number)
         assert self._asked == number
@@ -115,7 +117,7 @@ class VideoFile:
 
 
 def container_of(data: bytes) -> str | None:
-    """Which of `CONTAINERS` a file is, by its first bytes."""
+    """The format in `CONTAINERS` whose signature a file has."""
     return _format_of(data, CONTAINERS)
 
 

@@ -1,4 +1,4 @@
-"""Videos for models that take only images: each frame is an image with a key of its own."""
+"""Videos for models that take only images: each frame is an image with its own key."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from vlmserve.types import ImageInput
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame of a video as an image. processor: that prepares it, and whose fingerprint is part of its key."""
+    """A video frame as an image. processor: prepares it; the key includes its fingerprint."""
 
     opened: Opened
     processor: ImageProcessor = field(repr=False)
 
     def prepare(self, cache: ImageCache) -> ImageInput:
-        """The frame ready for the vision tower; those in `cache` are not decoded again. Raises InvalidVideoError,
-        VideoTooLargeError, CancelledWorkError, and as `prepare_image` does."""
+        """Prepare the frame for the vision tower, unless it is in `cache`.
+
+        Raises InvalidVideoError, VideoTooLargeError, CancelledWorkError, and as `prepare_image` does.
+        """
 
         def prepare() -> ImageInput:
             with self.opened.decoded(cache.decoding) as image:
@@ -39,15 +41,17 @@ class Frame:
 
 @dataclass(frozen=True)
 class FrameSequence:
-    """Frames of a video. seconds: when each is shown. duration: of the video, in seconds."""
+    """Frames of a video."""
 
     frames: Sequence[Frame]
     seconds: Sequence[float]
+    """Time of each frame."""
     duration: float
+    """Seconds of the whole video."""
 
 
 class FrameReader:
-    """Reads the frames of the videos of one request, one file at a time. Close it at the end."""
+    """Reads frames of a request's videos, one file at a time. Close it at the end."""
 
     def __init__(self, limits: MediaConfig, salt: str = "") -> None:
         self._limits = limits
@@ -55,7 +59,7 @@ class FrameReader:
         self._opened: tuple[bytes, VideoFile] | None = None
 
     def of_list(self, frames: Sequence[ImageSource], processor: ImageProcessor, fps: float) -> FrameSequence:
-        """A video of which every frame is an image, `fps` a second. Raises as `open_frames` does."""
+        """A video from images, with `fps` frames per second. Raises as `open_frames` does."""
         opened = open_frames(frames, processor, self._limits, self._salt)
         seconds = [index / fps for index in range(len(opened))]
         return FrameSequence([Frame(one, processor) for one in opened], seconds, seconds[-1])
@@ -63,7 +67,7 @@ class FrameReader:
     def of_file(
         self, data: bytes, processor: ImageProcessor, sample: Callable[[int, float], Sequence[int]]
     ) -> FrameSequence:
-        """Frames of a file, none of which is decoded yet. Raises as `VideoFile` does.
+        """Frames of a file, not yet decoded. Raises as `VideoFile` does.
 
         sample: chooses frames from the number of frames and the frames per second.
         """

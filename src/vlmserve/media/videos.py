@@ -1,4 +1,4 @@
-"""Videos to pixels: frames one by one through the preprocessing of images, timed for positions that count them."""
+"""Preprocess videos frame by frame, with timestamps or time-based positions."""
 
 from __future__ import annotations
 
@@ -32,41 +32,40 @@ from vlmserve.media.video_files import VideoFile
 from vlmserve.types import ImageInput, ImageSize, Pixels
 
 VideoSource: TypeAlias = ImageSource | Sequence[ImageSource]
-"""A video's file, as a path, a URL or bytes, or its frames."""
+"""A video file as path, URL or bytes, or a list of frames."""
 
 FRAME_BOUNDS = (128 * 28 * 28, 768 * 28 * 28)
-"""Pixels that a frame has at least and at most where a checkpoint does not say."""
+"""Default minimum and maximum pixels of a frame."""
 VIDEO_BOUNDS = (128 * 32 * 32, 768 * 32 * 32)
-"""Likewise, of all frames of a video together, where a model bounds these."""
+"""Default minimum and maximum pixels of all frames of a video, for models that bound their sum."""
 FPS, MIN_FRAMES, MAX_FRAMES = 2.0, 4, 768
 GLM_BOUNDS = (112 * 112, 28 * 28 * 60000)
-"""As `VIDEO_BOUNDS`, of GLM-V's models."""
+"""`VIDEO_BOUNDS` of GLM-V."""
 GLM_RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))
-"""Embeddings of a second of files that are so many seconds long at most; of longer ones, as if they were no longer."""
+"""GLM-V's embeddings per second, by maximum seconds of a file. Longer files count as the longest entry."""
 GLM_MAX_FRAMES = 640
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How time becomes frames and frames become positions.
-
-    fps: frames taken of a second of a file; of frames that come one by one, how many are a second. min_frames,
-    max_frames: taken of a file, if it has them. depth: frames that share an embedding. positions_per_second: None: one
-    position each for so many frames. to_the_end: the first and the last frame of a file are among those that are taken.
-    by_length: how many frames are taken of a second of a file depends on its length, as for GLM-V.
-    """
+    """How to sample frames, and how frames become positions."""
 
     fps: float
+    """Sampled frames per second of a file; for a list of frames, their rate."""
     min_frames: int
+    """Minimum frames of a file, if it has them."""
     max_frames: int
     depth: int
+    """Frames that share an embedding."""
     positions_per_second: float | None
+    """None: one position for each group of `depth` frames."""
     to_the_end: bool = False
+    """The sample includes the first and the last frame."""
     by_length: bool = False
+    """`fps` depends on the length, as for GLM-V."""
 
     def sample(self, num_frames: int, rate: float) -> list[int]:
-        """Which frames are taken of a file of so many, `rate` a second: evenly spread, whole embeddings if it has
-        them."""
+        """Sample frame numbers evenly, in multiples of `depth` if possible. rate: frames per second of the file."""
         if self.by_length:
             return self._sample_by_length(num_frames, rate)
         if self.to_the_end:
@@ -79,14 +78,14 @@ class Timing:
         return [int(index * (num_frames / count)) for index in range(count)]
 
     def _sample_by_length(self, num_frames: int, rate: float) -> list[int]:
-        """As transformers' video processor of GLM-4.6V does it; the last frame may come twice."""
+        """Sample as GLM-4.6V's video processor in transformers. The last frame may come twice."""
         length = min(num_frames / rate, GLM_RATES[-1][0])
         per_second = next(own for longest, own in GLM_RATES if length <= longest)
         most = min(self.max_frames // self.depth * self.depth, GLM_MAX_FRAMES)
         count = max(1, min(int(length * per_second * self.depth), most))
         indices: list[int] = []
         if num_frames >= count:
-            # The first frames that are not shown before their time.
+            # The first frame at or after each due time.
             due, step = 0.0, 1 / (self.depth * per_second)
             for index in range(num_frames):
                 if index * (1 / rate) >= due:
@@ -101,17 +100,18 @@ class Timing:
         return [*indices, *indices[-1:] * (-len(indices) % self.depth)]
 
     def frame_step(self, rate: float) -> float:
-        """`ImageInput.frame_step` of frames of which there are `rate` a second."""
+        """`ImageInput.frame_step` of frames at this rate per second."""
         if self.positions_per_second is None:
             return 1.0
         return float(np.float32(self.positions_per_second) * np.float32(self.depth / rate))
 
 
 class VideoProcessor:
-    """Preprocesses videos for one checkpoint. fingerprint: 32-byte digest of all that decides pixels and positions.
+    """Preprocesses videos for one checkpoint. fingerprint: 32-byte digest of everything that affects pixels and
+    positions.
 
-    bounds: pixels that all frames have together at least and at most; None: each frame has bounds of its own alone.
-    times: writes when frames are shown; None: their positions tell it. usual: sizes by what frames cost; None: any.
+    bounds: minimum and maximum pixels of all frames together; None: only frames have bounds. times: writes timestamps;
+    None: positions encode time. usual: limits sizes by the cost of frames.
     """
 
     def __init__(
@@ -145,8 +145,11 @@ class VideoProcessor:
         max_frames: int = MAX_FRAMES,
         times: FrameTimes | None = None,
     ) -> Self:
-        """settings: of the checkpoint's video processor. vision_config: of its config.json. max_frames: the server's
-        own limit. times: see above; a model that reads them bounds the pixels of all frames together, too."""
+        """Read the settings of a checkpoint.
+
+        settings: of its video processor. vision_config: of its config.json. max_frames: the server's limit. times:
+        writes timestamps; such models also bound the pixels of all frames together.
+        """
         overrides = overrides or ProcessorOverrides()
         is_glm = times is not None and times.behind
         bounds, own = None, settings
@@ -170,10 +173,10 @@ class VideoProcessor:
         return cls(frames, timing, bounds, times)
 
     def within(self, budget: ImageBudget, fps: float | None, usual: UsualSizes | None = None) -> VideoProcessor:
-        """The same with frames of a smaller budget, and other `Timing.fps`.
+        """A processor with a smaller budget and another `Timing.fps`.
 
-        usual: limits the area of frames unless `budget` does, and the number of frames unless there are `fps`.
-        Raises InvalidRequestError for a budget that is larger.
+        usual: limits the area of frames unless `budget` does, and the number of frames unless `fps` is set. Raises
+        InvalidRequestError for a larger budget.
         """
         timing = self.timing if fps is None else replace(self.timing, fps=fps, by_length=False)
         if usual is not None and fps is None:
@@ -183,14 +186,13 @@ class VideoProcessor:
         return VideoProcessor(self._frames.within(budget), timing, self._bounds, self._times, usual)
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """As that of `AnySizeProcessor`."""
         return self._frames.reduction(size)
 
     def process(
         self, frames: Iterator[DecodedImage], num_frames: int, limits: MediaConfig
     ) -> tuple[Pixels, tuple[int, int]]:
-        """uint8 ``[frames, 3, height, width]`` of so many frames, which are taken one by one, and the width and
-        height that each had before.
+        """Preprocess frames one by one. Returns uint8 ``[frames, 3, height, width]``, and the original width and
+        height.
 
         Raises InvalidVideoError for frames of different sizes, VideoTooLargeError for too many pixels, and as
         `AnySizeProcessor.process` does.
@@ -221,9 +223,9 @@ class VideoProcessor:
     def finish(
         self, key: bytes, pixels: Pixels, own_size: tuple[int, int], rate: float, seconds: Sequence[float]
     ) -> ImageInput:
-        """The video with these pixels, `rate` frames a second, each shown at its own of `seconds`. own_size: width and
-        height of its frames before."""
-        pixels.flags.writeable = False  # other requests may see the same video
+        """Make the input of a video. own_size: original width and height. rate: frames per second. seconds: time of
+        each frame."""
+        pixels.flags.writeable = False  # other requests may share the video
         frames, rows, columns = self._frames.grid(pixels)
         depth = self.timing.depth
         grid = -(-frames // depth), rows, columns
@@ -238,10 +240,10 @@ class VideoProcessor:
 def prepare_video(
     source: VideoSource, processor: VideoProcessor, limits: MediaConfig, cache: ImageCache, *, salt: str = ""
 ) -> ImageInput:
-    """A video ready for the vision tower; those in `cache` are not decoded again. Trusts `source`: paths are read.
+    """Prepare a video for the vision tower, unless it is in `cache`.
 
-    salt: part of the video's key. Raises InvalidVideoError or VideoTooLargeError, and as `prepare_image` does for the
-    frames of a list.
+    Trusts `source`: reads paths. salt: part of the video's key. Raises InvalidVideoError or VideoTooLargeError, and for
+    the frames of a list as `prepare_image` does.
     """
     if isinstance(source, list | tuple):
         return _of_frames(source, processor, limits, cache, salt)
@@ -261,14 +263,14 @@ def prepare_video(
 
 
 def _frames_of(file: VideoFile, indices: Sequence[int], memory: DecodingMemory) -> Generator[DecodedImage, None, None]:
-    """Frames of a file, each of which takes its share of the memory until the next one is asked for."""
+    """Frames of a file; each takes memory until the next one."""
     for index, ahead in zip_longest(indices, indices[1:]):
         with file.frame(index, memory, ahead) as image:
             yield DecodedImage.whole(image)
 
 
 def read_video(source: Any, limits: MediaConfig) -> bytes:
-    """A video's file. Trusts `source`: paths are read. Raises InvalidVideoError for what is none, and as `read_source`
+    """Read a video file. Trusts `source`: reads paths. Raises InvalidVideoError for other types, and as `read_source`
     does."""
     if not isinstance(source, str | bytes | os.PathLike):
         raise InvalidVideoError(f"a video cannot come from a {type(source).__name__}; give a file or a list of frames")
@@ -278,7 +280,6 @@ def read_video(source: Any, limits: MediaConfig) -> bytes:
 def _of_frames(
     frames: Sequence[ImageSource], processor: VideoProcessor, limits: MediaConfig, cache: ImageCache, salt: str
 ) -> ImageInput:
-    """A video of which every frame is an image."""
     opened = open_frames(frames, processor, limits, salt)
     key = video_key([one.key for one in opened], processor.fingerprint, salt)
 
@@ -294,8 +295,11 @@ def _of_frames(
 def open_frames(
     frames: Sequence[ImageSource], preprocessing: Preprocessing, limits: MediaConfig, salt: str
 ) -> list[Opened]:
-    """The frames of a video that come one by one, read and not decoded. Raises InvalidVideoError for none,
-    VideoTooLargeError for too many or too many bytes, and as `open_image` does."""
+    """Read the frames of a list without decoding them.
+
+    Raises InvalidVideoError for an empty list, VideoTooLargeError for too many frames or bytes, and as `open_image`
+    does.
+    """
     if not frames:
         raise InvalidVideoError("the video has no frames")
     if len(frames) > limits.max_video_frames:
@@ -305,7 +309,7 @@ def open_frames(
     opened: list[Opened] = []
     deadline = time.monotonic() + limits.fetch_timeout
     for frame in frames:
-        # Those that come from a URL share the time for one.
+        # All URLs of a video share the time of one fetch.
         left = max(deadline - time.monotonic(), 0.001)
         try:
             own_limits = limits.model_copy(update={"fetch_timeout": left})
@@ -322,7 +326,7 @@ def open_frames(
 
 
 def _decoded(frames: Sequence[Opened], memory: DecodingMemory) -> Generator[DecodedImage, None, None]:
-    """The frames, each of which takes its share of the memory until the next one is asked for."""
+    """The decoded frames; each takes memory until the next one."""
     for frame in frames:
         with frame.decoded(memory) as image:
             yield image
