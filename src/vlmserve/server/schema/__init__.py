@@ -1,1 +1,1 @@
-"""Requests and responses of the API: requests are pydantic models, responses msgspec structs."""
+"""Bodies of the API: requests are pydantic models, responses are msgspec structs."""

@@ -1,4 +1,4 @@
-"""Fields of all bodies that an engine answers."""
+"""Fields of all requests that an engine answers."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ IGNORED_FIELDS = frozenset(
 
 
 class ModelRequest(RequestModel):
-    """A body with prompts for the model."""
+    """A request with prompts for the model."""
 
     ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS
     content_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields that hold what is shown and said."""
+    """Fields with the request's content."""
 
     model: str | None = Field(None, description="A name that /v1/models lists; default: the only one.")
     truncate_prompt_tokens: int | None = Field(
@@ -54,9 +54,9 @@ class ModelRequest(RequestModel):
         return False
 
     def without_content(self) -> Self:
-        """The same without what the request shows and says, which may be large."""
+        """A copy without the content, which may be large."""
         return self.model_copy(update=dict.fromkeys(self.content_fields))
 
     def with_seed(self, seed: int) -> Self:
-        """The same with a seed, if it is sampled and has none."""
+        """A copy with a seed, if the request samples and has none."""
         return self

@@ -1,4 +1,4 @@
-"""What all bodies have in common: how they are read and what is said of wrong ones."""
+"""Common parts of all requests: parsing, limits and error messages."""
 
 from __future__ import annotations
 
@@ -29,30 +29,31 @@ from vlmserve.server.schema.spelling import Spellings
 logger = logging.getLogger(__name__)
 
 MAX_COUNT = 2**31 - 1
-"""The largest number that anybody may want to count to."""
+"""Largest number in integer fields."""
 MAX_FIELDS = 1000
-"""Fields of an object whose fields are known."""
+"""Maximum fields of an object with a known schema."""
 MAX_LOGGED = 1000
-"""Unknown names that are logged while the server runs."""
+"""Maximum unknown names to log while the server runs."""
 MAX_MISSPELT = 32
 """Unknown fields of an object whose spelling is checked."""
 _SHOWN_NAME = 100
-"""Characters of an unknown name that are logged."""
+"""Logged characters of an unknown name."""
 _EMPTY: tuple[Any, ...] = ([], {}, "")
-"""Values that ask for nothing."""
+"""Values without effect in unsupported fields."""
 _STRING = re.compile(rb'"[^"]*"')
 _NO_BACKSLASH = re.compile(rb"[^\\]")
 WINDOW = 1024**2
-"""Bytes of a body that are searched at a time: no other thread runs meanwhile."""
+"""Bytes of a body to search at a time, because the search blocks other threads."""
 
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """What a body may hold. max_values: JSON values, roughly. max_messages: objects in lists: messages, items, tools,
-    and the parts of each."""
+    """Limits of a body."""
 
     max_values: int
+    """JSON values, estimated."""
     max_messages: int
+    """Objects in a list (messages, items, tools) and their parts."""
 
 
 def _check_depth(value: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def _check_depth(value: dict[str, Any]) -> dict[str, Any]:
 
 
 JSONObject = Annotated[dict[str, Any], AfterValidator(_check_depth)]
-"""Whatever a client likes."""
+"""Any JSON object, up to a maximum depth."""
 
 
 def _fail_fast(schema: Any) -> None:
@@ -80,7 +81,7 @@ logged_fields: set[tuple[str, str]] = set()
 
 
 def log_once(kind: str, name: str, line: str, level: int = logging.INFO) -> None:
-    """Log what happens to something of a kind, unless this was logged before. `MAX_LOGGED` bounds the memory."""
+    """Log a line once for each kind and name, up to `MAX_LOGGED` lines."""
     key = (kind, name[:_SHOWN_NAME])
     if key not in logged_fields and len(logged_fields) < MAX_LOGGED:
         logged_fields.add(key)
@@ -88,12 +89,12 @@ def log_once(kind: str, name: str, line: str, level: int = logging.INFO) -> None
 
 
 def _field_error(name: str, message: str) -> PydanticCustomError:
-    """An error about a field that an object has and its class lacks."""
+    """An error about a field that is missing in the object's class."""
     return PydanticCustomError("field", "{message}", {"message": message, "field": name[:_SHOWN_NAME]})
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a value that may be null as well."""
+    """Allow null in a JSON schema."""
     null = {"type": "null"}
     if null in schema.get("anyOf", ()):
         return schema
@@ -102,21 +103,21 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class RequestModel(BaseModel):
-    """Base of what clients send: JSON types are not converted, null means absent, unknown fields are ignored.
+    """Base of requests: JSON types are not converted, null means absent, unknown fields are ignored.
 
-    A field that is not supported and would change the answer is an error, and so is a misspelt field.
+    Unsupported fields that would change the answer are errors, and so are misspelt fields.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, hide_input_in_errors=True)
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that would change the answer and are not supported, and the values with which they change nothing."""
+    """Unsupported fields that would change the answer, with the values that have no effect."""
     ignored_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields that never change an answer. They are not logged."""
     other_names: ClassVar[Mapping[str, str]] = {}
-    """Names that other servers have for fields, and the names that errors suggest."""
+    """Other servers' field names that are rejected, with the names to suggest."""
     renamed_fields: ClassVar[Mapping[str, str]] = {}
-    """Names that other servers have for fields, and the names here. Both are accepted."""
+    """Other servers' field names that are accepted, with the names here."""
 
     @model_validator(mode="before")
     @classmethod
@@ -164,7 +165,7 @@ class RequestModel(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Let every optional field be null, as `_null_is_absent` does."""
+        """Let every optional field be null, as `_check_fields` does."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         required = schema.get("required", ())
         for name, field in schema.get("properties", {}).items():
@@ -174,7 +175,7 @@ class RequestModel(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Report only the first wrong entry of a list or an object, so that validation stops there."""
+        """Stop validation at the first wrong entry of a list or object."""
         schema = handler(source)
         _fail_fast(schema)
         return schema
@@ -182,7 +183,7 @@ class RequestModel(BaseModel):
 
 # Tags in angle brackets never reach a client: `_path` leaves them out.
 def by_type(*kinds: str) -> Discriminator:
-    """Of objects that say in their field ``type`` which of several they are; their tags are ``<type>``."""
+    """Choose a class by the field ``type``. Tags are ``<type>``."""
 
     def tag(value: Any) -> str | None:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
@@ -193,7 +194,7 @@ def by_type(*kinds: str) -> Discriminator:
 
 
 def text_or_list(items: str) -> Discriminator:
-    """Of a string, whose tag is ``<text>``, and a list of such items, whose tag is ``<list>``."""
+    """Choose between a string, tag ``<text>``, and a list, tag ``<list>``."""
 
     def tag(value: Any) -> str | None:
         return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
@@ -212,7 +213,7 @@ _MESSAGES = {
 
 
 def parse_body(kind: type[Body], body: bytes | bytearray, limits: BodyLimits) -> Body:
-    """Raises InvalidRequestError, naming the field, for a body that is not JSON, not of that kind or over a limit."""
+    """Parse a body. Raises InvalidRequestError, naming the field, for invalid JSON, wrong fields or a limit."""
     if _has_more_values(body, limits.max_values):
         raise InvalidRequestError(
             f"The body has more than {limits.max_values:,} JSON values, the server's limit (--max-body-values)"
@@ -228,13 +229,12 @@ def parse_body(kind: type[Body], body: bytes | bytearray, limits: BodyLimits) ->
 
 
 def _has_more_values(body: bytes | bytearray, most: int) -> bool:
-    """Whether a body has so many JSON values that reading it would take long: commas and brackets outside of strings
-    are counted."""
+    """Return whether a body has more than `most` JSON values, by counting commas and brackets outside of strings."""
     if _num_values(body) <= most:
         return False
     count, start, inside = 0, 0, False
     while start < len(body):
-        whole = _NO_BACKSLASH.search(body, start + WINDOW - 1)  # so that no escape is cut in two
+        whole = _NO_BACKSLASH.search(body, start + WINDOW - 1)  # do not split an escape
         end = len(body) if whole is None else whole.end()
         piece = body[start:end].replace(rb"\\", b"").replace(rb"\"", b"")
         start = end
@@ -270,7 +270,7 @@ def _check_num_messages(body: dict[str, Any], most: int) -> None:
 
 
 def validate(kind: type[Body], value: dict[str, Any]) -> Body:
-    """Raises InvalidRequestError, naming the field, for fields that are not of that kind."""
+    """Validate decoded JSON. Raises InvalidRequestError, naming the field."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""``/v1/batches``, as OpenAI writes it: https://platform.openai.com/docs/api-reference/batch"""
+"""OpenAI's ``/v1/batches``: https://platform.openai.com/docs/api-reference/batch"""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from vlmserve.storage.batches import Batch
 from vlmserve.storage.items import Page
 
 MAX_CUSTOM_ID = 512
-"""Characters of a line's id."""
+"""Maximum characters of a line's id."""
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
-"""What the lines of a batch may ask."""
+"""Paths that lines of a batch may call."""
 _UNITS = {"m": 60, "h": 3600, "d": 86400}
 
 
 class LineForm(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of an input file, whose body is what would be sent to `url`."""
+    """A line of an input file, without its body."""
 
     custom_id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CUSTOM_ID)]
     method: Literal["POST"]
@@ -31,7 +31,7 @@ class LineForm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchLine(LineForm, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The same with its body."""
+    """A line with the body of a request to `url`."""
 
     body: dict[str, Any]
 
@@ -40,7 +40,7 @@ _DECODER = msgspec.json.Decoder(BatchLine)
 
 
 def read_line(data: bytes | bytearray | memoryview) -> BatchLine:
-    """A line's request. Raises InvalidRequestError for anything else."""
+    """Parse a line. Raises InvalidRequestError."""
     try:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -50,7 +50,7 @@ def read_line(data: bytes | bytearray | memoryview) -> BatchLine:
 
 
 class OutputLifetime(RequestModel):
-    """How long the files that a batch writes are kept."""
+    """The lifetime of a batch's output files."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=3600, le=2592000)
@@ -59,24 +59,24 @@ class OutputLifetime(RequestModel):
 class BatchRequest(RequestModel):
     """The body of ``POST /v1/batches``."""
 
-    input_file_id: str = Field(description="Of a file that was uploaded with the purpose batch.")
+    input_file_id: str = Field(description="A file that was uploaded with the purpose batch.")
     endpoint: Endpoint
     completion_window: str = Field(
         "24h",
         pattern=r"^([1-9]\d{0,3}[mh]|([1-9]|[12]\d|30)d)$",
-        description="When it ends at the latest: minutes, hours or days, like 24h.",
+        description="Time limit in minutes, hours or days, like 24h.",
     )
     metadata: Metadata = Field(default_factory=dict)
     output_expires_after: OutputLifetime | None = None
 
     @property
     def seconds(self) -> float:
-        """Of the window."""
+        """Length of the completion window."""
         return int(self.completion_window[:-1]) * _UNITS[self.completion_window[-1]]
 
 
 class BatchesQuery(Query):
-    """Which batches to list."""
+    """Query of the list of batches."""
 
     after: str | None = Field(None, description="The id of the last batch of the page before.")
     limit: int = Field(20, ge=1, le=100)
@@ -87,7 +87,7 @@ class BatchesQuery(Query):
 
 
 class RequestCounts(msgspec.Struct):
-    """Of a batch's requests."""
+    """Counts of a batch's requests."""
 
     total: int
     completed: int
@@ -95,7 +95,7 @@ class RequestCounts(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct):
-    """What is wrong with an input file. line: of the file, from 1."""
+    """An error in an input file. line: number in the file, from 1."""
 
     code: str
     message: str
@@ -104,26 +104,26 @@ class BatchError(msgspec.Struct):
 
 
 class BatchErrors(msgspec.Struct):
-    """All that is wrong with it."""
+    """All errors in an input file."""
 
     data: list[BatchError]
     object: str = "list"
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
-    """Of the input."""
+    """Details of input tokens."""
 
     cached_tokens: int
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True):
-    """Of the output; a batch counts them among all others only."""
+    """Details of output tokens; batches do not count reasoning separately."""
 
     reasoning_tokens: int = 0
 
 
 class BatchUsage(msgspec.Struct):
-    """Tokens of all requests that were answered."""
+    """Tokens of all answered requests."""
 
     input_tokens: int
     input_tokens_details: CachedTokens
@@ -160,7 +160,7 @@ class BatchObject(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, batch: Batch) -> BatchObject:
-        """A batch as it is stored."""
+        """Convert a stored batch."""
         errors = msgspec.convert(batch.errors, list[BatchError])
         ended_at = {batch.status: _whole(batch.ended_at)}
         return cls(

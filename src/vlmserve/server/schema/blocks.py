@@ -1,4 +1,4 @@
-"""Turns of blocks, as Anthropic writes them, and the same as messages of chat completions.
+"""Anthropic's messages and content blocks, and their conversion to chat messages.
 
 https://docs.anthropic.com/en/api/messages
 """
@@ -19,7 +19,7 @@ from vlmserve.server.schema.content import Budget, Pages, thoughts_of
 
 _PATH = re.compile(r"(?:messages|tools)\[\d+\](?:\.\w+|\[\d+\])*")
 _OWNER = re.compile(r"messages\[\d+\](?:\.(?:content|tool_calls)\[\d+\])?")
-"""Of a path, what says which block it leads to."""
+"""The part of a path that identifies a block."""
 _OWN_FIELDS: Mapping[str, str] = {
     ".function.arguments": ".input",
     ".function.name": ".name",
@@ -32,7 +32,7 @@ _OWN_FIELDS: Mapping[str, str] = {
 
 
 class Block(RequestModel):
-    """A part of a message."""
+    """A content block."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {"cache_control", "caller", "citations", "encrypted_content", "signature"}
@@ -40,18 +40,18 @@ class Block(RequestModel):
 
 
 class TextBlock(Block):
-    """A piece of text."""
+    """A text."""
 
     type: Literal["text"]
     text: str
 
     def parts(self) -> list[dict[str, Any]]:
-        """The same as OpenAI writes it."""
+        """The content parts of chat completions."""
         return [{"type": "text", "text": self.text}]
 
 
 class Base64Source(RequestModel):
-    """An image's file."""
+    """A file in base64."""
 
     type: Literal["base64"]
     media_type: str
@@ -59,7 +59,7 @@ class Base64Source(RequestModel):
 
 
 class URLSource(RequestModel):
-    """Where an image's file is."""
+    """A file at a URL."""
 
     type: Literal["url"]
     url: str
@@ -84,7 +84,6 @@ class ImageBlock(Block, Budget):
     ]
 
     def parts(self) -> list[dict[str, Any]]:
-        """The same as OpenAI writes it."""
         if isinstance(self.source, UploadedSource):
             return [{"type": "file", "file": {"file_id": self.source.file_id}, **_budget(self)}]
         if isinstance(self.source, URLSource):
@@ -95,12 +94,11 @@ class ImageBlock(Block, Budget):
 
 
 def _budget(block: Budget) -> dict[str, int]:
-    """The fields of a block's budget."""
     return block.model_dump(include=set(BUDGET_FIELDS), exclude_none=True)
 
 
 class TextSource(RequestModel):
-    """A document that is text."""
+    """A plain-text document."""
 
     type: Literal["text"]
     media_type: Literal["text/plain"] = "text/plain"
@@ -127,7 +125,7 @@ class ContentSource(RequestModel):
 
 
 class DocumentBlock(Block, Budget):
-    """A document: of a PDF each page is an image. title and context come before it as text.
+    """A document. Each page of a PDF becomes an image. Its title and context precede it as text.
 
     Answers have no citations.
     """
@@ -146,7 +144,6 @@ class DocumentBlock(Block, Budget):
     pages: Pages = None
 
     def parts(self) -> list[dict[str, Any]]:
-        """The same as OpenAI writes it."""
         source = self.source
         texts = [text for text in (self.title, self.context) if text]
         if isinstance(source, ContentSource) and isinstance(source.content, list):
@@ -167,7 +164,7 @@ class DocumentBlock(Block, Budget):
 
 
 class SearchResultBlock(Block):
-    """What a search of the client's found. The model sees it as text."""
+    """A result of the client's search, shown to the model as text."""
 
     type: Literal["search_result"]
     source: str
@@ -175,19 +172,17 @@ class SearchResultBlock(Block):
     content: list[TextBlock]
 
     def parts(self) -> list[dict[str, Any]]:
-        """The same as OpenAI writes it."""
         texts = [self.title, self.source, *(block.text for block in self.content)]
         return [{"type": "text", "text": "\n".join(texts)}]
 
 
 class ToolReferenceBlock(Block):
-    """The name of a tool that a search for tools found. The prompt describes all tools anyway."""
+    """The name of a tool that a tool search found. The prompt describes all tools anyway."""
 
     type: Literal["tool_reference"]
     tool_name: str
 
     def parts(self) -> list[dict[str, Any]]:
-        """The same as OpenAI writes it."""
         return [{"type": "text", "text": self.tool_name}]
 
 
@@ -198,12 +193,11 @@ class CompactionBlock(Block):
     content: str | None = None
 
     def parts(self) -> list[dict[str, Any]]:
-        """The same as OpenAI writes it."""
         return [{"type": "text", "text": self.content}] if self.content else []
 
 
 class ToolUseBlock(Block):
-    """A call of a tool."""
+    """A tool call."""
 
     type: Literal["tool_use"]
     id: str
@@ -211,19 +205,19 @@ class ToolUseBlock(Block):
     input: JSONObject
 
     def call(self) -> dict[str, Any]:
-        """The same as OpenAI writes it, with the arguments as an object."""
+        """The tool call of chat completions, with the arguments as an object."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
 
 
 class ThinkingBlock(Block):
-    """What was thought before an answer, which chat templates that know thoughts may show to the model again."""
+    """Reasoning before an answer. Chat templates may show it to the model again."""
 
     type: Literal["thinking"]
     thinking: str
 
 
 class RedactedThinkingBlock(Block):
-    """Thoughts that another server has encrypted; the model is not shown them."""
+    """Reasoning that another server encrypted; it is not shown to the model."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -240,7 +234,7 @@ ShownBlock = Annotated[
 
 
 class ToolResultBlock(Block):
-    """The result of a tool call. is_error: whether it failed, which the prompt says."""
+    """The result of a tool call. is_error: the prompt says that the call failed."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -265,7 +259,7 @@ _LEFT_OUT = frozenset(
         "web_search_tool_result",
     }
 )
-"""Types of blocks about tools that another server ran."""
+"""Blocks about tools that another server ran."""
 
 
 def _as_known(block: Any) -> Any:
@@ -273,7 +267,7 @@ def _as_known(block: Any) -> Any:
     if not isinstance(kind, str) or kind not in _LEFT_OUT:
         return block
     log_once("Blocks of type", kind, "cannot be shown to the model and are left out", logging.WARNING)
-    return {"type": "redacted_thinking", "data": ""}  # keeps the numbers of the other blocks
+    return {"type": "redacted_thinking", "data": ""}  # keeps the indices of other blocks
 
 
 ContentBlock = Annotated[
@@ -306,11 +300,11 @@ _Said = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferen
 
 
 System = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[TextBlock], Tag("<list>")], text_or_list("blocks")]
-"""What is said before the conversation."""
+"""The system prompt."""
 
 
 class Turn(RequestModel):
-    """One turn of a conversation. The assistant calls tools, and the user has their results. The system has text."""
+    """A message. Only the assistant calls tools, only the user returns results, and the system has only text."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
@@ -331,11 +325,11 @@ class Turn(RequestModel):
 
 
 Placed = tuple[str, dict[str, Any]]
-"""A part or a call, after the place of its block."""
+"""The path of a block in the request, and the part or call that was made of it."""
 
 
 class ChatMessages:
-    """A conversation as messages that `RequestPreparer.chat` takes."""
+    """A conversation, converted for `RequestPreparer.chat`."""
 
     def __init__(self, system: str | Sequence[TextBlock], turns: Sequence[Turn]) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -356,7 +350,7 @@ class ChatMessages:
 
     @property
     def ends_with_answer(self) -> bool:
-        """Whether the last message is the assistant's, which the answer continues."""
+        """True if the assistant's message is last, so that the answer continues it."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
     def _add_answer(self, place: str, blocks: Sequence[tuple[str, ContentBlock]]) -> None:
@@ -368,7 +362,7 @@ class ChatMessages:
         self._add(place, "assistant", content, calls, **thoughts_of(thoughts))
 
     def _add_question(self, place: str, blocks: Sequence[tuple[str, ContentBlock]], role: str) -> None:
-        """Each result is a message, and so is the text before, between and after them."""
+        """Make a message of each tool result, and of the content before, between and after results."""
         said: list[Placed] = []
         for at, block in blocks:
             if isinstance(block, _Said):
@@ -384,7 +378,7 @@ class ChatMessages:
     def _add(
         self, place: str, role: str, content: str | Sequence[Placed], calls: Sequence[Placed] = (), **fields: str
     ) -> None:
-        """place: what errors are to say of the message."""
+        """place: the message's path in the request, for errors."""
         at = f"messages[{len(self.messages)}]"
         self._places[at] = place
         message: dict[str, Any] = {"role": role, "content": content, **fields}
@@ -399,7 +393,7 @@ class ChatMessages:
         return [part for _, part in parts]
 
     def reword(self, error: InvalidRequestError) -> None:
-        """Let an error that speaks of these messages, or of tools as OpenAI writes them, speak of the request."""
+        """Replace paths and fields of chat completions in an error by the request's own."""
         error.args = (_PATH.sub(self._own_path, str(error)),)
         if error.param is not None:
             error.param = _PATH.sub(self._own_path, error.param)
@@ -417,12 +411,12 @@ class ChatMessages:
 
 
 def _placed_parts(blocks: Sequence[tuple[str, _Said]]) -> list[Placed]:
-    """What blocks are as OpenAI writes them, each after the place of its block."""
+    """The content parts of blocks, with the blocks' paths."""
     return [(place, part) for place, block in blocks for part in block.parts()]
 
 
 def _result(place: str, block: ToolResultBlock) -> str | list[Placed]:
-    """What a result shows, as text if it is nothing else."""
+    """The content of a tool result: text, or parts if it has others."""
     failed = "Error: " if block.is_error else ""
     if isinstance(block.content, str):
         return failed + block.content

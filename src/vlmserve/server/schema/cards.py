@@ -1,8 +1,10 @@
-"""Entries of ``/v1/models``, in the fields that clients of several servers read.
+"""Entries of ``/v1/models``, with fields of several APIs.
 
-``max_model_len`` is vLLM's; ``context_length``, ``architecture``, ``supported_parameters``, ``default_parameters`` and
-``top_provider`` are OpenRouter's; ``capabilities`` is Ollama's list, or Anthropic's object for clients of that API;
-``type``, ``display_name``, ``created_at``, ``max_input_tokens`` and ``max_tokens`` are Anthropic's.
+- vLLM: ``max_model_len``
+- OpenRouter: ``context_length``, ``architecture``, ``supported_parameters``, ``default_parameters``, ``top_provider``
+- Ollama: ``capabilities`` as a list
+- Anthropic: ``capabilities`` as an object, for Anthropic's clients; ``type``, ``display_name``, ``created_at``,
+  ``max_input_tokens``, ``max_tokens``
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Abilities(msgspec.Struct, frozen=True):
 
 
 class Architecture(msgspec.Struct):
-    """Kinds of input and output, as OpenRouter names them."""
+    """Kinds of input and output, in OpenRouter's form."""
 
     modality: str
     input_modalities: tuple[Input, ...]
@@ -52,7 +54,7 @@ class Architecture(msgspec.Struct):
 
 
 class TopProvider(msgspec.Struct):
-    """Limits of the server, as OpenRouter names them."""
+    """Limits of the server, in OpenRouter's form."""
 
     context_length: int
     max_completion_tokens: int
@@ -60,7 +62,7 @@ class TopProvider(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """An entry of ``/v1/models``. Fields about abilities are null while the model loads."""
+    """An entry of ``/v1/models``. Abilities are null while the model loads."""
 
     id: str
     name: str
@@ -91,7 +93,7 @@ class ModelCard(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
-    """``/v1/models``: one page, which has all models."""
+    """The response of ``/v1/models``, always one page."""
 
     data: list[ModelCard]
     first_id: str | None
@@ -101,12 +103,11 @@ class ModelList(msgspec.Struct):
 
 
 def model_list(cards: list[ModelCard]) -> ModelList:
-    """The page of all these models."""
     return ModelList(cards, cards[0].id if cards else None, cards[-1].id if cards else None)
 
 
 def model_card(name: str, created: int, abilities: Abilities | None, *, for_anthropic: bool = False) -> ModelCard:
-    """The entry of a model. abilities: None while it loads. for_anthropic: with Anthropic's ``capabilities``."""
+    """Make an entry. abilities: None while the model loads. for_anthropic: use Anthropic's ``capabilities``."""
     when = datetime.datetime.fromtimestamp(created, datetime.UTC).isoformat().replace("+00:00", "Z")
     card = ModelCard(name, name, name, created, when)
     if abilities is None:

@@ -1,6 +1,6 @@
-"""``/v1/chat/completions``, as OpenAI writes it: https://platform.openai.com/docs/api-reference/chat
+"""OpenAI's ``/v1/chat/completions``: https://platform.openai.com/docs/api-reference/chat
 
-Responses are msgspec structs: one is encoded for every token of every stream.
+Responses are msgspec structs, because a stream encodes one for every token.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 
 class Prediction(RequestModel):
-    """Text that the answer probably repeats, such as a file that it changes in a few places."""
+    """Text that the answer probably repeats, such as a file with a few changes."""
 
     type: Literal["content"]
     content: str | list[TextPart]
@@ -74,7 +74,7 @@ class ChatRequest(PromptRequest, ChoicesRequest):
         default_factory=list, max_length=MAX_TOOLS, description="Functions that the model may call."
     )
     tool_choice: ToolChoice | None = Field(None, description="none, auto, required or a function. Default: auto.")
-    parallel_tool_calls: bool = Field(True, description="Whether an answer may call more than one function.")
+    parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer.")
     functions: list[FunctionDefinition] = Field(
         default_factory=list, max_length=MAX_TOOLS, description="The older form of tools."
     )
@@ -89,17 +89,17 @@ class ChatRequest(PromptRequest, ChoicesRequest):
     chat_template_kwargs: TemplateSettings = None
     reasoning_effort: ReasoningEffort | None = Field(
         None,
-        description="For models whose chat template knows it; none also for those that know enable_thinking. Others "
-        "ignore it.",
+        description="For models whose chat template knows it; none also works with enable_thinking. Other "
+        "models ignore it.",
     )
-    include_reasoning: bool = Field(True, description="Whether thoughts are returned, where the model has some.")
+    include_reasoning: bool = Field(True, description="Return the model's reasoning, if it reasons.")
 
     add_generation_prompt: bool | None = Field(
-        None, description="Whether the prompt ends with the beginning of a new answer. Default: yes."
+        None, description="End the prompt with the start of a new answer. Default: yes."
     )
     continue_final_message: bool | None = Field(
         None,
-        description="Whether the answer continues the last message. Default: if that is text of the assistant, and "
+        description="Continue the last message. Default: if it is text of the assistant, and "
         "add_generation_prompt, response_format and a required tool call are absent.",
     )
 
@@ -119,7 +119,7 @@ class ChatRequest(PromptRequest, ChoicesRequest):
         return self
 
     def continues(self, last: dict[str, Any], tools: ToolUse | None) -> bool:
-        """Whether the answer continues the last message. Raises InvalidRequestError where that is impossible."""
+        """Return whether the answer continues the last message. Raises InvalidRequestError if it cannot."""
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise InvalidRequestError(
@@ -134,12 +134,12 @@ class ChatRequest(PromptRequest, ChoicesRequest):
 
     @property
     def uses_functions(self) -> bool:
-        """Whether tools and calls have their older form."""
+        """True if the request uses `functions`, the older form of tools."""
         return bool(self.functions) and not self.tools
 
     @property
     def tool_use(self) -> ToolUse | None:
-        """How an answer may use tools; None if it may not. Raises InvalidRequestError, naming the field."""
+        """The answer's use of tools; None: no tools. Raises InvalidRequestError, naming the field."""
         if self.uses_functions:
             wanted = self.function_call
             choice = NamedTool(type="function", function=wanted) if isinstance(wanted, FunctionName) else wanted
@@ -152,7 +152,7 @@ class ChatRequest(PromptRequest, ChoicesRequest):
         return tool_use(functions, self.tool_choice, self.parallel_tool_calls)
 
     def template_settings(self, known: Collection[str]) -> dict[str, Any]:
-        """Values for the chat template, by name. known: names that it uses."""
+        """Values for the chat template. known: names that it uses."""
         return effort_settings(self.reasoning_effort, known) | (self.chat_template_kwargs or {})
 
     @property
@@ -161,13 +161,12 @@ class ChatRequest(PromptRequest, ChoicesRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """The longest answer that the request allows, in tokens."""
+        """Maximum tokens of the answer."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
 class AnswerMessage(msgspec.Struct):
-    """The model's answer. tool_calls: left out if there are none. reasoning_content, reasoning: the reasoning
-    before the answer, under both names that clients read; null if there is none."""
+    """The model's answer."""
 
     content: str | None
     role: str = "assistant"
@@ -176,23 +175,24 @@ class AnswerMessage(msgspec.Struct):
     function_call: FunctionCall | msgspec.UnsetType = msgspec.UNSET
     """The call in its older form, if the request has `functions`."""
     reasoning_content: str | None = None
+    """The reasoning before the answer. `reasoning` is the same: clients read either name."""
     reasoning: str | None = None
 
 
 class AnswerChoice(msgspec.Struct):
-    """One of the n answers. confidence: of an answer in JSON, if its logprobs are asked for, a probability in the place
-    of each value; null if it is no whole JSON; left out for other answers."""
+    """One of the n answers."""
 
     index: int
     message: AnswerMessage
     finish_reason: str
     logprobs: ChoiceLogprobs | None = None
     confidence: Any = msgspec.UNSET
+    """JSON answers with logprobs: the answer with a probability in place of each value; null for incomplete JSON."""
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct):
-    """The response without ``stream``. image_sizes: of the prompt's images, in order, left out if there are none."""
+    """The response without ``stream``."""
 
     id: str
     created: int
@@ -201,12 +201,13 @@ class ChatCompletion(msgspec.Struct):
     usage: Usage
     object: str = "chat.completion"
     image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET
+    """Sizes of the prompt's images, in order; absent without images."""
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
-    """What is new in a choice of a stream."""
+    """The new part of an answer in a stream."""
 
     role: str | None = None
     content: str | None = None
@@ -217,7 +218,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
 
 
 class ChunkChoice(msgspec.Struct):
-    """A choice of a stream's chunk. confidence: as in `AnswerChoice`, in the last chunk of an answer."""
+    """An answer's part in an event of a stream. confidence: as in `AnswerChoice`, only in the last one."""
 
     index: int
     delta: Delta
@@ -228,8 +229,10 @@ class ChunkChoice(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct):
-    """One event of the response with ``stream``. usage: left out unless asked for, then null but for the last, which
-    has image_sizes, too."""
+    """An event of the response with ``stream``. The last one has the image sizes.
+
+    usage: only if requested, and null in all events but the last.
+    """
 
     id: str
     created: int

@@ -1,4 +1,4 @@
-"""``POST /classify`` as vLLM writes it."""
+"""vLLM's ``POST /classify``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``/v1/completions``, as OpenAI writes it: https://platform.openai.com/docs/api-reference/completions"""
+"""OpenAI's ``/v1/completions``: https://platform.openai.com/docs/api-reference/completions"""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 def prompt_kind(value: Any) -> str | None:
-    """The tag of a text, token ids, or a list of either."""
+    """The discriminator's tag of a text, token ids, or a list of either."""
     if isinstance(value, str):
         return "<text>"
     if not isinstance(value, list) or not value:
@@ -71,13 +71,13 @@ class CompletionRequest(ChoicesRequest):
     max_tokens: int | None = Field(
         None, ge=0, le=MAX_COUNT, description="0: nothing is generated. Default: a fifth of the context."
     )
-    echo: bool = Field(False, description="Whether answers begin with the prompt.")
+    echo: bool = Field(False, description="Begin answers with the prompt.")
 
     logprobs: int | None = Field(
         None,
         ge=0,
         le=MAX_COUNT,
-        description="Return the logprobs of each token and of so many of the likeliest; 0: only the token's own.",
+        description="Return logprobs of each token and of this many alternatives.",
     )
 
     @property
@@ -95,7 +95,7 @@ class CompletionRequest(ChoicesRequest):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One answer, or the new part of it. prompt_logprobs, prompt_token_ids, token_ids: left out unless asked for."""
+    """An answer, or its new part in a stream. Logprobs of the prompt and token ids are absent unless requested."""
 
     index: int
     text: str
@@ -107,7 +107,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """The response, or an event of it with ``stream``, whose usage is left out unless asked for."""
+    """The response, or an event of a stream. Events have usage only if requested."""
 
     id: str
     created: int

@@ -1,4 +1,4 @@
-"""Messages and their parts: text, images, videos."""
+"""Chat messages and their content parts: text, images, videos, files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vlmserve.types import Grammar
 
 
 class ChatPart(RequestModel):
-    """What all parts have in common. cache_control is accepted and changes nothing: all that can be cached is."""
+    """Base of content parts. cache_control has no effect: all prompts are cached."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
 
@@ -34,7 +34,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 def effort_settings(effort: ReasoningEffort | None, known: Collection[str]) -> dict[str, Any]:
-    """The chat template's settings for an effort, as far as the template has some."""
+    """The chat template's settings for a reasoning effort, if it has any."""
     if effort is None:
         return {}
     switches = thinking_settings(effort != "none", known)
@@ -51,22 +51,22 @@ class TextPart(ChatPart):
 
 
 def _refusal_as_text(part: Any) -> Any:
-    """The model sees as text what the assistant said instead of an answer."""
+    """Show an assistant's refusal to the model as text."""
     if isinstance(part, dict) and part.get("type") == "refusal":
         return {"type": "text", "text": part.get("refusal")}
     return part
 
 
 class ImageURL(RequestModel):
-    """Where an image is: a data URL or an http(s) URL. detail: with "low", models that cut images get it whole, and
-    models of any size get it small; others get it as always."""
+    """A data URL or http(s) URL of an image."""
 
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None
+    """"low": no tiles, or a small image for models of variable resolution. Other models ignore it."""
 
 
 class VideoURL(RequestModel):
-    """Where a video's file is: a data URL or an http(s) URL."""
+    """A data URL or http(s) URL of a video."""
 
     url: str
 
@@ -79,11 +79,12 @@ Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
 class Budget(RequestModel):
-    """How large an image may be for the model, in pixels of its area once it is resized, all its tiles together, and
-    how many tokens it may take; of a video, each of its frames."""
+    """Size limits of an image, or of each frame of a video."""
 
     min_pixels: Count | None = None
+    """Area after resizing, all tiles together."""
     max_pixels: Count | None = None
+    """Area after resizing, all tiles together."""
     max_tokens: Count | None = None
 
 
@@ -100,12 +101,11 @@ _PROCESSOR_SETTINGS = (
     "size",
     "videos_kwargs",
 )
-"""Settings of transformers' processors that requests cannot change here."""
+"""Settings of transformers' processors that requests cannot change."""
 
 
 class ProcessorKwargs(Budget):
-    """What holds for all images and videos of a request that say nothing themselves, under vLLM's name. fps: of
-    videos."""
+    """Defaults for all images and videos of a request, by vLLM's name. fps: of videos."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(_PROCESSOR_SETTINGS, ())
 
@@ -113,7 +113,7 @@ class ProcessorKwargs(Budget):
 
 
 class PromptRequest(RequestModel):
-    """A body whose prompt may have images."""
+    """A request whose prompt may have images."""
 
     mm_processor_kwargs: ProcessorKwargs | None = Field(
         None, description="The budget of all images of the prompt: min_pixels, max_pixels, max_tokens; fps of videos."
@@ -121,7 +121,7 @@ class PromptRequest(RequestModel):
 
     @property
     def processor_kwargs(self) -> dict[str, Any] | None:
-        """The same for `RequestPreparer.chat`."""
+        """`mm_processor_kwargs` for `RequestPreparer.chat`."""
         kwargs = self.mm_processor_kwargs
         return None if kwargs is None else kwargs.model_dump(exclude_none=True)
 
@@ -134,7 +134,7 @@ class ImagePart(ChatPart, Budget):
 
 
 class VideoURLPart(ChatPart, Budget):
-    """A video's file. fps: frames to take of a second of it."""
+    """A video file. fps: frames per second to sample."""
 
     type: Literal["video_url"]
     video_url: Annotated[VideoURL, BeforeValidator(_as_url)]
@@ -142,19 +142,20 @@ class VideoURLPart(ChatPart, Budget):
 
 
 class VideoPart(ChatPart, Budget):
-    """A video as the URLs of its frames. fps: how many of them are a second."""
+    """A video as URLs of its frames. fps: of these frames."""
 
     type: Literal["video"]
     video: Annotated[list[str], Field(min_length=1)]
     fps: float | None = Field(None, gt=0, le=MAX_FPS)
 
 
-Pages = Annotated[str | None, Field(max_length=1000, description='Of a document, like "1-3,7,10-"; default: all.')]
+Pages = Annotated[
+    str | None, Field(max_length=1000, description='Pages of a document, like "1-3,7,10-"; default: all.')
+]
 
 
 class FileSource(RequestModel):
-    """A file that was uploaded to /v1/files, or a document: as base64 or a data URL, or at an http(s) URL. filename is
-    accepted and changes nothing: the content says what it is."""
+    """An uploaded file, or a document as base64, data URL or http(s) URL. filename has no effect."""
 
     file_id: str | None = None
     file_data: str | None = None
@@ -169,7 +170,7 @@ class FileSource(RequestModel):
 
 
 class FilePart(ChatPart, Budget):
-    """A document, of which each page is an image, or an image or a video that was uploaded."""
+    """A document, whose pages become images, or an uploaded image or video."""
 
     type: Literal["file"]
     file: FileSource
@@ -192,9 +193,7 @@ Content = Annotated[
 
 
 class Message(RequestModel):
-    """One turn of a conversation. name, and what clients send back of an answer besides its text, calls and thoughts,
-    are accepted and change nothing. reasoning_content, reasoning, thinking: one text, the reasoning before the answer,
-    which chat templates that know it may show to the model again."""
+    """A message. name has no effect, nor have fields that clients copy from answers, like annotations."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"context"})  # Azure OpenAI adds it to answers
 
@@ -207,6 +206,7 @@ class Message(RequestModel):
     refusal: str | None = None
     annotations: list[Any] | None = None
     reasoning: str | None = None
+    """Reasoning before the answer, by any of three names. Chat templates may show it to the model again."""
     reasoning_content: str | None = None
     thinking: str | None = None
     reasoning_details: list[Any] | None = None
@@ -226,14 +226,14 @@ class Message(RequestModel):
 
 
 def can_continue(message: dict[str, Any]) -> bool:
-    """Whether an answer can continue a message: the assistant's, which ends with text."""
+    """Return whether an answer can continue a message: it is the assistant's and ends with text."""
     content = message["content"]
     end = content[-1].get("text") if isinstance(content, list) and content else content
     return message["role"] == "assistant" and bool(end) and not message.get("tool_calls")
 
 
 def check_continuation(grammar: Grammar | None, tools: ToolUse | None) -> None:
-    """Raises InvalidRequestError for a format of the whole answer, of which a part exists already."""
+    """Raise InvalidRequestError for a format or a required call, which need an answer from its start."""
     if grammar is not None:
         raise InvalidRequestError(
             f"{grammar.source} is the format of a whole answer; leave it out to continue the last message",
@@ -246,7 +246,7 @@ def check_continuation(grammar: Grammar | None, tools: ToolUse | None) -> None:
 
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as `RequestPreparer.chat` takes them."""
+    """Convert messages for `RequestPreparer.chat`."""
     fields = {"role", "content", "tool_calls", "tool_call_id"}
     messages = _with_tool_calls(messages)
     return [
@@ -257,7 +257,7 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _with_tool_calls(messages: Sequence[Message]) -> Sequence[Message]:
-    """Messages in which tool calls and their results replace the older ``function_call`` and role ``function``."""
+    """Replace the older ``function_call`` and the role ``function`` by tool calls and results."""
     if not any(message.function_call or message.role == "function" for message in messages):
         return messages
     shown: list[Message] = []
@@ -275,5 +275,5 @@ def _with_tool_calls(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def thoughts_of(text: str | None) -> dict[str, str]:
-    """The field of a message that has its thoughts, if there are any."""
+    """The field of a message for its reasoning, if there is any."""
     return {"reasoning_content": text} if text else {}

@@ -1,4 +1,4 @@
-"""``/v1/conversations``, as OpenAI writes it: https://platform.openai.com/docs/api-reference/conversations"""
+"""OpenAI's ``/v1/conversations``: https://platform.openai.com/docs/api-reference/conversations"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlmserve.server.schema.base import RequestModel
 from vlmserve.server.schema.items import InputItem, Metadata
 
 MAX_NEW_ITEMS = 20
-"""Items that are added at once, as at OpenAI's."""
+"""Maximum items to add at once; OpenAI's limit."""
 
 NewItems = Annotated[list[InputItem], Field(max_length=MAX_NEW_ITEMS)]
 

@@ -1,4 +1,4 @@
-"""Questions about one content, as OpenAI's Decisions API writes them."""
+"""Questions about one content, in the form of OpenAI's Decisions API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vlmserve.server.schema.responses import ResponseUsage
 
 MAX_QUESTIONS = 400
 MAX_BRANCHES = 2048
-"""Answers that the questions of a request may have together."""
+"""Maximum answers that all questions of a request may have together."""
 _MAX_JSON = 256 * 1024
 _MAX_VALUES = 10_000
 _MAX_LEVELS = 32
@@ -94,7 +94,7 @@ class _Question(RequestModel):
 
     @property
     def num_answers(self) -> int:
-        """How many answers are possible."""
+        """Number of possible answers."""
         raise NotImplementedError
 
 
@@ -119,7 +119,7 @@ class ChoiceOption(RequestModel):
 
 
 class Choice(_Question):
-    """A choice of several values."""
+    """A choice from several values."""
 
     type: Literal["choice"]
     choices: Annotated[list[ChoiceOption], Field(min_length=2, max_length=255)]
@@ -185,7 +185,7 @@ class DecisionRequest(PromptRequest, ModelRequest):
 
     @property
     def num_branches(self) -> int:
-        """Answers that are scored."""
+        """Number of answers to score."""
         return sum(question.num_answers for question in self.questions)
 
     @model_validator(mode="after")
@@ -198,7 +198,7 @@ class DecisionRequest(PromptRequest, ModelRequest):
 
 
 class PredicateAnswer(msgspec.Struct):
-    """probability: that the statement is true."""
+    """The answer to a predicate. probability: of being true."""
 
     name: str | None
     probability: float
@@ -213,7 +213,7 @@ class ValueProbability(msgspec.Struct):
 
 
 class ChoiceAnswer(msgspec.Struct):
-    """The most probable choice, and all of them."""
+    """The most probable choice, and the probabilities of all."""
 
     name: str | None
     choice: str | bool
@@ -223,7 +223,7 @@ class ChoiceAnswer(msgspec.Struct):
 
 
 class LevelProbability(msgspec.Struct):
-    """The probability of a level. value: its place, from 0."""
+    """The probability of a level. value: its index, from 0."""
 
     value: int
     label: str
@@ -231,7 +231,7 @@ class LevelProbability(msgspec.Struct):
 
 
 class ScoreAnswer(msgspec.Struct):
-    """score: the mean of the levels' places, weighted by their probabilities."""
+    """The answer to a score. score: the mean of the levels' indices, weighted by probability."""
 
     name: str | None
     score: float

@@ -1,4 +1,4 @@
-"""``/v1/embeddings``, as OpenAI writes it, with vLLM's messages.
+"""OpenAI's ``/v1/embeddings`` with vLLM's messages, and vLLM's ``/pooling``.
 
 https://platform.openai.com/docs/api-reference/embeddings
 """
@@ -47,12 +47,12 @@ class EmbeddingRequest(PromptRequest, ModelRequest):
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="base64: the vector's little-endian float32 bytes."
     )
-    normalize: bool | None = Field(None, description="Whether vectors have length 1. Default: the model's, else yes.")
+    normalize: bool | None = Field(None, description="Scale vectors to length 1. Default: the model's, else yes.")
     chat_template_kwargs: TemplateSettings = None
     add_generation_prompt: bool | None = Field(
-        None, description="Whether the conversation ends with the beginning of an answer. Default: yes."
+        None, description="End the conversation with the start of an answer. Default: yes."
     )
-    continue_final_message: bool = Field(False, description="Whether it ends inside of the last message.")
+    continue_final_message: bool = Field(False, description="End the conversation inside of the last message.")
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Self:
@@ -64,12 +64,12 @@ class EmbeddingRequest(PromptRequest, ModelRequest):
 
     @property
     def pooling(self) -> Pooling | None:
-        """Instead of the model's own."""
+        """Overrides the model's pooling."""
         return None
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Texts or token ids, one for each vector; none with messages."""
+        """Texts or token ids, one for each vector; empty with messages."""
         return [] if self.input is None else listed(self.input)
 
 
@@ -94,7 +94,7 @@ class EmbeddingUsage(msgspec.Struct):
 
 
 class Embedding(msgspec.Struct):
-    """The vector of one input: numbers, or base64. Lists of numbers where each token has a vector."""
+    """The vector of one input, as numbers or base64; a list of vectors if each token has one."""
 
     index: int
     embedding: list[Any] | str

@@ -1,4 +1,4 @@
-"""Errors, as OpenAI and as Anthropic write them."""
+"""Errors in the forms of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class ErrorDetail(msgspec.Struct):
-    """What went wrong. param: the field that it is about. code: a stable word for machines."""
+    """An error. param: the field. code: stable, for programs."""
 
     message: str
     type: str
@@ -21,7 +21,7 @@ class ErrorAnswer(msgspec.Struct):
 
 
 class MessagesErrorDetail(msgspec.Struct):
-    """What went wrong. details: for clients that know what to do then."""
+    """An error in Anthropic's form. details: for clients that act on them."""
 
     type: str
     message: str
@@ -29,7 +29,7 @@ class MessagesErrorDetail(msgspec.Struct):
 
 
 class MessagesErrorAnswer(msgspec.Struct):
-    """The same in Anthropic's form."""
+    """The body of an error response in Anthropic's form."""
 
     error: MessagesErrorDetail
     type: str = "error"

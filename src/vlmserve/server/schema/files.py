@@ -1,4 +1,4 @@
-"""``/v1/files``, as OpenAI writes it: https://platform.openai.com/docs/api-reference/files"""
+"""OpenAI's ``/v1/files``: https://platform.openai.com/docs/api-reference/files"""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pydantic import ConfigDict, Field
 from vlmserve.server.schema.base import RequestModel
 
 MAX_NAME = 255
-"""Characters of a file's name."""
+"""Maximum characters of a file's name."""
 
 Purpose = Literal["vision", "user_data", "assistants", "batch"]
 
 
 class FileRequest(RequestModel):
-    """The fields beside the file in ``POST /v1/files``, which are all text."""
+    """The text fields of ``POST /v1/files``."""
 
     model_config = ConfigDict(strict=False, extra="ignore", frozen=True, hide_input_in_errors=True)
 

@@ -1,4 +1,4 @@
-"""Items that other servers make, in the form of items that are known here."""
+"""Convert items that only other servers produce to known items."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _LEFT_OUT = frozenset(
         "web_search_call",
     }
 )
-"""Types of items with nothing that another server's model can read."""
+"""Types of items without content for another server's model."""
 
 
 _KEPT = ("id", "call_id", "status", "name", "server_label")
-"""Fields that mean the same in all items."""
+"""Fields with the same meaning in all items."""
 
 
 def as_known(item: Item) -> Item:
-    """Return an item in a known form, or empty reasoning for one without text. Raises ValueError for deep nesting.
+    """Convert an item to a known type; an item without content becomes empty reasoning.
 
-    The number of items stays the same, so that errors name the right one.
+    The number of items stays the same, so that errors name the right one. Raises ValueError for deep nesting.
     """
     kind = item.get("type")
     if not isinstance(kind, str):
@@ -52,7 +52,7 @@ def as_known(item: Item) -> Item:
 
 
 def as_message(item: Item) -> Item:
-    """Return an item of an unknown type as a message if it has a role and content, else as empty reasoning."""
+    """Convert an item of an unknown type to a message if it has a role and content, else to empty reasoning."""
     if "role" in item and "content" in item:
         log_once("Items of type", item["type"], "are unknown and read as messages", logging.WARNING)
         return {**item, "type": "message"}
@@ -61,7 +61,7 @@ def as_message(item: Item) -> Item:
 
 
 def _call(name: str | None, *fields: str) -> Callable[[Item], Item]:
-    """A call of the tool `name`, or of the tool that the item names. The first of the fields holds its arguments."""
+    """Convert to a call of `name`, or of the tool that the item names. The first field present has the arguments."""
 
     def form(item: Item) -> Item:
         field = next((field for field in fields if item.get(field) is not None), fields[0])
@@ -74,7 +74,7 @@ def _call(name: str | None, *fields: str) -> Callable[[Item], Item]:
 
 
 def _output(item: Item) -> Item:
-    # A local shell names the call as `id`.
+    # local_shell_call_output names the call in `id`.
     return {
         "type": "function_call_output",
         "output": item.get("output") or "",
@@ -127,7 +127,7 @@ _FORMS: Mapping[str, Callable[[Item], Item]] = {
     "shell_call": _call("shell", "action"),
     "shell_call_output": _shell_output,
 }
-"""Types of items with text, and what makes the form that is known here."""
+"""Types of items with content, and their conversions."""
 
 
 def _json(value: Any) -> str:
@@ -137,7 +137,7 @@ def _json(value: Any) -> str:
 
 
 def _texts(entries: Any, *names: str) -> str:
-    """Join the strings that objects of a list have under these names."""
+    """Join the strings that a list's objects have under these names."""
     objects = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
     found = [entry.get(name) for entry in objects for name in names]
     return "\n".join(text for text in found if isinstance(text, str) and text)

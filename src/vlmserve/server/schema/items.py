@@ -1,5 +1,4 @@
-"""Items of responses and conversations: messages, calls of functions and what these returned, as OpenAI's Responses API
-writes them."""
+"""Items of responses and conversations, in the form of OpenAI's Responses API: messages, calls, results, reasoning."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from vlmserve.server.schema.content import Budget, Pages
 from vlmserve.server.schema.foreign_items import as_known, as_message
 
 MAX_ITEMS = 4096
-"""Items in one request."""
+"""Maximum items in one request."""
 
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
-"""Up to 16 strings of up to 512 characters, under names of up to 64."""
+"""Up to 16 strings of up to 512 characters, with names of up to 64."""
 
 Includable = Literal[
     "message.input_image.image_url",
@@ -31,16 +30,15 @@ Includable = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""What may be included in items: images, which always are, logprobs, which are if the request for the answer has asked
-for them, and parts that no response has here."""
+"""Values of `include`. Image URLs are always included, logprobs if requested; responses never have the other parts."""
 
 
 _BREAKPOINT = frozenset({"prompt_cache_breakpoint"})
-"""It changes nothing: all prompts are cached, up to every token."""
+"""It has no effect: all prompts are cached."""
 
 
 class InputText(RequestModel):
-    """A piece of what is asked."""
+    """A text in a question."""
 
     ignored_fields: ClassVar[frozenset[str]] = _BREAKPOINT
 
@@ -49,7 +47,7 @@ class InputText(RequestModel):
 
 
 class InputImage(Budget):
-    """An image: a data URL, an http(s) URL or a file that was uploaded. detail: as in chat completions."""
+    """An image: a data URL, an http(s) URL or an uploaded file. detail: as in chat completions."""
 
     ignored_fields: ClassVar[frozenset[str]] = _BREAKPOINT
 
@@ -66,8 +64,10 @@ class InputImage(Budget):
 
 
 class InputFile(Budget):
-    """A document, of which each page is an image: a file that was uploaded, base64 or a data URL, or an http(s) URL. An
-    uploaded file may also be an image or a video. filename and detail are accepted and change nothing."""
+    """A document, whose pages become images: an uploaded file, base64, a data URL or an http(s) URL.
+
+    An uploaded file may also be an image or video. filename and detail have no effect.
+    """
 
     ignored_fields: ClassVar[frozenset[str]] = _BREAKPOINT
 
@@ -87,7 +87,7 @@ class InputFile(Budget):
 
 
 class OutputText(RequestModel):
-    """A piece of what was answered earlier. annotations and logprobs are accepted and change nothing."""
+    """A text in an earlier answer. annotations and logprobs have no effect."""
 
     type: Literal["output_text"]
     text: str
@@ -96,7 +96,7 @@ class OutputText(RequestModel):
 
 
 class Refusal(RequestModel):
-    """What a model said instead of an answer."""
+    """A refusal in an earlier answer."""
 
     type: Literal["refusal"]
     refusal: str
@@ -121,7 +121,7 @@ CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class MessageItem(RequestModel):
-    """A message. id, status and phase, which earlier answers have, are accepted and change nothing."""
+    """A message. id, status and phase of earlier answers have no effect."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -134,7 +134,7 @@ class MessageItem(RequestModel):
     phase: str | None = None
 
     def stored(self) -> dict[str, Any]:
-        """The item as it is kept and shown: with an id of its own."""
+        """The item to store and show, with a new id."""
         content = self.content
         if isinstance(content, str):
             parts = [output_text(content)] if self.role == "assistant" else [{"type": "input_text", "text": content}]
@@ -144,8 +144,7 @@ class MessageItem(RequestModel):
 
 
 class CallItem(RequestModel):
-    """A call of a function, as an earlier answer has it. arguments: JSON. status: one that is incomplete was cut off.
-    id is accepted and changes nothing."""
+    """A function call in an earlier answer. arguments: JSON. status: incomplete if cut off. id has no effect."""
 
     type: Literal["function_call"]
     call_id: CallId
@@ -155,13 +154,12 @@ class CallItem(RequestModel):
     status: Literal["in_progress", "completed", "incomplete"] = "completed"
 
     def stored(self) -> dict[str, Any]:
-        """The item as it is kept and shown: with an id of its own."""
         status = "incomplete" if self.status == "incomplete" else "completed"
         return function_call(self.call_id, self.name, self.arguments, status)
 
 
 class OutputItem(RequestModel):
-    """What a function returned. call_id: of its call. id, status and name are accepted and change nothing."""
+    """The result of a function call. id, status and name have no effect."""
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -174,7 +172,6 @@ class OutputItem(RequestModel):
     name: str | None = None
 
     def stored(self) -> dict[str, Any]:
-        """The item as it is kept and shown: with an id of its own."""
         output = self.output if isinstance(self.output, str) else [_stored_part(part) for part in self.output]
         return {
             "id": _new_id("fco"),
@@ -186,7 +183,7 @@ class OutputItem(RequestModel):
 
 
 class McpCallItem(RequestModel):
-    """A call that another server ran, with its output or its error."""
+    """A call that another server ran, with its output or error."""
 
     type: Literal["mcp_call"]
     name: Annotated[str, Field(min_length=1)]
@@ -198,7 +195,6 @@ class McpCallItem(RequestModel):
     status: str | None = None
 
     def stored(self) -> dict[str, Any]:
-        """Return the item to store and show, with a new id."""
         return {
             "id": _new_id("mcp"),
             "type": self.type,
@@ -212,22 +208,24 @@ class McpCallItem(RequestModel):
 
 
 class ReasoningText(RequestModel):
-    """A piece of what was thought."""
+    """A text of reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class SummaryText(RequestModel):
-    """A piece of what was thought, in short."""
+    """A summary of reasoning."""
 
     type: Literal["summary_text"]
     text: str
 
 
 class ReasoningItem(RequestModel):
-    """What was thought before an answer, which chat templates that know thoughts may show to the model again. id,
-    status, summary and encrypted_content are accepted and change nothing."""
+    """Reasoning before an answer. Chat templates may show it to the model again.
+
+    id, status, summary and encrypted_content have no effect.
+    """
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
@@ -237,12 +235,11 @@ class ReasoningItem(RequestModel):
     status: str | None = None
 
     def stored(self) -> dict[str, Any]:
-        """The item as it is kept and shown: with an id of its own."""
         return reasoning("".join(part.text for part in self.content or ()))
 
 
 class ItemReference(RequestModel):
-    """An item of an earlier response or conversation, which is not said again but named."""
+    """A reference to an item of an earlier response or conversation."""
 
     type: Literal["item_reference"]
     id: Annotated[str, Field(min_length=1, max_length=256)]
@@ -251,12 +248,12 @@ class ItemReference(RequestModel):
 def message(
     role: str, content: list[dict[str, Any]], status: str = "completed", id: str | None = None
 ) -> dict[str, Any]:
-    """A message as it is kept and shown."""
+    """A message to store and show."""
     return {"id": id or _new_id("msg"), "type": "message", "status": status, "role": role, "content": content}
 
 
 def reasoning(text: str, status: str = "completed", id: str | None = None) -> dict[str, Any]:
-    """Thoughts as they are kept and shown."""
+    """Reasoning to store and show."""
     content = [reasoning_text(text)] if text else []
     return {"id": id or _new_id("rs"), "type": "reasoning", "status": status, "summary": [], "content": content}
 
@@ -264,7 +261,7 @@ def reasoning(text: str, status: str = "completed", id: str | None = None) -> di
 def function_call(
     call_id: str, name: str, arguments: str, status: str = "completed", id: str | None = None
 ) -> dict[str, Any]:
-    """A call of a function as it is kept and shown."""
+    """A function call to store and show."""
     return {
         "id": id or _new_id("fc"),
         "type": "function_call",
@@ -276,27 +273,26 @@ def function_call(
 
 
 def copy_of(item: dict[str, Any]) -> dict[str, Any]:
-    """A stored item as it is kept once more: with an id of its own."""
+    """A copy of a stored item, with a new id."""
     return {**item, "id": _new_id(item["id"].partition("_")[0])}
 
 
 def _new_id(prefix: str) -> str:
-    """An id that no other item has."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
 def output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """The part that an answer is made of. logprobs: of its tokens, if they are asked for."""
+    """A part of an answer. logprobs: of its tokens, if requested."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
 
 
 def reasoning_text(text: str) -> dict[str, Any]:
-    """The part that thoughts are made of."""
+    """A part of reasoning."""
     return {"type": "reasoning_text", "text": text}
 
 
 def parts_of(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a stored item says and shows, as far as that is no plain string."""
+    """The parts of a stored item's content; empty for a string."""
     content = item.get("content", item.get("output"))
     return content if isinstance(content, list) else []
 
@@ -312,13 +308,13 @@ def _as_items(value: Any) -> Any:
 
 
 def _item_kind(value: Any) -> str:
-    """The tag of an item; what says no type is a message."""
+    """The discriminator's tag of an item; without a type it is a message."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"<{kind or 'message'}>"
 
 
 def _known_kind(*kinds: str) -> BeforeValidator:
-    """Take items of other types in a known form. Reject references, by name, unless they are among the types."""
+    """Convert items of other types to known ones. Rejects references unless they are in `kinds`."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -356,4 +352,4 @@ InputItems = Annotated[
     Field(max_length=MAX_ITEMS),
 ]
 Input = Annotated[InputItems, BeforeValidator(_as_items)]
-"""A text of the user's, or items."""
+"""A user's text, or items."""

@@ -1,4 +1,4 @@
-"""How likely tokens were, as OpenAI's two ways of completing write it."""
+"""Logprobs in the forms of chat completions and completions."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from vlmserve.errors import InvalidRequestError
 from vlmserve.types import TokenLogprobs
 
 TokenBytes = Callable[[int], bytes]
-"""The bytes that a token stands for, by its id."""
+"""Returns the bytes of a token by its id."""
 
 
 @dataclass(frozen=True)
 class TokenNames:
-    """How responses write tokens. as_ids: by their ids instead of their text."""
+    """Names of tokens in responses. as_ids: use ids, not text."""
 
     token_bytes: TokenBytes
     as_ids: bool = False
 
     def text(self, token_id: int) -> str:
-        """With replacement characters for bytes that are no text alone."""
+        """The token's text, with replacement characters for incomplete UTF-8."""
         return _by_id(token_id) if self.as_ids else self.token_bytes(token_id).decode(errors="replace")
 
     def key(self, token_id: int) -> str:
-        """Different for different bytes."""
+        """A name that is unique to the token's bytes."""
         return _by_id(token_id) if self.as_ids else _as_key(self.token_bytes(token_id))
 
 
@@ -35,7 +35,7 @@ def _by_id(token_id: int) -> str:
 
 
 class PromptLogprob(msgspec.Struct):
-    """How likely a token of the prompt was, or a token in its place. rank: 1 for the likeliest token."""
+    """The logprob of a prompt token or of an alternative. rank: 1 for the most likely token."""
 
     logprob: float
     rank: int
@@ -43,11 +43,11 @@ class PromptLogprob(msgspec.Struct):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""The tokens of a prompt and their alternatives by token id; null for the first token and for images."""
+"""Logprobs of each prompt token and its alternatives, by token id; null for the first token and for images."""
 
 
 def prompt_logprobs(logprobs: Iterable[TokenLogprobs | None], names: TokenNames) -> PromptLogprobs:
-    """In vLLM's form."""
+    """Convert logprobs of a prompt to vLLM's form."""
 
     def entry(token_id: int, logprob: float, rank: int) -> PromptLogprob:
         return PromptLogprob(max(logprob, _LEAST), rank, names.text(token_id))
@@ -60,11 +60,11 @@ def prompt_logprobs(logprobs: Iterable[TokenLogprobs | None], names: TokenNames)
 
 
 _LEAST = -9999.0
-"""What OpenAI writes for a token that could not come; JSON has no infinity."""
+"""OpenAI's logprob of an impossible token; JSON has no infinity."""
 
 
 class Alternative(msgspec.Struct):
-    """A token that might have come. token: its text, with replacement characters for bytes that are no text alone."""
+    """An alternative token. token: its text, with replacement characters for incomplete UTF-8."""
 
     token: str
     logprob: float
@@ -78,20 +78,20 @@ class ContentToken(Alternative):
 
 
 class ChoiceLogprobs(msgspec.Struct):
-    """The tokens of an answer to a chat, or of a piece of it."""
+    """Logprobs of an answer in a chat, or of a piece of it."""
 
     content: list[ContentToken]
     refusal: None = None
 
 
 def check_top_logprobs(wanted: int | None, most: int) -> None:
-    """Raises InvalidRequestError for more alternatives than the server gives."""
+    """Raise InvalidRequestError for more alternatives than the server returns."""
     if (wanted or 0) > most:
         raise InvalidRequestError(f"top_logprobs must be at most {most} here", param="top_logprobs")
 
 
 def choice_logprobs(logprobs: Iterable[TokenLogprobs], names: TokenNames) -> ChoiceLogprobs:
-    """In the form of chat completions."""
+    """Convert logprobs to the form of chat completions."""
 
     def alternative(token_id: int, logprob: float) -> Alternative:
         return Alternative(names.text(token_id), max(logprob, _LEAST), list(names.token_bytes(token_id)))
@@ -105,8 +105,10 @@ def choice_logprobs(logprobs: Iterable[TokenLogprobs], names: TokenNames) -> Cho
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """The tokens of a completion, column by column. text_offset: characters of the choice's text before each; null
-    stands for the logprobs of a prompt's first token."""
+    """Logprobs of a completion in columns; null for a prompt's first token.
+
+    text_offset: start of each token in the choice's text, in characters.
+    """
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -114,7 +116,7 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int] = []
 
     def add(self, token_id: int, logprobs: TokenLogprobs | None, offset: int, names: TokenNames) -> None:
-        """One more token."""
+        """Append a token."""
         self.tokens.append(names.key(token_id))
         self.token_logprobs.append(None if logprobs is None else max(logprobs.logprob, _LEAST))
         self.text_offset.append(offset)
@@ -128,7 +130,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 def _as_key(written: bytes) -> str:
-    """Text, or what OpenAI writes for bytes that are none alone: many of them would read alike."""
+    """The text, or OpenAI's form for bytes that are not UTF-8 and would otherwise share a name."""
     try:
         return written.decode()
     except UnicodeDecodeError:
@@ -136,9 +138,9 @@ def _as_key(written: bytes) -> str:
 
 
 def offsets_in(text: str, tokens: Iterable[bytes]) -> list[int]:
-    """Where in a text each of the tokens begins that a tokenizer made of it, in characters.
+    """The start of each token in a text, in characters.
 
-    Tokens that were added to it have no width, and spaces in front that it does not have do not count.
+    Special tokens that a tokenizer added have no width, nor have leading spaces that the text lacks.
     """
     written = text.encode()
     place = num_characters = 0
@@ -147,7 +149,7 @@ def offsets_in(text: str, tokens: Iterable[bytes]) -> list[int]:
         offsets.append(num_characters)
         for form in (token, token.lstrip(b" ")):
             if written.startswith(form, place):
-                # Every character has one byte that does not continue another one.
+                # Continuation bytes of UTF-8 are 10xxxxxx; count the others.
                 num_characters += sum(byte & 0xC0 != 0x80 for byte in form)
                 place += len(form)
                 break

@@ -1,4 +1,4 @@
-"""``/v1/messages``, as Anthropic writes it: https://docs.anthropic.com/en/api/messages"""
+"""Anthropic's ``/v1/messages``: https://docs.anthropic.com/en/api/messages"""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 _IGNORED_FIELDS = frozenset({"betas", "cache_control", "context_management"})
 _CHANGES = ("model", "system", "tools", "messages")
-"""Reasons that Anthropic's API has."""
+"""Cache-miss reasons of Anthropic's API."""
 
 
 ThinkingDisplay = Literal["summarized", "omitted"] | None
-"""Whether thoughts are returned. They never are in short."""
+"""Return or omit reasoning. "summarized" returns all of it."""
 
 
 class CustomTool(RequestModel):
-    """A tool that the client has. input_examples: shown to the model with the schema."""
+    """A tool of the client. input_examples: shown to the model with the schema."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {"allowed_callers", "cache_control", "defer_loading", "eager_input_streaming"}
@@ -52,20 +52,20 @@ class CustomTool(RequestModel):
 
     @property
     def function(self) -> Function:
-        """The same for the model."""
+        """The tool for the model."""
         examples = {"examples": self.input_examples} if self.input_examples else {}
         return Function(self.name, self.description, {**self.input_schema, **examples}, self.strict)
 
 
 class ToolChoice(RequestModel):
-    """Whether an answer calls tools, and whether it may call more than one."""
+    """The use of tools, and whether an answer may make several calls."""
 
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool = False
 
 
 class NamedToolChoice(RequestModel):
-    """The one tool that an answer calls, once."""
+    """The one tool that the answer calls, once."""
 
     type: Literal["tool"]
     name: str
@@ -73,7 +73,7 @@ class NamedToolChoice(RequestModel):
 
 
 class ThinkingEnabled(RequestModel):
-    """The model thinks before it answers. budget_tokens: how long at most. display: whether its thoughts are shown."""
+    """The model reasons before it answers. budget_tokens: maximum tokens of reasoning."""
 
     type: Literal["enabled"]
     budget_tokens: int = Field(ge=0, le=MAX_COUNT)
@@ -81,20 +81,20 @@ class ThinkingEnabled(RequestModel):
 
 
 class ThinkingAdaptive(RequestModel):
-    """The model thinks as long as it wants. display: whether its thoughts are shown."""
+    """The model reasons as long as it wants."""
 
     type: Literal["adaptive"]
     display: ThinkingDisplay = None
 
 
 class ThinkingDisabled(RequestModel):
-    """The model does not think, if its chat template has a switch for that."""
+    """The model does not reason, if its chat template has a switch for it."""
 
     type: Literal["disabled", "between_tools"]
 
 
 class PromptFields(PromptRequest):
-    """What the prompt is made of."""
+    """Fields of the prompt."""
 
     thinking: (
         Annotated[
@@ -105,9 +105,7 @@ class PromptFields(PromptRequest):
             by_type("enabled", "adaptive", "disabled", "between_tools"),
         ]
         | None
-    ) = Field(
-        None, description="Whether the model thinks first, and how long. Default: it does not, if it has a switch."
-    )
+    ) = Field(None, description="Reason before the answer, and how long. Default: no, if the model has a switch.")
 
     messages: Annotated[list[Turn], Field(min_length=1)]
     system: System = ""
@@ -126,16 +124,16 @@ class PromptFields(PromptRequest):
     ) = Field(None, description="auto, any, none or a tool. Default: auto.")
 
     def template_settings(self, known: Collection[str]) -> dict[str, Any]:
-        """Values for the chat template, by name. known: names that it uses."""
+        """Values for the chat template. known: names that it uses."""
         return thinking_settings(isinstance(self.thinking, ThinkingEnabled | ThinkingAdaptive), known)
 
     def chat(self) -> ChatMessages:
-        """The messages as chat completions has them."""
+        """The messages of chat completions."""
         return ChatMessages(self.system, self.messages)
 
     @property
     def tool_use(self) -> ToolUse | None:
-        """How an answer may use tools; None if it may not. Raises InvalidRequestError, naming the field."""
+        """The answer's use of tools; None: no tools. Raises InvalidRequestError, naming the field."""
         choice = self.tool_choice
         wanted: str | NamedTool | None = None
         if isinstance(choice, NamedToolChoice):
@@ -147,7 +145,7 @@ class PromptFields(PromptRequest):
 
 
 class OutputConfig(RequestModel):
-    """How the answer is written."""
+    """The format of the answer."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"effort", "task_budget"})
 
@@ -155,8 +153,10 @@ class OutputConfig(RequestModel):
 
 
 class DiagnosticsWanted(RequestModel):
-    """Asks why the caches lack the beginning of the prompt. previous_message_id: of an answer to compare with, which
-    asked for diagnostics as well; null for the first one."""
+    """Asks why the cache lacked a part of the prompt.
+
+    previous_message_id: an answer to compare with, which also had diagnostics; null for the first request.
+    """
 
     previous_message_id: str | None = None
 
@@ -176,22 +176,22 @@ class MessagesRequest(PromptFields, SamplingRequest):
 
     @property
     def thinking_budget(self) -> int | None:
-        """Tokens that thoughts may take; None: any number."""
+        """Maximum tokens of reasoning; None: no limit."""
         return self.thinking.budget_tokens if isinstance(self.thinking, ThinkingEnabled) else self.thinking_token_budget
 
     @property
     def shows_thoughts(self) -> bool:
-        """Whether thoughts are part of the answer."""
+        """True if the answer includes the reasoning."""
         return getattr(self.thinking, "display", None) != "omitted"
 
     def grammar(self) -> Grammar | None:
-        """The answer's format, in this API's words or in others'."""
+        """The answer's format, by this API's field or vLLM's and OpenAI's."""
         wanted = self.output_config.format
         return either_grammar(None if wanted is None else wanted.grammar, super().grammar())
 
 
 class CountRequest(PromptFields):
-    """The body of ``POST /v1/messages/count_tokens``: that of ``/v1/messages``. Only the prompt counts."""
+    """The body of ``POST /v1/messages/count_tokens``: same as ``/v1/messages``, but only the prompt matters."""
 
     ignored_fields: ClassVar[frozenset[str]] = MessagesRequest.ignored_fields | MessagesRequest.model_fields.keys()
 
@@ -200,14 +200,13 @@ class CountRequest(PromptFields):
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """Which of an answer's tokens are thoughts."""
+    """Details of output tokens. thinking_tokens: reasoning."""
 
     thinking_tokens: int
 
 
 class MessageUsage(msgspec.Struct):
-    """Tokens, those of the prompt that were cached counted apart. image_tokens: those of the whole prompt that are
-    images."""
+    """Token counts. input_tokens does not include cached tokens; image_tokens counts the whole prompt."""
 
     input_tokens: int
     output_tokens: int
@@ -218,20 +217,20 @@ class MessageUsage(msgspec.Struct):
 
 
 class TextContent(msgspec.Struct, tag_field="type", tag="text"):
-    """What the model said."""
+    """Text of the answer."""
 
     text: str
 
 
 class ThinkingContent(msgspec.Struct, tag_field="type", tag="thinking"):
-    """What the model thought before. signature: nothing; thoughts are not signed here."""
+    """Reasoning before the answer. signature: always empty."""
 
     thinking: str
     signature: str = ""
 
 
 class ToolUseContent(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """A call that the model wants. input: a JSON object, as the model wrote it."""
+    """A tool call. input: a JSON object, as the model wrote it."""
 
     id: str
     name: str
@@ -239,19 +238,19 @@ class ToolUseContent(msgspec.Struct, tag_field="type", tag="tool_use"):
 
 
 class CacheMissReason(msgspec.Struct):
-    """Why a prompt could not reuse all of an earlier one. cache_missed_input_tokens: of the earlier prompt.
-
-    detail, changed: beyond Anthropic's fields: a reason that its types lack, and the first part that changed.
-    """
+    """Why a prompt could not reuse all of an earlier one."""
 
     type: str
     cache_missed_input_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Tokens of the earlier prompt that could not be reused."""
     detail: str | msgspec.UnsetType = msgspec.UNSET
+    """A reason that Anthropic's types lack (vlmserve's extension)."""
     changed: Changed | msgspec.UnsetType = msgspec.UNSET
+    """The first part that changed (vlmserve's extension)."""
 
     @classmethod
     def of(cls, miss: Miss) -> CacheMissReason:
-        """A miss in this API's words."""
+        """Convert a miss to this API's form."""
         changed = msgspec.UNSET if miss.changed is None else miss.changed
         if miss.reason in _CHANGES:
             return cls(f"{miss.reason}_changed", miss.lost_tokens, changed=changed)
@@ -259,13 +258,13 @@ class CacheMissReason(msgspec.Struct):
 
 
 class Diagnostics(msgspec.Struct):
-    """Why the caches lacked a part of the prompt."""
+    """Why the cache lacked a part of the prompt."""
 
     cache_miss_reason: CacheMissReason
 
 
 class MessageAnswer(msgspec.Struct):
-    """The response without ``stream``. image_sizes: of the prompt's images, in order, left out if there are none."""
+    """The response without ``stream``. image_sizes: of the prompt's images, in order; absent without images."""
 
     id: str
     model: str

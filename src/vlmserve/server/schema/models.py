@@ -1,4 +1,4 @@
-"""Adapters that are loaded and unloaded, and the server's health."""
+"""Requests to load and unload adapters, and the server's health."""
 
 from __future__ import annotations
 
@@ -12,32 +12,34 @@ from vlmserve.server.schema.base import RequestModel
 
 
 class LoadAdapterRequest(RequestModel):
-    """The body of ``POST /v1/load_lora_adapter``.
-
-    lora_path: of its folder, within the server's. load_inplace: whether it may replace one with that name. model: that
-    it adapts; null: the only one. mixture: the X-LoRA checkpoint that is to mix it, in place of serving it; lora_name
-    is then that of one of the classifier's outputs.
-    """
+    """The body of ``POST /v1/load_lora_adapter``."""
 
     lora_name: Annotated[str, Field(max_length=MAX_NAME)]
+    """The adapter's name; with `mixture`, the name of an output of the X-LoRA classifier."""
     lora_path: Annotated[str, Field(max_length=4096)]
+    """The adapter's folder, within the server's."""
     load_inplace: bool = False
+    """Replace a loaded adapter of the same name."""
     model: str | None = None
+    """The base model; default: the only one."""
     mixture: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    """The X-LoRA checkpoint that mixes the adapter; it is not served by itself then."""
 
 
 class UnloadAdapterRequest(RequestModel):
-    """The body of ``POST /v1/unload_lora_adapter``. model: that it adapts; null: the only one. mixture: the X-LoRA
-    checkpoint that is to mix it no more. lora_int_id: vLLM's; it has no effect."""
+    """The body of ``POST /v1/unload_lora_adapter``."""
 
     lora_name: Annotated[str, Field(max_length=MAX_NAME)]
     model: str | None = None
+    """The base model; default: the only one."""
     mixture: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    """The X-LoRA checkpoint to remove the adapter from."""
     lora_int_id: int | None = None
+    """vLLM's field; it has no effect."""
 
 
 class Health(msgspec.Struct, omit_defaults=True):
-    """``/health`` and ``/ready``. reason: why it is not "ok"."""
+    """The response of ``/health`` and ``/ready``. reason: why the status is not "ok"."""
 
     status: str
     reason: str | None = None

@@ -1,4 +1,4 @@
-"""Ollama's API: https://docs.ollama.com/api. Requests become requests for chat completions."""
+"""Ollama's API (https://docs.ollama.com/api). Requests are converted to chat completions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vlmserve.server.schema.structured import Schema
 
 _LATEST = ":latest"
 _UNLIMITED = (0, -1, -2)
-"""Values of num_predict: as long as the model wants (0 and -1), and until the context is full."""
+"""Values of num_predict without a limit: 0 and -1, and -2 (until the context is full)."""
 
 
 class Options(RequestModel):
-    """Sampling parameters. Those about loading a model have no effect."""
+    """Sampling parameters. Options for loading a model have no effect."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {"low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "numa",
@@ -40,27 +40,27 @@ class Options(RequestModel):
     frequency_penalty: float | None = None
 
     def as_chat(self) -> JSONObject:
-        """The same fields of chat completions."""
+        """Convert to fields of chat completions."""
         fields = self.model_dump(exclude_none=True)
         limit = fields.pop("num_predict", None)
         return fields if limit is None or limit in _UNLIMITED else {**fields, "max_tokens": limit}
 
 
 class SentFunction(RequestModel):
-    """A call that the model made earlier. arguments: an object, not its text."""
+    """A function call in a message. arguments: an object, not a string."""
 
     name: str
     arguments: JSONObject = Field(default_factory=dict)
 
 
 class SentCall(RequestModel):
-    """The same in a message."""
+    """A tool call in a message."""
 
     function: SentFunction
 
 
 class OllamaMessage(RequestModel):
-    """A message. images: base64. tool_name: of the tool whose result this is."""
+    """A message. images: base64. tool_name: the tool whose result the message is."""
 
     role: str
     content: str = ""
@@ -75,7 +75,7 @@ _NOTHING = OllamaMessage(role="user")
 
 
 class OllamaRequest(RequestModel):
-    """Fields of both ways to generate."""
+    """Common fields of chat and generate."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"keep_alive", "context", "truncate", "shift"})
 
@@ -83,7 +83,7 @@ class OllamaRequest(RequestModel):
     stream: bool = True
     format: Schema | None = Field(None, description='"json", or a JSON schema.')
     options: Options = Field(default_factory=lambda: Options.model_validate({}))
-    think: bool | str | None = Field(None, description="Whether to reason first, or how much: low, medium, high.")
+    think: bool | str | None = Field(None, description="Reason before the answer: true, false, low, medium or high.")
     cache_salt: str | None = None
 
     def _fields(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class OllamaRequest(RequestModel):
 
 
 class OllamaChatRequest(OllamaRequest):
-    """The body of ``POST /api/chat``. Without messages, it asks to load the model."""
+    """The body of ``POST /api/chat``. Without messages it loads the model."""
 
     messages: list[OllamaMessage] = Field(default_factory=list)
     tools: list[JSONObject] | None = None
@@ -116,7 +116,7 @@ class OllamaChatRequest(OllamaRequest):
         return not self.messages
 
     def as_chat(self) -> ChatRequest:
-        """The same request for chat completions. Raises InvalidRequestError, naming its field."""
+        """Convert to chat completions. Raises InvalidRequestError, naming the field there."""
         fields = self._fields()
         if self.tools:
             fields["tools"] = [{"type": "function", **tool} for tool in self.tools]
@@ -124,7 +124,7 @@ class OllamaChatRequest(OllamaRequest):
 
 
 class OllamaGenerateRequest(OllamaRequest):
-    """The body of ``POST /api/generate``. Without a prompt, it asks to load the model."""
+    """The body of ``POST /api/generate``. Without a prompt it loads the model."""
 
     prompt: str = ""
     system: str | None = None
@@ -138,7 +138,7 @@ class OllamaGenerateRequest(OllamaRequest):
         return not self.prompt and not self.images
 
     def as_chat(self) -> ChatRequest:
-        """The same request for chat completions. Raises InvalidRequestError for fields that it does not have."""
+        """Convert to chat completions. Raises InvalidRequestError for unsupported fields."""
         if self.raw or self.suffix or self.template:
             name = "raw" if self.raw else "suffix" if self.suffix else "template"
             raise InvalidRequestError(f"{name} is not supported; send the whole prompt to /v1/completions", param=name)
@@ -161,7 +161,7 @@ class ShowRequest(RequestModel):
 
 
 def _content(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
-    """A message's content with its images before the text."""
+    """A message's content, with images before the text."""
     if not images:
         return text
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in images]
@@ -169,12 +169,12 @@ def _content(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
 
 
 def _data_url(image: str) -> str:
-    """The type is read from the content."""
+    """A data URL. Its media type is ignored: the content decides."""
     return image if image.startswith("data:") else f"data:image/x;base64,{image}"
 
 
 def _chat_messages(messages: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
-    """Messages of chat completions. Ollama's calls have no ids: a result belongs to the earliest open call."""
+    """Convert messages. Ollama's calls have no ids, so a result belongs to the earliest open call."""
     converted: list[dict[str, Any]] = []
     open_calls: list[str] = []
     num_calls = 0
@@ -203,13 +203,13 @@ class OllamaEmbedRequest(RequestModel):
 
     model: str
     input: str | list[str] = Field(description="A text, or a list of texts.")
-    truncate: bool = Field(True, description="Whether to leave out the ends of inputs that are too long.")
+    truncate: bool = Field(True, description="Cut inputs that are too long.")
     dimensions: int | None = None
     options: JSONObject = Field(default_factory=dict, description="Has no effect on vectors.")
     cache_salt: str | None = None
 
     def as_embedding(self) -> EmbeddingRequest:
-        """The same request for embeddings. Raises InvalidRequestError, naming its field."""
+        """Convert to embeddings. Raises InvalidRequestError, naming the field there."""
         fields: dict[str, Any] = {"model": self.model.removesuffix(_LATEST), "input": self.input}
         if self.dimensions:
             fields["dimensions"] = self.dimensions
@@ -236,13 +236,13 @@ class AnsweredFunction(msgspec.Struct):
 
 
 class AnsweredCall(msgspec.Struct):
-    """A call that the model wants."""
+    """A tool call in an answer."""
 
     function: AnsweredFunction
 
 
 class AnsweredMessage(msgspec.Struct, omit_defaults=True):
-    """The model's answer, or what is new of it in a stream."""
+    """The answer, or its new part in a stream."""
 
     role: str
     content: str
@@ -251,7 +251,7 @@ class AnsweredMessage(msgspec.Struct, omit_defaults=True):
 
 
 class OllamaAnswer(msgspec.Struct):
-    """A response, or a line of a stream. Durations are in nanoseconds, and come with the end."""
+    """A response, or a line of a stream. Durations are in nanoseconds; only the last line has them."""
 
     model: str
     created_at: str
@@ -272,13 +272,13 @@ class OllamaAnswer(msgspec.Struct):
 
 
 class OllamaError(msgspec.Struct):
-    """The response of a request that failed, and the last line of a stream that failed."""
+    """The response of a failed request, or the last line of a failed stream."""
 
     error: str
 
 
 class ModelDetails(msgspec.Struct):
-    """Kind of a model; empty where vlmserve does not know."""
+    """Details of a model; unknown ones are empty."""
 
     format: str = ""
     family: str = ""
@@ -296,7 +296,7 @@ class LocalModel(msgspec.Struct):
     modified_at: str
     size: int
     digest: str
-    """SHA-256 of the name: Ollama's command needs 12 digits to show."""
+    """SHA-256 of the name: Ollama's command shows its first 12 digits."""
     details: ModelDetails
     capabilities: list[str]
 

@@ -1,4 +1,4 @@
-"""Lists that are read page by page."""
+"""Query parameters and pages of lists."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vlmserve.storage.items import Page
 
 
 class Query(RequestModel):
-    """Query parameters of a URL, where all values are text. None unless a subclass has some."""
+    """Query parameters of a URL. All values are text."""
 
     model_config = ConfigDict(strict=False, extra="ignore", frozen=True, hide_input_in_errors=True)
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"before": ()}
 
 
 class ItemsQuery(Query):
-    """Which items to list. include: changes nothing."""
+    """Query of a list of items. include has no effect."""
 
     after: str | None = Field(None, description="The id of the last item of the page before.")
     limit: int = Field(20, ge=1, le=100)
@@ -36,19 +36,19 @@ class ItemsQuery(Query):
 
 
 class ItemQuery(Query):
-    """How to show an item."""
+    """Query of one item."""
 
     include: list[Includable] = Field(default_factory=list, description="All that there is is shown.")
 
 
 class ResponseQuery(ItemQuery):
-    """How to show a response. stream: it has ended, so there is nothing to follow."""
+    """Query of one response. stream must be false: a stored response has ended."""
 
     stream: Literal[False] = False
 
 
 class FilesQuery(Query):
-    """Which files to list."""
+    """Query of the list of files."""
 
     after: str | None = Field(None, description="The id of the last file of the page before.")
     limit: int = Field(10_000, ge=1, le=10_000)
@@ -64,7 +64,7 @@ QueryKind = TypeVar("QueryKind", bound=Query)
 
 
 def read_query(request: Request, kind: type[QueryKind]) -> QueryKind:
-    """Raises InvalidRequestError, naming it, for a wrong query parameter."""
+    """Parse query parameters. Raises InvalidRequestError, naming the parameter."""
     values: dict[str, Any] = {}
     for name, value in request.query_params.multi_items():
         field = name.removesuffix("[]")
@@ -78,7 +78,7 @@ def read_query(request: Request, kind: type[QueryKind]) -> QueryKind:
 
 
 class ListPage(msgspec.Struct):
-    """A page of a list; first_id and last_id are of this page."""
+    """A page of a list. first_id, last_id: of this page."""
 
     data: Sequence[Any]
     first_id: str | None
@@ -88,12 +88,12 @@ class ListPage(msgspec.Struct):
 
 
 def list_page(data: Sequence[Any], ids: Sequence[str], has_more: bool) -> ListPage:
-    """The page of these elements, which have these ids."""
+    """Make a page of elements with these ids."""
     return ListPage(data, ids[0] if ids else None, ids[-1] if ids else None, has_more)
 
 
 class Deleted(msgspec.Struct):
-    """What comes of a deletion."""
+    """The response to a deletion."""
 
     id: str
     object: str

@@ -1,4 +1,4 @@
-"""Tools in the Responses API, which writes them flat: https://platform.openai.com/docs/guides/function-calling"""
+"""Tools of the Responses API, in its flat form: https://platform.openai.com/docs/guides/function-calling"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vlmserve.server.schema.tools import (
 
 
 class Flat(RequestModel):
-    """A function, or its name. Tools of other types are rejected, and so is the form of chat completions."""
+    """A function or its name. Rejects other types of tools, and the nested form of chat completions."""
 
     type: Literal["function"]
 
@@ -44,12 +44,14 @@ class FunctionTool(Flat, FunctionDefinition):
 
 
 class NamedFunction(Flat, FunctionName):
-    """One of the functions."""
+    """The name of a function."""
 
 
 class AllowedTools(RequestModel):
-    """Those of the functions that may be called; the prompt describes all, so that it stays the same. mode:
-    whether one of them has to be called."""
+    """The functions that may be called. mode: whether one must be.
+
+    The prompt describes all functions, so that it stays the same.
+    """
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -72,8 +74,10 @@ ResponseToolChoice = Annotated[
 def response_tool_use(
     tools: Sequence[FunctionTool], choice: str | NamedFunction | AllowedTools, parallel: bool
 ) -> ToolUse | None:
-    """How an answer may use tools; None if it may not. Raises InvalidRequestError for tools that contradict each other
-    or the choice, in the words of chat completions."""
+    """The answer's use of tools; None: no tools.
+
+    Raises InvalidRequestError for tools that conflict with each other or with the choice.
+    """
     functions = [tool.function for tool in tools]
     if isinstance(choice, NamedFunction):
         return tool_use(functions, NamedTool(type="function", function=choice), parallel)

@@ -1,4 +1,4 @@
-"""``/v1/responses``, as OpenAI writes it: https://platform.openai.com/docs/api-reference/responses"""
+"""OpenAI's ``/v1/responses``: https://platform.openai.com/docs/api-reference/responses"""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 _CHANGES = {
     "model": "model_changed", "tools": "tools_changed", "system": "input_changed", "messages": "input_changed"
 }  # fmt: skip
-"""Reasons that OpenAI's API has."""
+"""Cache-miss reasons of OpenAI's API."""
 
 _OTHER_NAMES: Mapping[str, str] = {
     **OTHER_NAMES,
@@ -48,17 +48,18 @@ _OTHER_NAMES: Mapping[str, str] = {
 
 
 class Reasoning(RequestModel):
-    """How a model reasons before it answers. effort: for models whose chat template knows it, none also for those that
-    know enable_thinking. summary has no effect: reasoning is not summarized."""
+    """How the model reasons before it answers."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"context", "generate_summary", "mode"})
 
     effort: ReasoningEffort | None = None
+    """For models whose chat template knows it; "none" also works with enable_thinking."""
     summary: Annotated[str, Field(max_length=64)] | None = None
+    """It has no effect: reasoning is not summarized."""
 
 
 class TextConfig(RequestModel):
-    """How the answer is written."""
+    """The format of the answer."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
@@ -66,19 +67,20 @@ class TextConfig(RequestModel):
 
 
 class ConversationRef(RequestModel):
-    """Which conversation a response belongs to."""
+    """The conversation of a response."""
 
     id: str
 
 
 class CacheOptions(RequestModel):
-    """How the prompt is cached. mode, ttl: without effect, since all prompts are cached and stay while there is room.
-    prewarm: compute the prompt and generate nothing. comparison_response_id: a response to compare with."""
+    """Cache options. mode and ttl have no effect: all prompts are cached while there is room."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Annotated[str, Field(max_length=64)] | None = None
     prewarm: bool = False
+    """Compute the prompt and generate nothing."""
     comparison_response_id: str | None = None
+    """A response whose prompt is compared with this one."""
 
 
 class ResponsesRequest(PromptRequest, SamplingRequest):
@@ -90,12 +92,12 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
     content_fields: ClassVar[tuple[str, ...]] = ("input",)
 
     input: Input = Field(default_factory=list, description="A text, or items.")
-    instructions: str | None = Field(None, description="What the system says first, in this response only.")
+    instructions: str | None = Field(None, description="System prompt of this response only.")
     previous_response_id: str | None = Field(None, description="The response that this one follows.")
     conversation: Annotated[
         ConversationRef | None, BeforeValidator(lambda value: {"id": value} if isinstance(value, str) else value)
     ] = Field(None, description="An id, or an object with one: what it holds comes first, and it grows by this turn.")
-    store: bool | None = Field(None, description="Whether to keep the response. Default: if a history is kept.")
+    store: bool | None = Field(None, description="Store the response. Default: if the server keeps a history.")
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     metadata: Metadata = Field(default_factory=dict)
     include: list[Includable] = Field(
@@ -111,9 +113,9 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
         default_factory=list, max_length=MAX_TOOLS, description="Functions that the model may call."
     )
     tool_choice: ResponseToolChoice = Field("auto", description="none, auto, required, a function, or allowed_tools.")
-    parallel_tool_calls: bool = Field(True, description="Whether an answer may call more than one function.")
+    parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer.")
     max_tool_calls: int | None = Field(
-        None, ge=1, le=MAX_COUNT, description="Of tools that run at OpenAI, of which there are none here."
+        None, ge=1, le=MAX_COUNT, description="Limit of OpenAI's built-in tools; no effect here."
     )
     chat_template_kwargs: TemplateSettings = None
     reasoning: Reasoning = Field(Reasoning(), description="Its effort is for models whose chat template knows it.")
@@ -125,13 +127,13 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
     )
 
     def grammar(self) -> Grammar | None:
-        """The answer's format, in this API's words or in vLLM's."""
+        """The answer's format, by this API's field or vLLM's."""
         if self.response_format is not None:
             raise InvalidRequestError("response_format is called text.format here", param="response_format")
         return either_grammar(output_grammar(self.text.format), super().grammar())
 
     def template_settings(self, known: Collection[str]) -> dict[str, Any]:
-        """Values for the chat template, by name. known: names that it uses."""
+        """Values for the chat template. known: names that it uses."""
         return effort_settings(self.reasoning.effort, known) | (self.chat_template_kwargs or {})
 
     @property
@@ -141,7 +143,7 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
 
     @property
     def comparison_response_id(self) -> str | None:
-        """The response that the prompt is compared with."""
+        """The response to compare the prompt with."""
         return None if self.prompt_cache_options is None else self.prompt_cache_options.comparison_response_id
 
     @property
@@ -150,7 +152,7 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
 
     @property
     def tool_use(self) -> ToolUse | None:
-        """How an answer may use tools; None if it may not. Raises InvalidRequestError."""
+        """The answer's use of tools; None: no tools. Raises InvalidRequestError."""
         return response_tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @model_validator(mode="after")
@@ -171,7 +173,7 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
 
 
 class InputTokensDetails(msgspec.Struct):
-    """What the prompt cost, as in chat completions."""
+    """Details of input tokens, as in chat completions."""
 
     cached_tokens: int
     images: int
@@ -181,13 +183,13 @@ class InputTokensDetails(msgspec.Struct):
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """What the answer cost."""
+    """Details of output tokens."""
 
     reasoning_tokens: int = 0
 
 
 class ResponseUsage(msgspec.Struct):
-    """Tokens of the prompt and of the answer."""
+    """Token counts of prompt and answer."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -197,7 +199,7 @@ class ResponseUsage(msgspec.Struct):
 
     @classmethod
     def of(cls, usage: Usage) -> ResponseUsage:
-        """The same in this API's words."""
+        """Convert the usage of chat completions."""
         prompt = usage.prompt_tokens_details
         return cls(
             usage.prompt_tokens,
@@ -209,22 +211,21 @@ class ResponseUsage(msgspec.Struct):
 
 
 class CacheDiagnostics(msgspec.Struct):
-    """Why a prompt could not reuse all of the one that it is compared with. type: cache_miss, cache_hit,
-    comparison_response_not_found or unavailable.
-
-    detail, changed: beyond OpenAI's fields: a reason that its types lack, and the first part that changed.
-    """
+    """Why a prompt could not reuse all of the compared one."""
 
     type: str
+    """cache_miss, cache_hit, comparison_response_not_found or unavailable."""
     reason: str | msgspec.UnsetType = msgspec.UNSET
     cache_missed_tokens: int | msgspec.UnsetType = msgspec.UNSET
     comparison_reusable_tokens: int | msgspec.UnsetType = msgspec.UNSET
     detail: str | msgspec.UnsetType = msgspec.UNSET
+    """A reason that OpenAI's types lack (vlmserve's extension)."""
     changed: Changed | msgspec.UnsetType = msgspec.UNSET
+    """The first part that changed (vlmserve's extension)."""
 
     @classmethod
     def of(cls, miss: Miss | None) -> CacheDiagnostics:
-        """A miss in this API's words; None: a hit."""
+        """Convert a miss to this API's form; None: a hit."""
         if miss is None:
             return cls("cache_hit")
         if miss.reason in _CHANGES:
@@ -235,10 +236,7 @@ class CacheDiagnostics(msgspec.Struct):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """A response. What vlmserve does not do has the value that says so. image_sizes: of the prompt's images, in order,
-    those of earlier turns included; left out until the end, and if there are none. confidence: of an answer in JSON, if
-    its logprobs are asked for, a probability in the place of each value; null if it is no whole JSON; left out for
-    other answers."""
+    """A response. Fields of unsupported features keep their neutral values."""
 
     id: str
     object: str = "response"
@@ -271,4 +269,6 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | None = None
     user: None = None
     image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET
+    """Sizes of the prompt's images, in order, including earlier turns; absent before the end, and without images."""
     confidence: Any = msgspec.UNSET
+    """JSON answers with logprobs: the answer with a probability in place of each value; null for incomplete JSON."""

@@ -1,4 +1,4 @@
-"""What requests of all kinds may say about sampling."""
+"""Sampling parameters of all requests."""
 
 from __future__ import annotations
 
@@ -43,24 +43,25 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "xtc_probability": (0,),
 }
-"""Fields of other servers, for each API that has no field of this name."""
+"""Unsupported fields of other servers, with the values that have no effect."""
 LIMIT_NAMES = ("max_length", "max_new_tokens", "max_tokens_to_sample", "n_predict")
-"""Names that other servers use for the longest answer."""
+"""Other servers' names for the maximum answer length."""
 OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(LIMIT_NAMES, "max_tokens"),
     **dict.fromkeys(("stop_sequences", "stop_strings", "stop_words"), "stop"),
     "random_seed": "seed",
 }
-"""Names that other servers use for fields."""
+"""Other servers' names for fields."""
 
 
 class StreamOptions(RequestModel):
-    """What a stream carries besides text. continuous_usage_stats: with include_usage, each event has what the request
-    has cost until then, as vLLM has it. include_obfuscation is accepted and changes nothing."""
+    """Options of a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    """With include_usage: each event has the usage so far, as in vLLM."""
     include_obfuscation: bool | None = None
+    """It has no effect."""
 
 
 def _as_list(value: Any) -> Any:
@@ -68,20 +69,20 @@ def _as_list(value: Any) -> Any:
 
 
 def _by_token_id(value: Any) -> Any:
-    """JSON has no numbers as keys."""
+    """Convert the keys to token ids; JSON keys are strings."""
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_BIASES:
         raise ValueError(f"Input should have at most {MAX_BIASES} tokens, not {len(value)}")
     for key in value:
-        # Python refuses to read thousands of digits.
+        # int() rejects thousands of digits.
         if not (isinstance(key, str) and len(key) <= 20 and key.isascii() and key.isdigit() and int(key) <= MAX_COUNT):
             raise ValueError(f"Keys should be token ids, not {key!r:.100}")
     return {int(key): bias for key, bias in value.items()}
 
 
 class SamplingRequest(ModelRequest):
-    """A body that asks for generated text."""
+    """A request for generated text."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_VALUES
     other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
@@ -116,16 +117,16 @@ class SamplingRequest(ModelRequest):
         None,
         ge=0,
         le=MAX_NGRAM,
-        description="So many tokens in a row do not come twice. Default: the model's, else they may (0).",
+        description="Do not repeat n-grams of this size. Default: the model's, else 0 (off).",
     )
     no_repeat_ngram_window: int = Field(
         -1,
         ge=-1,
         le=MAX_COUNT,
-        description="Only those that begin among so many of the latest tokens count. Default: all (-1).",
+        description="Number of latest tokens to search for repeated n-grams. Default: all (-1).",
     )
     thinking_token_budget: int | None = Field(
-        None, ge=0, le=MAX_COUNT, description="Thoughts are ended after so many tokens. Default: any number."
+        None, ge=0, le=MAX_COUNT, description="Maximum tokens of reasoning. Default: no limit."
     )
     seed: Annotated[int | None, BeforeValidator(lambda seed: None if seed == -1 else seed)] = Field(
         None, description="Makes answers reproducible; -1: none."
@@ -134,13 +135,13 @@ class SamplingRequest(ModelRequest):
         default_factory=list, description="A string or a list of them."
     )
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=256)
-    include_stop_str_in_output: bool = Field(False, description="Whether the text has the stop string or token.")
+    include_stop_str_in_output: bool = Field(False, description="Include the stop string or token in the text.")
     ignore_eos: bool = False
     allowed_token_ids: list[TokenId] | None = Field(None, description="The only tokens that answers may have.")
     bad_words: list[str] = Field(
         default_factory=list, max_length=MAX_BAD_WORDS, description="Texts that answers must not have."
     )
-    skip_special_tokens: bool = Field(True, description="Whether the text has no special tokens.")
+    skip_special_tokens: bool = Field(True, description="Omit special tokens from the text.")
     spaces_between_special_tokens: bool = Field(True, description="Has no effect.")
     min_tokens: int = Field(0, ge=0, le=MAX_COUNT)
     response_format: ResponseFormat | None = Field(None, description="The format of the answer: text or JSON.")
@@ -152,7 +153,7 @@ class SamplingRequest(ModelRequest):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with what the request has cost."""
+        """True if a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
@@ -170,23 +171,25 @@ class SamplingRequest(ModelRequest):
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:
-        """The same for the tokens of the prompt."""
+        """Number of alternatives for each token of the prompt; None: no logprobs."""
         return None
 
     @property
     def wanted_logprob_ids(self) -> list[int] | None:
-        """The tokens whose logprobs are returned in the place of the likeliest."""
+        """Tokens to return logprobs for, in place of the most likely ones."""
         return None
 
     @property
     def wants_confidence(self) -> bool:
-        """Whether answers are JSON, and how likely their tokens are is asked for."""
+        """True if answers are JSON and their logprobs are requested."""
         grammar = None if self.wanted_logprobs is None else self.grammar()
         return grammar is not None and grammar.kind in ("json_schema", "json_object")
 
     def sampling_params(self, defaults: SamplingParams, limit: int | None, default_limit: int) -> SamplingParams:
-        """What to sample. limit: the longest answer, in tokens; default_limit: that of requests which set none. Raises
-        InvalidRequestError, naming the field, for a value out of range."""
+        """Make sampling parameters. Raises InvalidRequestError, naming the field, for a value out of range.
+
+        limit: maximum tokens of the answer. default_limit: maximum if the request sets none.
+        """
         return SamplingParams(
             temperature=defaults.temperature if self.temperature is None else self.temperature,
             top_p=defaults.top_p if self.top_p is None else self.top_p,
@@ -234,15 +237,15 @@ class SamplingRequest(ModelRequest):
 
 
 class ChoicesRequest(SamplingRequest):
-    """One that may ask for several answers to each prompt, and for a search."""
+    """A request that may ask for several answers to each prompt, and for beam search."""
 
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to each prompt.")
-    use_beam_search: bool = Field(False, description="The likeliest answers as a whole, instead of sampled ones.")
+    use_beam_search: bool = Field(False, description="Search the most likely answers; do not sample.")
     best_of: int | None = Field(
         None,
         ge=1,
         le=MAX_CHOICES,
-        description="Answers that are sampled, or beams that are searched, of which the n likeliest come. Default: n.",
+        description="Answers to sample, or beams; the n most likely ones are returned. Default: n.",
     )
     length_penalty: float = Field(1, ge=-10, le=10, description="More than 1 prefers longer answers of a search.")
     early_stopping: bool = Field(False, description="End a search as soon as enough answers have ended.")
@@ -255,11 +258,9 @@ class ChoicesRequest(SamplingRequest):
     logprob_token_ids: list[TokenId] = Field(
         default_factory=list,
         max_length=MAX_LOGPROB_TOKEN_IDS,
-        description="With logprobs: return those of these tokens instead of the likeliest.",
+        description="With logprobs: tokens to return in place of the most likely ones.",
     )
-    return_token_ids: bool = Field(
-        False, description="Return the token ids of prompt and answer, and with logprobs those of every token."
-    )
+    return_token_ids: bool = Field(False, description="Return the token ids of prompt and answer, and of logprobs.")
     return_tokens_as_token_ids: bool = Field(False, description="Tokens of logprobs are named token_id:ID.")
 
     @model_validator(mode="after")
@@ -295,17 +296,17 @@ class ChoicesRequest(SamplingRequest):
 
     @property
     def num_running(self) -> int:
-        """How many answers to one prompt run at once."""
+        """Number of concurrent answers to a prompt."""
         return self.best_of or self.n
 
     @property
     def num_samples(self) -> int:
-        """How many answers to one prompt are sampled, of which the `n` likeliest come."""
+        """Number of sampled answers to a prompt; the `n` most likely ones are returned."""
         return self.n if self.use_beam_search else self.num_running
 
     @property
     def beams(self) -> BeamSearch | None:
-        """What to search for, if anything."""
+        """Parameters of beam search; None: no search."""
         if not self.use_beam_search:
             return None
         return BeamSearch(self.num_running, self.length_penalty, self.early_stopping)

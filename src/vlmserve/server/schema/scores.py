@@ -1,4 +1,4 @@
-"""``/v1/score`` as vLLM writes it, ``/v1/rerank`` as Jina does, ``/v2/rerank`` as Cohere does."""
+"""vLLM's ``/v1/score``, Jina's ``/v1/rerank`` and Cohere's ``/v2/rerank``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ScoredContent(RequestModel):
 
     @property
     def side(self) -> Side:
-        """The same for `Scorer`."""
+        """The content for `Scorer`."""
         if self.content is None and self.image is None:
             return self.text or ""
         parts: list[Mapping[str, Any]] = [part.model_dump(exclude_none=True) for part in self.content or ()]
@@ -45,7 +45,7 @@ class ScoredContent(RequestModel):
 
 
 Scored = Annotated[ScoredContent, BeforeValidator(lambda value: {"text": value} if isinstance(value, str) else value)]
-"""A string is a text."""
+"""Content to score; a string is a text."""
 _Queries = Annotated[
     list[Scored],
     Field(min_length=1, max_length=MAX_DOCUMENTS),
@@ -54,9 +54,9 @@ _Queries = Annotated[
 
 
 class _ScoringRequest(PromptRequest, ModelRequest):
-    """Fields of all three."""
+    """Common fields of scores and rankings."""
 
-    instruction: str | None = Field(None, min_length=1, description="What a reranker judges. Default: web search.")
+    instruction: str | None = Field(None, min_length=1, description="The reranker's task. Default: web search.")
 
 
 class ScoreRequest(_ScoringRequest):
@@ -83,7 +83,7 @@ class RerankRequest(_ScoringRequest):
     query: Scored
     documents: Annotated[list[Scored], Field(min_length=1, max_length=MAX_DOCUMENTS)]
     top_n: int | None = Field(None, ge=1, le=MAX_COUNT, description="Results to return, the best first. Default: all.")
-    return_documents: bool = Field(True, description="Whether results repeat the texts of documents; Jina's form only.")
+    return_documents: bool = Field(True, description="Repeat the texts of documents in results; Jina's form only.")
     max_tokens_per_doc: int | None = Field(
         None, ge=1, le=MAX_COUNT, description="Leading tokens of each text to read. Default: all."
     )
@@ -119,7 +119,7 @@ class RankedDocument(msgspec.Struct):
 
 
 class Ranked(msgspec.Struct, omit_defaults=True):
-    """One document. index: its place in the request."""
+    """One document. index: in the request."""
 
     index: int
     relevance_score: float

@@ -1,4 +1,4 @@
-"""Which known name a misspelt one means."""
+"""Find the known name that a misspelt one means."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 _LONGEST_NAME = 40
-"""Characters of a name that may be misspelt."""
+"""Maximum characters of a name to check."""
 _EDITS = ((8, 2), (5, 1))
-"""From a number of letters on: wrong letters that are noticed. Shorter names too often differ in one on purpose."""
+"""Minimum letters of a name, and the wrong letters to detect. Shorter names often differ in one letter on purpose."""
 _PREFIXES, _SUFFIXES = ("min", "max"), ("id", "ids")
-"""Beginnings and ends of names that differ on purpose: min_tokens, conversation_id."""
+"""Prefixes and suffixes of different known names, like min_tokens and conversation_id."""
 
 
 class _Known(NamedTuple):
     letters: str
     kinds: int
-    """The letters as a set of bits."""
+    """The set of letters, as bits."""
     meant: str
 
 
@@ -29,7 +29,7 @@ class Spellings:
         self._known = [_Known(letters, _kinds(letters), meant) for letters, meant in self._exact.items()]
 
     def meant(self, name: str) -> str | None:
-        """Return what to suggest for a name: the nearest, if it is near enough."""
+        """The name to suggest: the nearest, if it is near enough."""
         if len(name) > _LONGEST_NAME:
             return None
         letters = _letters(name)
@@ -39,7 +39,7 @@ class Spellings:
         kinds = _kinds(letters)
         meant = None
         for known in self._known if best else ():
-            # An edit changes the length by at most one, and adds and removes at most one kind of letter.
+            # An edit changes the length by at most one, and the set of letters by at most two.
             if abs(len(known.letters) - len(letters)) > best or (known.kinds ^ kinds).bit_count() > 2 * best:
                 continue
             if _differ_on_purpose(known.letters, letters):

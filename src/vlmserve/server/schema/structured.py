@@ -1,4 +1,4 @@
-"""The format of answers, as OpenAI writes it (``response_format``) and vLLM (``structured_outputs``).
+"""Formats of answers: OpenAI's ``response_format`` and vLLM's ``structured_outputs``.
 
 https://platform.openai.com/docs/guides/structured-outputs
 """
@@ -33,15 +33,14 @@ class TextFormat(RequestModel):
 
 
 class ObjectFormat(RequestModel):
-    """Any JSON object, or one that fits a schema, as llama.cpp, Together and Fireworks write it."""
+    """Any JSON object, or one that matches a schema (the form of llama.cpp, Together and Fireworks)."""
 
     type: Literal["json_object"]
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
 
 
 class NamedSchema(RequestModel):
-    """A JSON schema. name and description are accepted and change nothing. strict: keywords that cannot be followed are
-    refused instead of ignored."""
+    """A JSON schema. name and description have no effect. strict: reject unsupported keywords, do not ignore them."""
 
     name: str | None = None
     description: str | None = None
@@ -50,7 +49,7 @@ class NamedSchema(RequestModel):
 
 
 class SchemaFormat(RequestModel):
-    """JSON that fits a schema."""
+    """JSON that matches a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -58,7 +57,7 @@ class SchemaFormat(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _take_flat_form(cls, value: Any) -> Any:
-        """Nest a schema that stands beside the type, as llama.cpp and Together write it."""
+        """Nest a schema that is next to the type, the form of llama.cpp and Together."""
         if isinstance(value, dict) and "json_schema" not in value and "schema" in value:
             return {"type": value.get("type"), "json_schema": {k: v for k, v in value.items() if k != "type"}}
         return value
@@ -74,7 +73,7 @@ ResponseFormat = Annotated[
 
 
 class StructuredOutputs(RequestModel):
-    """One format of answers, as vLLM writes it."""
+    """A format of answers, in vLLM's form."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"structural_tag": ()}
 
@@ -86,7 +85,7 @@ class StructuredOutputs(RequestModel):
 
 
 class FlatSchemaFormat(NamedSchema):
-    """The same in the Responses API."""
+    """A schema in the form of the Responses API."""
 
     type: Literal["json_schema"]
 
@@ -98,7 +97,7 @@ class FlatSchemaFormat(NamedSchema):
 
 
 class MessagesFormat(RequestModel):
-    """The same in Anthropic's API, where keywords that cannot be followed are always refused."""
+    """A schema in Anthropic's form. Unsupported keywords are always rejected."""
 
     type: Literal["json_schema"]
     schema_: Annotated[Schema, Field(alias="schema")]
@@ -127,7 +126,7 @@ def output_grammar(output: TextFormat | ObjectFormat | FlatSchemaFormat | None) 
 
 
 def either_grammar(own: Grammar | None, other: Grammar | None) -> Grammar | None:
-    """What an API's own field asks for, or what others do. Raises InvalidRequestError if both ask."""
+    """Either of two grammars. Raises InvalidRequestError if there are both."""
     if own is not None and other is not None:
         raise InvalidRequestError(
             f"an answer cannot obey both {own.source} and {other.source}; leave one out", param=other.source
@@ -140,8 +139,10 @@ def wanted_grammar(
     structured: StructuredOutputs | None,
     guided: Mapping[str, Any],
 ) -> Grammar | None:
-    """The grammar of a request. guided: by name, the older fields that vLLM has for each kind; None for those that were
-    not sent. Raises InvalidRequestError for more than one grammar, naming the second."""
+    """The grammar of a request. guided: vLLM's older fields by kind; None if absent.
+
+    Raises InvalidRequestError, naming the second field, for more than one grammar.
+    """
     found: list[Grammar] = []
     if isinstance(response_format, ObjectFormat):
         found.append(_object_grammar(response_format, "response_format"))

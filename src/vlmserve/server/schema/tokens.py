@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, as vLLM has them."""
+"""vLLM's ``/tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 class TokenizeRequest(PromptRequest):
-    """The body of ``POST /tokenize``: a text, or a conversation with all that its prompt has. content: llama.cpp's name
-    of prompt."""
+    """The body of ``POST /tokenize``: a text, or a conversation with tools. content: llama.cpp's name of prompt."""
 
     model: str | None = None
     prompt: str | None = None
@@ -48,7 +47,7 @@ class TokenizeRequest(PromptRequest):
 
 
 class Tokenized(msgspec.Struct, omit_defaults=True):
-    """What a text is to the model. token_strs: the tokens as the vocabulary writes them, if they were asked for."""
+    """Tokens of a text. token_strs: as the vocabulary writes them, if requested."""
 
     count: int
     max_model_len: int
@@ -64,6 +63,6 @@ class DetokenizeRequest(RequestModel):
 
 
 class Detokenized(msgspec.Struct):
-    """What tokens say."""
+    """The text of tokens."""
 
     prompt: str

@@ -1,4 +1,4 @@
-"""Tools and calls of them, as OpenAI writes them: https://platform.openai.com/docs/guides/function-calling"""
+"""Tools and tool calls in OpenAI's form: https://platform.openai.com/docs/guides/function-calling"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class FunctionDefinition(RequestModel):
-    """A function that can be called. parameters: a JSON schema of its arguments; default: it has none."""
+    """A function that can be called. parameters: JSON schema of its arguments; default: no arguments."""
 
     name: Name
     description: str | None = None
@@ -28,7 +28,7 @@ class FunctionDefinition(RequestModel):
 
     @property
     def function(self) -> Function:
-        """The same for the model."""
+        """The function for the model."""
         return Function(self.name, self.description, self.parameters, self.strict)
 
 
@@ -40,20 +40,20 @@ class Tool(RequestModel):
 
 
 class FunctionName(RequestModel):
-    """Which function."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedTool(RequestModel):
-    """The one function that is to be called."""
+    """The one function to call."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 def choice_kind(value: Any) -> str | None:
-    """The tag of a `tool_choice`."""
+    """The discriminator's tag of a `tool_choice`."""
     if isinstance(value, str):
         return "<word>"
     kind = value.get("type", "") if isinstance(value, dict) else getattr(value, "type", None)
@@ -61,7 +61,7 @@ def choice_kind(value: Any) -> str | None:
 
 
 class AllowedFunctions(RequestModel):
-    """The functions that may be called. mode: whether the answer has to call one of them."""
+    """The functions that may be called. mode: whether one must be."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
@@ -88,7 +88,7 @@ ToolChoice = Annotated[
 
 
 class CalledFunction(RequestModel):
-    """What was called. arguments: JSON."""
+    """A called function. arguments: JSON."""
 
     name: Annotated[str, Field(min_length=1)]
     arguments: str = "{}"
@@ -104,8 +104,10 @@ class SentToolCall(RequestModel):
 
 
 def tool_use(functions: Sequence[Function], choice: str | NamedTool | None, parallel: bool) -> ToolUse | None:
-    """How an answer may use tools; None if it may not. Raises InvalidRequestError for tools that contradict each other
-    or the choice."""
+    """The answer's use of tools; None: no tools.
+
+    Raises InvalidRequestError for tools that conflict with each other or with the choice.
+    """
     if not functions:
         if isinstance(choice, NamedTool) or choice == "required":
             raise InvalidRequestError("tool_choice requires a call, but there are no tools", param="tool_choice")
@@ -129,7 +131,7 @@ def tool_use(functions: Sequence[Function], choice: str | NamedTool | None, para
 def allowed_tool_use(
     functions: Sequence[Function], names: Collection[str], mode: Literal["auto", "required"], parallel: bool
 ) -> ToolUse | None:
-    """How an answer may use some of the tools. Raises InvalidRequestError as `tool_use` does."""
+    """The answer's use of some of the tools. Raises InvalidRequestError like `tool_use`."""
     if unknown := sorted(set(names) - {function.name for function in functions}):
         raise InvalidRequestError(
             f"tool_choice allows {unknown[0]!r:.100}, which is not among the tools", param="tool_choice"
@@ -139,7 +141,7 @@ def allowed_tool_use(
 
 
 def offered(kind: str) -> BeforeValidator:
-    """Leave out tools that only another server runs, and log each of their types once. Functions are checked later."""
+    """Drop tools that only other servers run, and log each type once. Functions are checked later."""
 
     def offer(tools: Any) -> Any:
         if not isinstance(tools, list):
@@ -157,14 +159,14 @@ def offered(kind: str) -> BeforeValidator:
 
 
 class FunctionCall(msgspec.Struct, omit_defaults=True):
-    """A function and its arguments as JSON, or what is new of them in a stream."""
+    """A function and its arguments as JSON, or their new part in a stream."""
 
     arguments: str | msgspec.UnsetType = msgspec.UNSET
     name: str | None = None
 
 
 class AnswerToolCall(msgspec.Struct):
-    """A call that the model wants."""
+    """A tool call in an answer."""
 
     id: str
     function: FunctionCall
@@ -172,7 +174,7 @@ class AnswerToolCall(msgspec.Struct):
 
 
 class DeltaToolCall(msgspec.Struct, omit_defaults=True):
-    """What is new in a call of a stream; id, type and name come once, first."""
+    """The new part of a call in a stream. Only the first part has id, type and name."""
 
     index: int
     function: FunctionCall

@@ -1,4 +1,4 @@
-"""What answers cost, and what there is to ask."""
+"""Token counts of answers."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import msgspec
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """What the prompt cost. cached_tokens: those of the prompt that were found in the prefix cache. Beyond OpenAI's
-    fields, images: images in the prompt; images_encoded: those that went through the vision tower; image_tokens: those
-    of the prompt that are images, videos included.
-    """
+    """Details of prompt tokens. The image fields are vlmserve's extensions."""
 
     cached_tokens: int
+    """Found in the prefix cache."""
     images: int
     images_encoded: int
+    """Images that went through the vision tower."""
     image_tokens: int
+    """Tokens of images and videos."""
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """What the answers cost. reasoning_tokens: generated ones that are thoughts, with the markers around them."""
+    """Details of generated tokens."""
 
     reasoning_tokens: int = 0
+    """Reasoning, with the markers around it."""
     accepted_prediction_tokens: int = 0
     """Drafts that are part of the answers; `rejected_prediction_tokens` are not."""
     rejected_prediction_tokens: int = 0
 
 
 class Usage(msgspec.Struct):
-    """Tokens of the prompt, once for all answers, and generated ones. The end token counts as generated."""
+    """Token counts. The prompt counts once for all answers. The end token counts as generated."""
 
     prompt_tokens: int
     completion_tokens: int
