@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _MINUTE = 60.0
 _RELOAD_INTERVAL = 1.0
-"""Seconds between checks whether the file of keys has changed."""
+"""Seconds between checks of the key file for changes."""
 
 Clock = Callable[[], float]
 
@@ -33,9 +33,9 @@ RATE_LIMIT_HEADERS = tuple(
 
 
 class Bucket:
-    """A token bucket: holds a minute's amount, is refilled evenly, and may become negative.
+    """A token bucket. It holds a minute's amount, refills evenly, and may become negative.
 
-    taken: what others who have the same limit are still to be told.
+    taken: amount that was not yet reported to other servers with the same limit.
     """
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
@@ -47,7 +47,7 @@ class Bucket:
 
     @property
     def level(self) -> float:
-        """The amount in it; may be negative."""
+        """The current amount; may be negative."""
         now = self._clock()
         self._level = min(self.per_minute, self._level + (now - self._then) * self.per_minute / _MINUTE)
         self._then = now
@@ -59,27 +59,27 @@ class Bucket:
         self.taken += amount
 
     def tell(self) -> float:
-        """What others are told now that was taken, without what has come back since then."""
+        """Return what was taken since the last call, for other servers, less the refill since then."""
         told = min(self.taken, max(0.0, self.per_minute - self.level))
         self.taken = 0.0
         return told
 
     def hear(self, used: float) -> None:
-        """So much of the limit is used up by all together, with all that others were told."""
+        """Set the amount that all servers together have used, including what this one reported."""
         self._level = self.per_minute - used - self.taken
         self._then = self._clock()
 
     def seconds_until(self, amount: float) -> float:
-        """Seconds until it holds `amount` if none is taken; 0 if it does now."""
+        """Seconds until the bucket holds `amount` if nothing is taken; 0 if it does already."""
         return max(0.0, amount - self.level) * _MINUTE / self.per_minute
 
 
 class Account:
-    """The running requests of a key, and what is left of its limits. To be used from one thread.
+    """The running requests of a key, and the rest of its limits. Use it from one thread.
 
-    owner: of its history, the same after every start; default: that of the key's name in its file. on_use: called when
-    something was taken of its limits, or given back. places: how many requests may run here, of those that the key may
-    run at once on all servers; None: this server counts alone.
+    owner: of the key's history, the same after every start; default: the owner of the key's name. on_use: called when
+    something was taken from the limits or given back. places: concurrent requests that this server may run, a share of
+    the key's `max_concurrency`; None: this server counts alone.
     """
 
     def __init__(self, key: StoredKey, clock: Clock = time.monotonic, owner: str = "") -> None:
@@ -102,9 +102,9 @@ class Account:
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
-        """Count a request while it runs. Raises RefusedError (429) if it is beyond a limit.
+        """Count a request while it runs. Raises RefusedError (429) beyond a limit.
 
-        A request may begin while the account has any token left; what it costs is taken when that is known.
+        A request may start while any token is left; its cost is taken when it is known.
         """
         most = self.key.max_concurrency
         if most is not None and self.num_running >= (most if self.places is None else min(most, self.places)):
@@ -123,7 +123,7 @@ class Account:
                 self.on_use(self)
 
     def begin_row(self) -> bool:
-        """Count a request of a batch, unless half of a limit is used up: the rest is for others."""
+        """Count a request of a batch. Returns False once half of a limit is used: the rest is for clients."""
         if any(bucket.level < bucket.per_minute / 2 for bucket in self.buckets.values()):
             return False
         self._take(self._requests, 1)
@@ -133,7 +133,7 @@ class Account:
         self._take(self._tokens, num_tokens)
 
     def headers(self) -> dict[str, str]:
-        """``x-ratelimit-…`` as OpenAI has them: the limit, what is left, and how long until all of it is back."""
+        """OpenAI's ``x-ratelimit-…``: the limit, the rest, and the time until the full limit is available."""
         shown = {}
         for kind, bucket in self.buckets.items():
             shown[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
@@ -168,20 +168,20 @@ def duration(seconds: float) -> str:
 
 
 class SharedLimits(Protocol):
-    """Limits of keys that several servers have together."""
+    """Limits of keys that several servers share."""
 
     async def refresh(self, account: Account) -> None:
-        """See to it that an account knows what other servers have taken of its limits."""
+        """Update what other servers have taken of an account's limits."""
 
 
 class KeyRing:
-    """The accounts of all keys: some given as they are, and those of a file, which is read again when it changes.
+    """The accounts of all keys: plain keys, and keys of a file, which is reloaded when it changes.
 
-    limits: that other servers have, too; None: each key's are this server's alone.
+    limits: shared with other servers; None: this server counts alone.
     """
 
     def __init__(self, plain: Sequence[str], path: Path | None, clock: Clock = time.monotonic) -> None:
-        """Raises ConfigurationError for an empty or endless key, or a file that cannot be read."""
+        """Raises ConfigurationError for an empty or too long key, or a file that cannot be read."""
         if not all(0 < len(key) <= MAX_KEY_LENGTH for key in plain):
             raise ConfigurationError(f"an API key must have 1 to {MAX_KEY_LENGTH} characters")
         self.limits: SharedLimits | None = None
@@ -198,13 +198,13 @@ class KeyRing:
 
     @classmethod
     def of(cls, config: ServerConfig) -> KeyRing | None:
-        """The keys of the settings; None if there are none and no key is needed."""
+        """The keys of the settings; None if no key is needed."""
         if not config.api_key and config.api_keys_file is None:
             return None
         return cls(config.api_key, None if config.api_keys_file is None else expanded(config.api_keys_file))
 
     def find(self, key: str) -> Account | None:
-        """The account of a key. Compares with every key, so that timing reveals none."""
+        """The account of a key. It compares all keys, so that timing reveals none."""
         self._reload()
         if not 0 < len(key) <= MAX_KEY_LENGTH:
             return None
@@ -215,12 +215,12 @@ class KeyRing:
         return found
 
     def of_owner(self, owner: str) -> Account | None:
-        """The account that has this history; None if its key is gone."""
+        """The account that owns a history; None if its key was removed."""
         self._reload()
         return next((account for account in (*self._plain, *self._stored) if account.owner == owner), None)
 
     def _reload(self) -> None:
-        """Read the file again if it has changed. If it has become unreadable, the keys from before stay."""
+        """Reload a changed file. If it cannot be read, the old keys stay."""
         if self._path is None or self._clock() - self._checked < _RELOAD_INTERVAL:
             return
         self._checked = self._clock()
@@ -233,7 +233,7 @@ class KeyRing:
         except ConfigurationError as error:
             logger.error("The API keys stay as they were: %s", error)
             return
-        # Who changed nothing of a key has not given it back what it had used up.
+        # A key that did not change keeps what it has used up.
         known = {account.key: account for account in self._stored}
         self._stored = [known.get(key) or Account(key, self._clock) for key in keys]
         logger.info("Read %d API keys from %s", len(keys), self._path)

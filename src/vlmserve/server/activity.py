@@ -14,9 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 def activity_line(before: EngineStats, after: EngineStats, seconds: float) -> str | None:
-    """What went on in the `seconds` between two snapshots of one engine.
+    """Describe the `seconds` between two snapshots of one engine.
 
-    None if it was idle all the time, so the last line after some work is the one that says so: 0 running.
+    None if the engine was idle all the time. The last line after some work says "0 running".
     """
     busy = any(stats.num_running or stats.num_waiting for stats in (before, after))
     if not busy and after.steps == before.steps:
@@ -55,9 +55,9 @@ def _percent(part: int, whole: int) -> str:
 
 @contextlib.asynccontextmanager
 async def activity_log(stats: Callable[[], EngineStats | None], interval: float) -> AsyncGenerator[None, None]:
-    """Log what `stats` says went on, every `interval` seconds and at the end; never if `interval` is 0.
+    """Log the engine's activity every `interval` seconds and at the end; never if `interval` is 0.
 
-    stats: None while there is no engine.
+    stats: returns None while there is no engine.
     """
     if interval == 0:
         yield
@@ -88,7 +88,7 @@ class _Watch:
         after, now = self._stats(), time.monotonic()
         if after is None or now <= self._then:
             return
-        # An engine that was restarted has begun to count again.
+        # A restarted engine counts from 0.
         before = EngineStats() if after.steps < self._before.steps else self._before
         line = activity_line(before, after, now - self._then)
         self._before, self._then = after, now

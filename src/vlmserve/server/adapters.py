@@ -1,4 +1,4 @@
-"""Adapters by the names that requests have: those that the engine serves, and a folder that others come from."""
+"""Adapters by name: in the engine, or in a folder that is loaded on demand."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ from vlmserve.types import AdapterInfo
 logger = logging.getLogger(__name__)
 
 _CHECK_INTERVAL = 1.0
-"""Seconds between looks at the files of an adapter that is in the folder."""
+"""Seconds between checks of an adapter's files for changes."""
 
 Signature = tuple[tuple[int, int, int], ...]
 
 
 class Adapters:
-    """What is known of adapters beside what the engine says.
+    """The state of adapters that the engine does not keep.
 
-    folder: the only one that adapters may be loaded from while the server runs; None: none. An adapter in it is loaded
-    when a request names it, and again when its files have changed.
+    folder: the only folder to load adapters from while the server runs. A request that names an adapter in it loads the
+    adapter, and reloads it when its files have changed.
     """
 
     def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
-        """Raises ConfigurationError for a folder that is none, or without --enable-lora."""
+        """Raises ConfigurationError for a path that is no folder, or without --enable-lora."""
         self.folder = None if server.lora_folder is None else expanded(server.lora_folder).resolve()
         if self.folder is not None and not engine.enable_lora:
             raise ConfigurationError("--lora-folder needs --enable-lora")
         if self.folder is not None and not self.folder.is_dir():
             raise ConfigurationError(f"--lora-folder {server.lora_folder} is not a folder")
         self._configured = {read_module(entry).name for entry in engine.lora_modules}
-        # Loaded on demand of a caller, and so to be loaded again when another engine takes over.
+        # Loaded by requests; to be loaded again by a restarted engine.
         self._loaded: dict[str, Path] = {}
-        # Of the settings, but no longer to be served.
+        # Adapters of the settings that were unloaded.
         self._unloaded: set[str] = set()
-        # Of X-LoRA checkpoints whose adapters were changed: see `EngineClient.load_adapter`.
+        # Changed adapters of X-LoRA checkpoints; see `EngineClient.load_adapter`.
         self._pools: dict[str, dict[str, str]] = {}
-        # Of those from the folder: their files when they were loaded, and when these were looked at.
+        # Adapters from the folder: their files when they were loaded, and the time of the last check.
         self._seen: dict[str, Signature] = {}
         self._checked: dict[str, float] = {}
         self._failed: dict[str, tuple[Signature, str]] = {}
-        """Adapters in the folder that could not be loaded: their files then, and why."""
+        """Adapters in the folder that failed to load: their files, and the reason."""
         self._locks: dict[str, asyncio.Lock] = {}
         self._restoring: asyncio.Future[None] | None = None
 
@@ -66,7 +66,7 @@ class Adapters:
         return name in served or name in self._loaded or self._in_folder(name) is not None
 
     def infos(self, client: EngineClient | None) -> Iterator[tuple[str, AdapterInfo | None]]:
-        """The names of all adapters, and what the engine says of those that it serves."""
+        """The names of all adapters; infos only of adapters that the engine serves."""
         served = {} if client is None else client.calls.adapters
         names = {*(self._configured if client is None else served), *self._loaded}
         if self.folder is not None:
@@ -75,9 +75,9 @@ class Adapters:
         yield from ((name, served.get(name)) for name in sorted(names))
 
     async def resolve(self, client: EngineClient, name: str) -> None:
-        """See to it that the engine serves an adapter, as its files in the folder are now.
+        """Have the engine serve the current version of an adapter.
 
-        Raises UnknownModelError for one that is nowhere, AdapterError for one that cannot be loaded.
+        Raises UnknownModelError for an unknown adapter, AdapterError for one that cannot be loaded.
         """
         if name in self._loaded or self.folder is None or name in self._configured:
             if self._restoring is not None:
@@ -112,11 +112,11 @@ class Adapters:
                 if name not in client.calls.adapters:
                     self._failed[name] = signature, str(error)
                     raise
-                # Files that are being replaced may not fit together yet.
+                # Files that are being replaced may be inconsistent for a moment.
                 logger.warning("adapter %s stays as it was: %s", name, error)
 
     async def load(self, client: EngineClient, name: str, path: str) -> AdapterInfo:
-        """Load an adapter out of the folder under a name. Raises AdapterError for a path outside of it, too."""
+        """Load an adapter from the folder under a name. Raises AdapterError, also for a path outside of the folder."""
         check_name(name)
         folder = self._inside(path)
         async with self._locks.setdefault(name, asyncio.Lock()):
@@ -127,7 +127,7 @@ class Adapters:
         return info
 
     async def unload(self, client: EngineClient, name: str) -> None:
-        """Have an adapter served no more. One in the folder comes back with the next request that names it."""
+        """Unload an adapter. A request that names one in the folder loads it again."""
         async with self._locks.setdefault(name, asyncio.Lock()):
             await client.calls.unload_adapter(name)
             self._loaded.pop(name, None)
@@ -138,15 +138,15 @@ class Adapters:
             self._seen.pop(name, None)
 
     async def mix(self, client: EngineClient, mixture: str, name: str, path: str, *, replace: bool) -> None:
-        """Have an X-LoRA checkpoint mix an adapter out of the folder.
+        """Have an X-LoRA checkpoint mix an adapter from the folder.
 
-        mixture: the checkpoint's name. name: of one of its classifier's outputs. replace: even if there is an adapter
-        for it. Raises AdapterError for what does not fit, and what `resolve` raises.
+        mixture: the checkpoint's name. name: an output of its classifier. replace: allow to replace an adapter. Raises
+        AdapterError for an adapter that does not fit, and the errors of `resolve`.
         """
         await self._set_pool(client, mixture, name, str(self._inside(path)), replace=replace)
 
     async def leave_out(self, client: EngineClient, mixture: str, name: str) -> None:
-        """Have an X-LoRA checkpoint mix an adapter no more. Raises as `mix` does."""
+        """Remove an adapter from an X-LoRA mixture. Raises the errors of `mix`."""
         await self._set_pool(client, mixture, name, "", replace=True)
 
     async def _set_pool(self, client: EngineClient, mixture: str, name: str, folder: str, *, replace: bool) -> None:
@@ -168,7 +168,7 @@ class Adapters:
             self._pools[mixture] = pool
 
     def restore(self, client: EngineClient) -> None:
-        """Have an engine that took over serve what the one before did: it comes with what is in the settings."""
+        """Restore the adapters on a restarted engine, which has only the adapters of the settings."""
         self._seen.clear()
         self._checked.clear()
         self._restoring = asyncio.ensure_future(self._restore(client))
@@ -182,18 +182,18 @@ class Adapters:
                 logger.error("adapter %s is lost: %s", name, error)
                 self._loaded.pop(name, None)
                 self._pools.pop(name, None)
-                # Better none than one with adapters that were left out, or what another one took the place of.
+                # Drop a mixture that cannot be restored: it would mix removed or replaced adapters.
                 await self._drop(client, name)
         for name in sorted(self._unloaded):
             await self._drop(client, name)
 
     async def _drop(self, client: EngineClient, name: str) -> None:
         if name in client.calls.adapters:
-            with contextlib.suppress(EngineDeadError, UnavailableError):  # an engine that is gone serves none
+            with contextlib.suppress(EngineDeadError, UnavailableError):  # a dead engine serves none
                 await client.calls.unload_adapter(name)
 
     def _inside(self, path: str) -> Path:
-        """A folder inside of `folder`. Raises AdapterError for any other."""
+        """Resolve a path inside of `folder`. Raises AdapterError for any other."""
         if self.folder is None:
             raise AdapterError("adapters are loaded only from the folder of --lora-folder, and none is set")
         try:
@@ -206,7 +206,7 @@ class Adapters:
         return folder
 
     def _check_files(self, folder: Path, name: str) -> None:
-        """Raises AdapterError for an adapter whose files are links to outside of `self.folder`. name: the caller's."""
+        """Raise AdapterError if an adapter's files are links to outside of `self.folder`. name: for the error."""
         self._check_inside(files_of(folder), name)
         if holds_adapter(folder) and is_xlora(folder):
             mixed = XLoraFolder.find(folder).adapters
@@ -222,7 +222,7 @@ class Adapters:
             raise UnknownModelError(f"There is no model {name!r:.100} here", param="model")
 
     def _in_folder(self, name: str) -> Path | None:
-        """An adapter's folder inside of `folder`; None if there is none of that name."""
+        """The folder of an adapter; None if there is none."""
         if self.folder is None or not name or name.startswith(".") or "/" in name or "\\" in name or "\0" in name:
             return None
         try:

@@ -138,7 +138,7 @@ def _ollama_operations() -> list[Operation]:
 
 
 def create_app(service: Service) -> Starlette:
-    """The application around a service, which may still be loading."""
+    """Make the application of a service, which may still be loading."""
     app = assemble(service, routes(operations(service.config)))
     app.state.service = service
     app.state.live = LiveView(service)
@@ -146,8 +146,7 @@ def create_app(service: Service) -> Starlette:
 
 
 def assemble(front: Front, served: Sequence[Route]) -> Starlette:
-    """An application with these routes, and with what all have in common: the page, the OpenAPI document, keys, the
-    access log and errors."""
+    """Make an application of routes, with the common parts: page, OpenAPI document, keys, access log and errors."""
     config = front.config
 
     @functools.lru_cache(1)
@@ -160,7 +159,7 @@ def assemble(front: Front, served: Sequence[Route]) -> Starlette:
     pages = page_routes() if config.enable_page else []
     middleware = [Middleware(RequestLog, service=front), Middleware(Guard, service=front)]
     if config.cors_origins:
-        # Outside of all others: a browser's preflight has no key, and it shows a page no error without these headers.
+        # Outermost: preflight requests have no key, and a page sees errors only with CORS headers.
         cors = Middleware(
             CORSMiddleware,
             allow_origins=[origin for origin in config.cors_origins if origin == "*"],

@@ -1,4 +1,4 @@
-"""A request's body: of JSON, within a limit for one, and within a limit for all that are in memory at once."""
+"""Read request bodies within limits: for one body, and for all bodies in memory together."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vlmserve.server.inflate import check_encoding, inflate
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MIN_RATE = 500
-"""Lowest average rate of a body, in bytes a second, as in Apache's RequestReadTimeout."""
+"""Minimum average rate of a body in bytes per second, as in Apache's RequestReadTimeout."""
 _DROP_TIMEOUT = 2.0
-"""Seconds to continue reading a body that is refused."""
+"""Seconds to continue reading a rejected body."""
 BRISK_PATIENCE = 5.0
 _BRISK_RATE = 10 * 1024**2
 """A body gives way when memory is short once it takes longer than these seconds plus its bytes at this rate."""
@@ -52,7 +52,7 @@ class BodyMemory:
 
 
 class BodyShare:
-    """The share of one body in the memory for all."""
+    """The memory of one body."""
 
     def __init__(self, memory: BodyMemory) -> None:
         self._memory = memory
@@ -60,7 +60,7 @@ class BodyShare:
         self._began = time.monotonic()
         self._waiting: asyncio.Timeout | None = None
         self.is_rejected = False
-        """Another body has got the memory of this one."""
+        """Another body got this one's memory."""
 
     @property
     def is_slow(self) -> bool:
@@ -79,7 +79,7 @@ class BodyShare:
                 self._waiting = None  # it holds the task, whose error may hold this share
 
     def reject(self) -> None:
-        """Give the memory of a slow body to others."""
+        """Give a slow body's memory to others."""
         self.is_rejected = True
         self.give_back()
         self._memory.arriving.discard(self)
@@ -105,7 +105,7 @@ class BodyShare:
 
 
 async def read_json_body(request: Request, max_bytes: int, share: BodyShare, pause: float = 30.0) -> bytearray:
-    """The body of a JSON request. Raises as `read_body` does, and RefusedError for another content type."""
+    """Read the body of a JSON request. Raises RefusedError, like `read_body` and for another content type."""
     kind = content_type(request)
     if kind != "application/json" and not kind.endswith("+json"):
         raise wrong_content_type("application/json", kind)
@@ -121,7 +121,7 @@ def skip_byte_order_mark(body: bytearray) -> None:
 
 
 def content_type(request: Request) -> str:
-    """What a request says that its body is, like ``application/json``."""
+    """The content type of a request, like ``application/json``."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
@@ -131,11 +131,14 @@ def wrong_content_type(wanted: str, kind: str) -> RefusedError:
 
 
 async def read_body(request: Request, max_bytes: int, share: BodyShare, pause: float = 30.0) -> bytearray:
-    """The body of a request, inflated if it is compressed.
+    """Read the body of a request, and inflate it if it is compressed.
 
-    Raises RefusedError for a body over `max_bytes`, declared or not, compressed or inflated. Raises it as well for a
-    body that does not fit into the memory for all, that is slow while others need this memory, that pauses for `pause`
-    seconds or drips, or that has an unknown encoding.
+    Raises RefusedError for a body
+
+    - over `max_bytes`, declared or actual, compressed or inflated
+    - that does not fit into memory, or is slow while others need the memory
+    - that pauses for `pause` seconds or is slower than `MIN_RATE`
+    - of unknown encoding
     """
     expects_continue = "expect" in request.headers
     declared = request.headers.get("content-length", "")
@@ -149,7 +152,7 @@ async def read_body(request: Request, max_bytes: int, share: BodyShare, pause: f
     body = bytearray()
     more = True
     latest, received = time.monotonic() + pause, 0
-    # Many clients read no answer before they have sent everything: up to as much again is read and dropped.
+    # Many clients read no answer before they have sent all of the body, so read and drop as much again.
     while more and spare >= 0 and not (refusal and expects_continue):
         try:
             async with share.arrives(min(pause, latest + received / MIN_RATE - time.monotonic())):
@@ -190,7 +193,7 @@ async def _inflated(body: bytearray, coding: str, max_bytes: int, share: BodySha
 
 
 async def drop_body(request: Request, max_bytes: int) -> None:
-    """Read a refused body within limits of time and size, so that its sender reads the response."""
+    """Read a rejected body, within limits of time and size, so that its sender reads the response."""
     if "expect" in request.headers:
         return
     with contextlib.suppress(TimeoutError, ClientDisconnect):

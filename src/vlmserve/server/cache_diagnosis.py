@@ -1,4 +1,4 @@
-"""Why a request found less in the caches than an earlier one left there: which part of its prompt changed."""
+"""Find out which part of a prompt changed when it reuses less of the cache than an earlier request's."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Miss:
 
 
 class AskedPrompt:
-    """What a prompt was made of, as digests, and its tokens."""
+    """Digests of a prompt's parts, and its tokens."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class AskedPrompt:
         tools: object,
         prompt: Prompt,
     ) -> None:
-        """messages: as chat completions has them. owner: who may compare with it."""
+        """messages: of chat completions. owner: the only one who may compare with it."""
         self.owner, self._salt = owner, salt
         self._tools = _digest(tools)
         self._system = [_parts(one) for one in messages if one["role"] in ("system", "developer")]
@@ -101,7 +101,7 @@ class AskedPrompt:
         return Miss("not_cached", common, len(self._token_ids) - cached_tokens, common - cached_tokens)
 
     def _num_common(self, earlier: AskedPrompt) -> int:
-        """Leading tokens that are equal, and so are the images in them."""
+        """Number of equal leading tokens, images included."""
         shorter = min(len(self._token_ids), len(earlier._token_ids))
         different = np.flatnonzero(self._token_ids[:shorter] != earlier._token_ids[:shorter])
         common = int(different[0]) if len(different) else shorter
@@ -123,7 +123,7 @@ class AskedPrompt:
         changed = _first_change(earlier._messages, self._messages)
         if changed is not None:
             return "messages", changed
-        # Some templates begin an answer otherwise than they show it in the next turn.
+        # Some templates start an answer differently from how they show it in the next turn.
         return ("settings", None) if common < earlier.num_tokens - _GENERATION_PROMPT else (None, None)
 
 
@@ -179,7 +179,7 @@ class Diagnosis:
 def _first_change(
     before: Sequence[list[tuple[str, bytes]]], after: Sequence[list[tuple[str, bytes]]]
 ) -> Changed | None:
-    """Return the first part of earlier messages that is another one or missing now."""
+    """The first part of earlier messages that is different or missing."""
     for number, old in enumerate(before):
         if number == len(after):
             return Changed(number, 0, "removed")
@@ -205,7 +205,7 @@ def _kind(part: Any) -> str:
 
 
 def _digest(value: object) -> bytes:
-    """A digest of a value of JSON, whose texts may be bytes."""
+    """A digest of a JSON value, whose strings may be bytes."""
     hasher = blake3()
     _add(hasher, value)
     return hasher.digest(16)

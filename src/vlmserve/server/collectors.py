@@ -28,7 +28,7 @@ Stats = TypeVar("Stats")
 
 @dataclass(frozen=True, slots=True)
 class StatMetric(Generic[Stats]):
-    """A number among some statistics. A counter's name goes without its ``_total``."""
+    """A metric that is read from statistics. Counters' names omit ``_total``."""
 
     kind: Literal["gauge", "counter"]
     name: str
@@ -37,8 +37,7 @@ class StatMetric(Generic[Stats]):
 
 
 class RunningEngine(NamedTuple):
-    """An engine process and what it has loaded. load_seconds: how long that took. silence: seconds without a
-    heartbeat."""
+    """An engine process. load_seconds: of the model. silence: seconds without a heartbeat."""
 
     pid: int
     info: ModelInfo
@@ -241,8 +240,8 @@ class StatsCollector(Collector, Generic[Stats]):
 
 
 class Distribution(Collector):
-    """A histogram, to be used from one thread. The library's own takes a lock and searches for every number, which was
-    a tenth of what a streamed token costs the server."""
+    """A histogram for one thread. The library's own takes a lock and searches a bucket for every number, which costs a
+    tenth of the server's time for a streamed token."""
 
     def __init__(self, model_name: str, name: str, text: str, bounds: Sequence[float]) -> None:
         self._model_name, self._name, self._text = model_name, PREFIX + name, text
@@ -308,7 +307,7 @@ class ModelFacts(Collector):
 
 
 class Processes(Collector):
-    """Memory and processor time of the server, its engine, and the ranks of that."""
+    """Memory and CPU time of the server, the engine and its ranks."""
 
     def __init__(self, model_name: str, engine: Callable[[], RunningEngine | None]) -> None:
         self._model_name = model_name
@@ -327,7 +326,7 @@ class Processes(Collector):
         )
         engine = self._engine()
         for name, pid in {"server": os.getpid(), **({} if engine is None else _engine_pids(engine))}.items():
-            # An engine that has just died has no metrics.
+            # A process that has just died has no metrics.
             with contextlib.suppress(psutil.NoSuchProcess), (process := psutil.Process(pid)).oneshot():
                 times = process.cpu_times()
                 memory.add_metric((self._model_name, name), process.memory_info().rss)
@@ -343,7 +342,7 @@ class Processes(Collector):
 
 
 def _engine_pids(engine: RunningEngine) -> dict[str, int]:
-    """The engine's process and those that it has started for ranks, in order."""
+    """Process ids of the engine and its ranks, in order."""
     pids = {"engine": engine.pid}
     if engine.info.tensor_parallel_size > 1:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""How sure a request's answers in JSON are of each of their values."""
+"""Confidences of the values in JSON answers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ class AnswerConfidences:
         self._deltas: dict[int, list[TextDelta]] = defaultdict(list)
 
     def read(self, delta: TextDelta) -> Any:
-        """The probabilities of an answer's values, as `confidence` has them, with its last delta: None if the answer is
-        no whole JSON. Unset before that. Each delta is read once."""
+        """The probabilities of an answer's values at its last delta, unset before. None: incomplete JSON.
+
+        Read each delta once. See `confidence`.
+        """
         self._deltas[delta.index].append(delta)
         if delta.finish_reason is None:
             return msgspec.UNSET

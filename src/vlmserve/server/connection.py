@@ -26,9 +26,9 @@ access_log = logging.getLogger("vlmserve.access")
 logger = logging.getLogger(__name__)
 
 RELAXED_HEADER = "x-vlmserve-not-enforced"
-"""Names the schema keywords that an answer need not obey."""
+"""Names schema keywords that the answer need not obey."""
 CLIENT_CLOSED_REQUEST = 499
-"""The status in the log for a client that disconnected, as nginx writes it."""
+"""nginx's status for a client that disconnected, in the log."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _NOTES = "vlmserve.notes"
 _FIELDS = "vlmserve.fields"
@@ -36,13 +36,13 @@ _REQUEST_ID_KEY = "vlmserve.request_id"
 _WATCH_AFTER = 0.02
 """Seconds of work after which the connection is watched for a disconnect."""
 _PROBES = ("/health", "/ping", "/ready", "/metrics", "/live")
-"""Paths that are polled. They are logged when they fail, once for each status in succession."""
+"""Polled paths. Only failures are logged, and repeated statuses once."""
 
 Result = TypeVar("Result")
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled when the client disconnects; then raises ClientDisconnect.
+    """Await `work`, but cancel it and raise ClientDisconnect when the client disconnects.
 
     The body must have been read.
     """
@@ -62,12 +62,13 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
         nonlocal watcher
         watcher = asyncio.ensure_future(watch())
 
-    # Work that is done sooner is not watched.
+    # Short work is not watched.
+
     starting = asyncio.get_running_loop().call_later(_WATCH_AFTER, begin)
     try:
         return await work
     except asyncio.CancelledError:
-        # Somebody else may have cancelled it as well.
+        # Someone else may have cancelled it, too.
         if left and worker is not None and worker.uncancel() == 0:
             raise ClientDisconnect from None
         raise
@@ -79,36 +80,36 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
 
 
 async def disconnected(receive: Receive) -> None:
-    """Until the client has left. The body must have been read."""
+    """Wait until the client has left. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks, and wait until they have ended."""
+    """Cancel tasks and wait for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _shown(text: str) -> str:
-    """A path or an error as it may stand in a log: on one line, and short."""
+    """Shorten a text and put it on one line, for the log."""
     return (text if text.isprintable() else ascii(text))[:200]
 
 
 def note(request: Request, text: str, **fields: str | int) -> None:
-    """Add something to the request's line in the access log: text, and fields, which only JSON has."""
+    """Add text and fields to the request's line in the access log; only JSON logs have the fields."""
     add_note(request.scope, text, **fields)
 
 
 def add_note(scope: Scope, text: str, **fields: str | int) -> None:
-    """The same from a middleware."""
+    """Like `note`, for middleware."""
     scope[_NOTES].append(text)
     scope[_FIELDS].update(fields)
 
 
 def note_error(scope: Scope, code: str, reason: str) -> None:
-    """Remember the code of the request's error and its message for the log."""
+    """Remember an error for the access log."""
     reason = _shown(reason)
     scope[_FIELDS].update(error=code, reason=reason)
     scope[_NOTES].append(f"{code}: {reason}")
@@ -120,15 +121,14 @@ def request_id_of(request: Request) -> str:
 
 
 class RequestLog:
-    """Middleware: gives every request an id and, if anybody wants them, what asks for something a trace; logs a line
-    when it is over, and keeps tracebacks from the client."""
+    """Middleware that assigns request ids, traces requests, writes the access log and hides tracebacks from clients."""
 
     def __init__(self, app: ASGIApp, service: Front) -> None:
         self._app = app
         self._metrics = service.metrics
         self._tracing = service.tracing
         self._probed: dict[str, int] = {}
-        """The latest status of each path that is polled."""
+        """The latest status of each polled path."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -173,7 +173,7 @@ class RequestLog:
                 _end_trace(trace, scope, status, request_id, fields)
 
     def _is_routine(self, path: str, status: int) -> bool:
-        """Whether a poller got what it usually gets."""
+        """Return whether a polled path has its usual status."""
         if path not in _PROBES:
             return False
         before, self._probed[path] = self._probed.get(path, HTTPStatus.OK), status
@@ -221,6 +221,6 @@ def _end_trace(trace: Trace, scope: Scope, status: int, request_id: str, fields:
     attributes = {"vlmserve.request_id": request_id}
     if (route := scope.get("route")) is not None:
         attributes["http.route"] = route.path
-    # A stream whose answer fails has a good status by then.
+    # A failed stream had status 200 already.
     failed = status >= CLIENT_CLOSED_REQUEST or (error is not None and status < HTTPStatus.BAD_REQUEST)
     trace.end(status, None if error is None else str(error), attributes, failed=failed)

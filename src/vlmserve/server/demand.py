@@ -1,4 +1,4 @@
-"""Who uses a model that is loaded on demand, and who waits for it."""
+"""Users of a model that is loaded on demand, and requests that wait for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that arrive at once begin a few at a time, so that the event loop answers others in between."""
+"""Start concurrent requests a few at a time, so that the event loop also serves others."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from starlette.requests import ClientDisconnect
 from vlmserve.cancellation import client
 
 HAS_LEFT = "vlmserve.has_left"
-"""The key in a request's ASGI scope of a function that returns whether the client has left, if the server knows."""
+"""Key in an ASGI scope: a function that returns whether the client has left. Absent if the server does not know."""
 _LOOKED_AT = 8
-"""Requests that a round looks at, for each that it lets in. The others' clients have left."""
+"""Maximum requests to examine for each one that starts; the clients of the others have left."""
 PER_ROUND = 4
-"""Requests that the guard lets in per iteration of the event loop. Each takes some milliseconds of it."""
+"""Requests that start in an iteration of the event loop. Each takes some milliseconds."""
 
 
 class Entrance:
-    """Lets requests in, clients in turn. A request waits only if many arrive at once. For one event loop."""
+    """Starts requests, with clients in round-robin order. Only bursts wait. Use it from one event loop."""
 
     def __init__(self, per_round: int = PER_ROUND) -> None:
         self._waiting: OrderedDict[str, deque[Callable[[], bool]]] = OrderedDict()

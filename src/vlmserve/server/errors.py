@@ -41,17 +41,17 @@ _MESSAGES_KINDS = {
 }
 """https://docs.anthropic.com/en/api/errors"""
 _MESSAGES_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
-"""By refused fields, details with which Anthropic's clients retry without them."""
+"""Details by rejected field; Anthropic's clients then retry without the field."""
 
 
 _CONTEXT = re.compile(r"context length is (?P<context>\d+) tokens.* has (?:more than )?(?P<sent>\d+) input tokens")
-"""In the message of `PromptTooLongError`."""
+"""Matches the message of `PromptTooLongError`."""
 
 
 class RefusedError(VLMServeError):
-    """A request that is refused for its headers, key or time, not for its content.
+    """A request that is rejected for its headers, key or time, not for its content.
 
-    retry_after: seconds after which it may be sent again, where that helps. headers: of the response.
+    retry_after: seconds until a retry makes sense. headers: of the response.
     """
 
     def __init__(
@@ -111,13 +111,13 @@ def error_body(error: VLMServeError) -> dict[str, Any]:
 
 
 def error_code(error: VLMServeError) -> str:
-    """What an error's body has as its code."""
+    """The code in an error's body."""
     code: str = error_body(error)["error"]["code"]
     return code
 
 
 def messages_error_body(error: VLMServeError) -> dict[str, Any]:
-    """The JSON object of an error as Anthropic writes it."""
+    """The JSON object of an error in Anthropic's form."""
     kind = _MESSAGES_KINDS.get(status_of(error), "api_error")
     place = getattr(error, "param", None)
     message = str(error) if place is None or place in str(error) else f"{place}: {error}"
@@ -133,19 +133,19 @@ def _counted(counts: re.Match[str]) -> str:
 
 
 def retry_after(error: VLMServeError) -> str:
-    """The header of that name: whole seconds, at least 1."""
+    """The value of ``Retry-After``: whole seconds, at least 1."""
     seconds: float = getattr(error, "retry_after", 1.0)
     return str(max(1, math.ceil(seconds)))
 
 
 def error_response(error: VLMServeError, path: str = "") -> Response:
-    """The error response in the form of the API at that path."""
+    """The error response, in the form of the API at the path."""
     status = status_of(error)
     headers = error.headers if isinstance(error, RefusedError) else {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         headers = {**headers, "Retry-After": retry_after(error)}
     body = msgspec.json.encode(_body_at(path, error))
-    # LiteLLM searches the body for '"code": "context_length_exceeded"', with the blank.
+    # LiteLLM searches the body for '"code": "context_length_exceeded"', with the space.
     return json_response(msgspec.Raw(msgspec.json.format(body, indent=0)), status, headers)
 
 
@@ -156,19 +156,19 @@ def _body_at(path: str, error: VLMServeError) -> dict[str, Any]:
 
 
 def head_too_large(max_bytes: int) -> RefusedError:
-    """For a request whose line and headers are too long."""
+    """The error of a request whose request line and headers are too long."""
     message = f"The head of the request is larger than the limit of {max_bytes} bytes"
     return RefusedError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message, "head_too_large")
 
 
 def framing_too_large(max_bytes: int) -> RefusedError:
-    """For a chunked body with too many bytes of trailers and chunk extensions."""
+    """The error of a chunked body with too many bytes of trailers and chunk extensions."""
     message = f"Trailers and chunk extensions of the request are larger than the limit of {max_bytes} bytes"
     return RefusedError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message, "trailers_too_large")
 
 
 def internal_error_response() -> Response:
-    """For a bug: the log has the traceback, the client does not."""
+    """The response after a bug. Only the log has the traceback."""
     message = "Something went wrong inside the server; its log says what"
     return json_response(
         {"error": {"message": message, "type": "server_error", "param": None, "code": "internal_error"}},
@@ -177,7 +177,7 @@ def internal_error_response() -> Response:
 
 
 def json_response(value: object, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> Response:
-    """`value`, of builtins or msgspec structs, as JSON."""
+    """A JSON response. value: builtins or msgspec structs."""
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 

@@ -12,10 +12,9 @@ from vlmserve.cancellation import Result, client, run_in_thread
 
 
 class FairQueue:
-    """Limits how much work runs at once, in total and for each client. For one event loop.
+    """Limits concurrent work in total and per client. Use it from one event loop.
 
-    The next to run is the client with the least running work. Clients with equally much take turns; one client's
-    requests run in order of arrival.
+    The client with the least running work is next. Ties go round-robin; a client's requests run in order of arrival.
     """
 
     def __init__(self, capacity: int, per_client: int) -> None:
@@ -26,18 +25,18 @@ class FairQueue:
 
     @property
     def running(self) -> int:
-        """How much work runs."""
+        """Amount of running work."""
         return self._running.total()
 
     @property
     def is_free(self) -> bool:
-        """Work of the current client would run at once."""
+        """True if the current client's work would run at once."""
         return self.running < self._capacity and self._running[client.get()] < self._per_client
 
     async def run(self, executor: Executor, work: Callable[[], Result]) -> Result:
-        """Wait for the current client's turn, then run `work` in a thread as `run_in_thread` does.
+        """Wait for the client's turn, then run `work` in a thread (see `run_in_thread`).
 
-        Work of a caller that leaves counts until its thread is free.
+        After a caller leaves, its work still counts until its thread is free.
         """
         name = await self.acquire()
         return await run_in_thread(executor, work, partial(self.release, name))

@@ -1,4 +1,4 @@
-"""What the middleware in front of all routes needs, of a server and of a gateway alike."""
+"""The interface of servers and gateways for common middleware."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class ErrorCounter(Protocol):
 
 
 class Front(Protocol):
-    """keys: who may ask; None: everybody. phase: "leaving" while clients are to close
-    their connections, "closing" while requests are refused as well. tracing: None if it is off."""
+    """A server or gateway."""
 
     config: ServerConfig
     keys: KeyRing | None
+    """None: requests need no key."""
     tracing: Tracing | None
     max_body_bytes: int
 
@@ -32,10 +32,10 @@ class Front(Protocol):
 
     @property
     def max_logprobs(self) -> int | None:
-        """The most logprobs that a request may ask for; None while no engine is known."""
+        """Maximum logprobs of a request; None while no engine is known."""
 
     @property
     def phase(self) -> str: ...
 
     def problem(self) -> VLMServeError | None:
-        """Why no request can be answered now."""
+        """The reason that no request can be answered."""

@@ -1,4 +1,4 @@
-"""Generation of a request's answers: from prompts to text deltas, and their usage."""
+"""Generate a request's answers: from prompts to text deltas and usage."""
 
 from __future__ import annotations
 
@@ -40,11 +40,7 @@ from vlmserve.types import (
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What a request asks for: `num_answers` answers to each prompt, by beam search if `beams` is set.
-
-    tools: what they may call. num_samples: answers to each prompt that are generated; `num_answers`, or more if the
-    likeliest of them are returned (`best_of`).
-    """
+    """A request for `num_answers` answers to each prompt, by beam search if `beams` is set."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -52,25 +48,26 @@ class GenerationRequest:
     cache_salt: str = ""
     beams: BeamSearch | None = None
     tools: ToolUse | None = None
+    """Tools that the answers may call."""
     num_samples: int = 1
+    """Answers to generate for each prompt; more than `num_answers` to return the most likely ones (`best_of`)."""
     generates: bool = True
-    """Whether answers have any tokens; False only computes the prompts."""
+    """False only computes the prompts."""
     every_token: bool = False
-    """Whether logprobs of all of an answer's tokens are wanted: of reasoning, stop strings and end tokens, too."""
+    """Return logprobs of all tokens, including reasoning, stop strings and end tokens."""
     task: Task = GENERATE
     tasks: Sequence[Task] | None = None
-    """One for each prompt, instead of `task`."""
+    """Tasks of the prompts, in place of `task`."""
     shared: Prompt | None = None
-    """The beginning of all prompts, which is computed before them so that they find it cached."""
+    """Common prefix of all prompts, computed first so that they find it cached."""
 
     def params_of(self, index: int) -> SamplingParams:
-        """The params of sample number `index`: with a seed each gets its own, and choosing from several takes their
-        logprobs."""
+        """The parameters of a sample: its own seed if one is set, and logprobs if the most likely are returned."""
         return self.params.of_sample(index, ranked=self.num_samples > self.num_answers)
 
 
 class OffsetLogprobs(NamedTuple):
-    """The logprobs of a token of an answer. offset: the number of the answer's characters before it."""
+    """The logprobs of a token. offset: its start in the answer, in characters."""
 
     logprobs: TokenLogprobs
     offset: int
@@ -78,22 +75,24 @@ class OffsetLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New text of the answer number `index`. finish_reason: "stop" or "length" with the last delta;
-    stop_string: the one that ended it. logprobs: of the tokens that `text` comes from, if they are asked for.
-    thought: new text of the thoughts before the answer."""
+    """New text of answer number `index`."""
 
     index: int
     text: str
     finish_reason: str | None = None
+    """The last delta has "stop" or "length"."""
     stop_string: str | None = None
+    """The stop string that ended the answer."""
     logprobs: tuple[OffsetLogprobs, ...] = ()
+    """Logprobs of the tokens of `text`, if requested."""
     thought: str = ""
+    """New text of the reasoning before the answer."""
     token_ids: tuple[int, ...] = ()
-    """The tokens since the last delta, end token included."""
+    """All tokens since the last delta, including the end token."""
 
 
 class OutputStream(Protocol):
-    """Where the outputs of an answer come from, in order. Closing it aborts the answer."""
+    """The outputs of an answer, in order. Closing the stream aborts the answer."""
 
     def __aiter__(self) -> AsyncIterator[EngineOutput]: ...
 
@@ -101,7 +100,7 @@ class OutputStream(Protocol):
 
 
 class Answer:
-    """One of a request's answers, while it is generated."""
+    """One of a request's answers during generation."""
 
     def __init__(
         self, index: int, stream: OutputStream, text: AnswerText, record: AnswerRecord, request: GenerationRequest
@@ -114,18 +113,18 @@ class Answer:
         self.num_images_encoded = 0
         self.num_accepted_drafts = self.num_rejected_drafts = 0
         self.finish_reason: str | None = None
-        """How it ended; None while it goes on, and if it was cut off."""
+        """Why it ended; None while it runs, and after an abort."""
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        """Of the prompt's tokens, if they are asked for, set with the first delta."""
+        """Logprobs of the prompt, if requested; set at the first delta."""
         self.result: TaskResult | None = None
-        """Values of a task other than `Generate`, set with the only delta."""
+        """Values of tasks other than `Generate`; set at the only delta."""
         self._held: deque[OffsetLogprobs] = deque()
         self._stream = stream
         self._text = text
         self._record = record
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
-        """The text as it comes. Raises VLMServeError if it cannot be finished; closing it aborts the request."""
+        """Yield text as it comes. Raises VLMServeError if the answer fails; closing it aborts the answer."""
         try:
             async for output in self._stream:
                 self._record.output(output)
@@ -165,12 +164,12 @@ class Answer:
 
     @property
     def timings(self) -> RequestTimings | None:
-        """Where its time went until now; None before its first token."""
+        """Durations of its phases so far; None before the first token."""
         return self._record.timings
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from the request's arrival to its first token; None before that."""
+        """Seconds from the request's arrival to the first token; None before it."""
         return self._record.ttft
 
     @property
@@ -178,7 +177,7 @@ class Answer:
         return self._text.num_reasoning_tokens
 
     def _push(self, output: EngineOutput) -> Said:
-        """The text that can be shown."""
+        """Add an output, and return the text that may be shown."""
         before = self._text.num_tokens
         if output.logprobs is None:
             said = [self._text.push(output.token_ids)]
@@ -203,7 +202,7 @@ class Answer:
         return Said("".join(one.thought for one in said), "".join(one.text for one in said))
 
     def _shown(self, finish_reason: str | None) -> tuple[OffsetLogprobs, ...]:
-        """The logprobs of the tokens of all text so far that were not output before; none of a stop string's tokens."""
+        """Logprobs of tokens whose text is complete and was not returned yet; without a stop string's tokens."""
         if self._request.every_token or (finish_reason is not None and self._text.stop_string is None):
             count = len(self._held)
         else:
@@ -211,14 +210,16 @@ class Answer:
         return tuple(self._held.popleft() for _ in range(count))
 
     def close(self) -> None:
-        """Abort it in the engine unless it has ended."""
+        """Abort the answer unless it has ended."""
         self._stream.close()
         self._record.end("abort")
 
 
 class Generation:
-    """A running generation: its id, its answers, and their usage. answers: all that are generated, prompt by prompt.
-    first_request_ids: the ids of the engine's requests with which it began."""
+    """A running generation.
+
+    answers: all samples, prompt by prompt. first_request_ids: of the engine's first requests.
+    """
 
     def __init__(
         self,
@@ -239,9 +240,9 @@ class Generation:
         self.token_bytes = service.preparer.answers.token_bytes
         self.answers = answers
         self.shared_output: EngineOutput | None = None
-        """The output of the prompts' shared beginning."""
+        """The output of the shared prefix."""
         self.failure: VLMServeError | None = None
-        """What ended a stream that had begun."""
+        """The error that ended a stream after its start."""
         self.request = request
 
     @property
@@ -252,7 +253,7 @@ class Generation:
         asked = sum(len(prompt.token_ids) for prompt in prompts)
         generated = sum(answer.num_tokens for answer in self.answers)
         details = PromptTokensDetails(
-            # The further answers find the first one's prompt, which says nothing of what was there before.
+            # Only the first sample of a prompt counts; the others find the prompt that it cached.
             cached_tokens=sum(answer.num_cached_tokens for answer in self.answers[:: self.request.num_samples]),
             images=sum(prompt.num_images for prompt in prompts),
             images_encoded=sum(answer.num_images_encoded for answer in self.answers),
@@ -266,7 +267,7 @@ class Generation:
         return Usage(asked, generated, asked + generated, details, generated_details)
 
     def _usage_after(self, shared: EngineOutput) -> Usage:
-        """The usage of prompts whose shared beginning counts once."""
+        """The usage if a shared prefix was computed; it counts once."""
         start, prompts = self.request.shared, self.request.prompts
         assert start is not None
         again = len(prompts) - 1
@@ -285,11 +286,11 @@ class Generation:
 
     @property
     def image_sizes(self) -> list[ImageSize] | msgspec.UnsetType:
-        """Of all images in the prompts, in order; left out where there are none."""
+        """Sizes of all images in the prompts, in order; unset without images."""
         return [size for prompt in self.request.prompts for size in prompt.image_sizes] or msgspec.UNSET
 
     def summary(self) -> tuple[str, dict[str, str | int]]:
-        """Its part of the line in the access log, as text and as fields."""
+        """The generation's part of the access log, as text and fields."""
         usage = self.usage
         text = f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, {self.id}"
         fields: dict[str, str | int] = {
@@ -305,17 +306,17 @@ class Generation:
         return text, fields
 
     def close(self) -> None:
-        """Abort what has not ended."""
+        """Abort answers that have not ended."""
         for answer in self.answers:
             answer.close()
 
     def prompt_logprobs(self, index: int) -> list[TokenLogprobs | None]:
-        """Of the prompt's tokens of answer number `index`, once it has begun; empty if they are not asked for."""
+        """Prompt logprobs of answer `index` after its first delta; empty unless requested."""
         prompt, number = divmod(index, self.request.num_answers)
         return self.answers[prompt * self.request.num_samples + number].prompt_logprobs or []
 
     def results(self) -> list[npt.NDArray[np.float32]]:
-        """The values of a task other than `Generate`, once it has finished: one array for each prompt."""
+        """Values of a finished task other than `Generate`: one array for each prompt."""
         found = []
         for number, answer in enumerate(self.answers):
             assert answer.result is not None
@@ -327,8 +328,10 @@ class Generation:
         return found
 
     async def finished(self) -> list[TextDelta]:
-        """All answers, each as one delta, when the last one has ended: in order, or with `best_of` the likeliest of
-        each prompt, the likeliest first. Raises VLMServeError."""
+        """Wait for all answers and return each as one delta, in order. Raises VLMServeError.
+
+        With `best_of`: the most likely answers of each prompt, in order of likelihood.
+        """
         collected: list[list[TextDelta]] = [[] for _ in self.answers]
         async with contextlib.aclosing(self.deltas()) as deltas:
             async for delta in deltas:
@@ -343,13 +346,13 @@ class Generation:
         return [replace(answer, index=index) for index, answer in enumerate(best)]
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
-        """The deltas of all answers as they come."""
+        """Yield the deltas of all answers as they come."""
         if len(self.answers) == 1:
             async with contextlib.aclosing(self.answers[0].deltas()) as deltas:
                 async for delta in deltas:
                     yield delta
             return
-        # Bounded, so that a slow client makes the deltas longer and not the queue.
+        # Bounded: a slow client gets longer deltas, not a longer queue.
         queue: asyncio.Queue[TextDelta | Exception] = asyncio.Queue(len(self.answers))
         tasks = [asyncio.ensure_future(_forward(answer, queue)) for answer in self.answers]
         try:
@@ -367,7 +370,7 @@ class Generation:
 
 
 def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
-    """All deltas of an answer as one."""
+    """Join all deltas of an answer."""
     return replace(
         deltas[-1],
         text="".join(delta.text for delta in deltas),
@@ -398,10 +401,10 @@ async def start_generation(
     adapter: str,
     priority: int = 0,
 ) -> Generation:
-    """Hand all answers to the engine, those to the first prompt first. adapter: that answers; "": the model itself.
-    priority: see `EngineRequest`.
+    """Submit all answers to the engine, in the order of prompts.
 
-    Raises what `EngineClient.submit_together` does, and InvalidRequestError for a broken grammar.
+    adapter: "" is the model itself. priority: see `EngineRequest`. Raises the errors of
+    `EngineClient.submit_together`, and InvalidRequestError for an invalid grammar.
     """
     request = replace(request, params=service.preparer.answers.with_bad_words(request.params))
     _check_vectors(service, request)
@@ -452,7 +455,7 @@ async def start_generation(
 
 
 def _check_vectors(service: Service, request: GenerationRequest) -> None:
-    """Raise InvalidRequestError for vectors that take too much memory together."""
+    """Raise InvalidRequestError if all vectors together take too much memory."""
     task, info, most = request.task, service.client.info, service.config.max_vector_memory
     if not isinstance(task, Embed):
         return
@@ -468,7 +471,7 @@ def _check_vectors(service: Service, request: GenerationRequest) -> None:
 async def _compute_shared(
     client: EngineClient, request: GenerationRequest, first: EngineRequest
 ) -> EngineOutput | None:
-    """Compute the beginning of all prompts, if they share one. first: one of the requests that find it cached.
+    """Compute the prompts' shared prefix, if they have one. first: one of the requests that will find it cached.
 
     Raises VLMServeError if the engine cannot compute it.
     """

@@ -12,29 +12,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GpuStats:
-    """index: the GPU's number as the driver counts. None: not reported by the driver, as for a part of a divided GPU.
-
-    utilization: share of the last moments in which anything ran on it. process_bytes: memory of one process.
-    """
+    """Stats of a GPU. None: the driver does not report it, as for a part of a divided GPU."""
 
     index: int
+    """The driver's number."""
     utilization: float | None
+    """Fraction of recent time in which anything ran."""
     used_bytes: int | None
     total_bytes: int | None
     process_bytes: int | None
+    """Memory of one process."""
 
 
 class GpuReader:
-    """Reads the driver. The first call loads its library, which may take seconds; later ones take milliseconds."""
+    """Reads stats from the driver. The first call loads its library, which may take seconds."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
         self._broken = False
 
     def read(self, uuid: str, pid: int) -> GpuStats | None:
-        """The stats of the GPU with that UUID, and of that process on it; None without a driver.
+        """Stats of the GPU with this UUID, and of a process on it.
 
-        The reason is logged once.
+        None without a driver; the reason is logged once.
         """
         if self._broken:
             return None

@@ -1,4 +1,4 @@
-"""A middleware in front of all routes: API keys, rate limits, and refusals while the server shuts down."""
+"""Middleware in front of all routes: API keys, rate limits, and rejections during shutdown."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ from vlmserve.server.origins import Origins
 from vlmserve.server.page import ASSETS, REFERENCE
 
 OPEN_PATHS = frozenset({"/", "/health", "/openapi.json", "/ping", "/ready", "/version", REFERENCE})
-"""Paths that need no key: probes of load balancers, the OpenAPI document, and pages, which ask for a key."""
+"""Paths without a key: probes, the OpenAPI document, and pages, which ask for a key."""
 METRICS_PATHS = frozenset({"/metrics", "/live"})
 """Paths that need a key with --protect-metrics."""
 _PROBES = frozenset({"/health", "/ping", "/ready", "/version"})
-"""Paths that answer under any host name, for load balancers."""
+"""Probes, which load balancers call with any host name."""
 _VERSIONS = ("1.0", "1.1")
 TENANT = "vlmserve.tenant"
-"""The key in a request's ASGI scope of whose cache it may use: `StoredKey.tenant`."""
+"""Key in an ASGI scope: `StoredKey.tenant`, the owner of cached data."""
 ACCOUNT = "vlmserve.account"
-"""The same of its `Account`, on a server with keys."""
+"""Key in an ASGI scope: the request's `Account`, on a server with keys."""
 
 
 class Guard:
-    """Middleware. A refusal is a response in OpenAI's form; nothing is held back or changed of other responses but
-    their headers."""
+    """The middleware. It rejects in OpenAI's form, and changes only the headers of other responses."""
 
     def __init__(self, app: ASGIApp, service: Front) -> None:
         self._app = app
@@ -86,8 +85,10 @@ class Guard:
             await self._app(scope, receive, send_with_headers)
 
     def _check_head(self, scope: Scope) -> None:
-        """Raises RefusedError for a version of HTTP without headers (505), for several Host headers (400), and for a
-        head over the limit (431), which the protocol accepts if it arrives in one piece."""
+        """Raise RefusedError for HTTP without headers (505), several Host headers (400) or a long head (431).
+
+        The HTTP protocol accepts a long head that arrives in one piece, so it is checked here.
+        """
         if scope["http_version"] not in _VERSIONS:
             message = f"HTTP/{scope['http_version']} is not supported; use HTTP/1.1"
             raise RefusedError(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, message, "http_version_not_supported")
@@ -99,7 +100,7 @@ class Guard:
             raise RefusedError(HTTPStatus.BAD_REQUEST, message, "invalid_http")
 
     def _authenticate(self, scope: Scope) -> Account | None:
-        """The request's account; None where no key is needed. Raises RefusedError (401)."""
+        """The request's account; None if no key is needed. Raises RefusedError (401)."""
         if self._keys is None or scope["path"] in self._open or scope["path"].startswith(ASSETS):
             return None
         key = _presented(Headers(scope=scope))
@@ -119,10 +120,10 @@ class Guard:
         return account
 
     async def _check_open(self, scope: Scope, receive: Receive) -> None:
-        """Raises UnavailableError while the server closes."""
+        """Raise UnavailableError while the server closes."""
         if self._service.phase != "closing" or (problem := self._service.problem()) is None:
             return
-        # The connection is closed after the response, and who is still sending might not see it otherwise.
+        # The connection closes after the response; a client that is still sending might not read it.
         await drop_body(Request(scope, receive), self._service.max_body_bytes)
         raise problem
 
@@ -134,13 +135,13 @@ def account_of(request: Request) -> Account | None:
 
 
 def salt_of(request: Request, cache_salt: str | None) -> str:
-    """The cache salt: a request's own together with that of its key; "" for neither."""
+    """The cache salt of a request and its key together; "" without either."""
     tenant: bytes | None = request.scope.get(TENANT)
     return cache_salt or "" if tenant is None else salted(tenant, cache_salt or "")
 
 
 def _presented(headers: Headers) -> str | None:
-    """The key that a request carries, in the way of OpenAI's clients or of Anthropic's."""
+    """The key of a request, in the header of OpenAI's or Anthropic's clients."""
     scheme, _, key = headers.get("authorization", "").strip().partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()

@@ -1,4 +1,4 @@
-"""What requests read from the history: its owner, earlier turns, and files."""
+"""Read a request's history: its owner, earlier turns, and files."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ Message = dict[str, Any]
 
 
 def owner_of(request: Request) -> str:
-    """The owner of a request's history; "" where all clients share one."""
+    """The owner of a request's history; "" if all clients share one."""
     return str(request.scope.get(OWNER, ""))
 
 
 def needed_store(service: Service, param: str | None = None) -> Store:
-    """The history. Raises NotFoundError where none is kept."""
+    """The history store. Raises NotFoundError if the server keeps no history."""
     if service.store is None:
         raise NotFoundError(_OFF, param=param)
     return service.store
 
 
 async def read_items(store: Store, items: Sequence[StoredItem], max_bytes: int, share: BodyShare) -> list[Message]:
-    """Stored items as they came. Raises PromptTooLongError if they are more than `max_bytes`, before any is read, and
-    RefusedError if they do not fit into memory beside other requests."""
+    """Read stored items. Raises PromptTooLongError, before it reads any, if they exceed `max_bytes`.
+
+    Raises RefusedError if they do not fit into memory with other requests.
+    """
     size = sum(item.num_bytes for item in items)
     if size > max_bytes:
         raise PromptTooLongError(
@@ -54,9 +56,9 @@ async def read_items(store: Store, items: Sequence[StoredItem], max_bytes: int, 
 async def kept_items(
     service: Service, owner: str, items: Sequence[InputItem | ItemReference], share: BodyShare
 ) -> list[Message]:
-    """A request's items as they are kept, with copies of earlier ones in the places of references to these.
+    """Convert a request's items to stored form, and replace references by copies of earlier items.
 
-    Raises NotFoundError, naming the place, for an item that is not there; else as `read_items` does.
+    Raises NotFoundError, naming the place, for an unknown item, and the errors of `read_items`.
     """
     places = {index: item.id for index, item in enumerate(items) if isinstance(item, ItemReference)}
     copies: dict[int, Message] = {}
@@ -70,16 +72,16 @@ async def kept_items(
                     "are not kept. Send the item itself",
                     param=f"input[{index}]",
                 )
-        # One that is named twice is read and counted twice, so that few bytes cannot become many.
+        # An item that is referenced twice is read and counted twice, which bounds the expansion.
         read = await read_items(store, [found[id] for id in places.values()], service.max_body_bytes, share)
         copies = {index: copy_of(item) for index, item in zip(places, read, strict=True)}
     return [copies[index] if isinstance(item, ItemReference) else item.stored() for index, item in enumerate(items)]
 
 
 async def with_files(service: Service, owner: str, messages: Sequence[Message], share: BodyShare) -> list[Message]:
-    """Messages of chat completions in which the content of files stands for their ids.
+    """Replace file ids in messages by the files' contents.
 
-    Raises NotFoundError, naming the place, for a file that is not there; RefusedError if they do not fit into memory.
+    Raises NotFoundError, naming the place, for an unknown file; RefusedError if the files do not fit into memory.
     """
     urls: dict[str, tuple[str, str]] = {}
 
@@ -115,7 +117,7 @@ async def with_files(service: Service, owner: str, messages: Sequence[Message], 
 
 
 async def _data_url(service: Service, owner: str, file_id: str, share: BodyShare) -> tuple[str, str]:
-    """The type of a file's part, and its content."""
+    """The part type of a file, and its content as a data URL."""
     store = needed_store(service)
     file = await store.run(store.files.get, owner, file_id)
     family = file.media_type.partition("/")[0]
@@ -139,8 +141,10 @@ def file_ids(items: Sequence[Message]) -> list[str]:
 async def fitting(
     prepare: Callable[[list[Message]], Awaitable[Prompt]], messages: list[Message], max_tokens: int
 ) -> Prompt:
-    """The prompt of as many of the last turns as fit into `max_tokens`. The system message stays, and a turn begins
-    with a user message. If not even the last one fits, its prompt, which will be refused."""
+    """Make a prompt of the system message and as many of the last turns as fit into `max_tokens`.
+
+    A turn starts at a user message. If not even the last turn fits, its prompt is returned, and rejected later.
+    """
     first = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
     turns = [index for index in range(first, len(messages)) if messages[index]["role"] == "user"]
     cuts = sorted({first, *turns})

@@ -1,6 +1,6 @@
-"""What a gateway says of a request that it sends on, and what it wants to know of its answer.
+"""Information that a gateway sends with a request, and the generation that it wants to watch.
 
-A server behind a gateway has no keys of its own: who asks, and whose cache a request may use, is what the gateway says.
+A server behind a gateway has no keys: the gateway names the owner and the tenant of a request.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ _KEY = "vlmserve.hop"
 
 @dataclass(frozen=True)
 class Hop:
-    """seed: of a request that says none, so that it can be sent to another worker and have the same answer. tag: what
-    the ids of stored responses begin with. begun: called with the request's generation as soon as there is one."""
+    """A gateway's settings for a request."""
 
     seed: int
+    """For requests without a seed, so that another worker can repeat the answer."""
     tag: str
+    """Prefix of the ids of stored responses."""
     begun: Callable[[Generation], None]
+    """Called with the request's generation when it starts."""
 
 
 def set_hop(scope: Scope, hop: Hop) -> None:
-    """Note what a gateway says of a request."""
+    """Store a gateway's settings in a request's scope."""
     scope[_KEY] = hop
 
 
 def hop_of(scope: Scope) -> Hop | None:
-    """What a gateway says of a request; None for one that comes from a client."""
+    """A gateway's settings for a request; None for a client's request."""
     hop: Hop | None = scope.get(_KEY)
     return hop

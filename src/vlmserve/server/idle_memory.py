@@ -10,13 +10,13 @@ from concurrent.futures import Executor
 from vlmserve.memory import return_free_memory
 
 _PAUSE = 1.0
-"""Seconds between work and the look whether there is more."""
+"""Seconds after work ends to check for new work."""
 
 
 class IdleMemory:
-    """Returns freed memory once all work has ended, because the C library keeps what large images took.
+    """Returns freed memory to the system after all work has ended, because the C library keeps it.
 
-    executor: runs the call. is_busy: tells whether work runs. For one event loop.
+    executor: runs the call. is_busy: returns whether work runs. Use it from one event loop.
     """
 
     def __init__(self, executor: Executor, is_busy: Callable[[], bool]) -> None:

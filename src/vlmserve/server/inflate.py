@@ -12,9 +12,9 @@ from vlmserve.server.errors import RefusedError
 _ACCEPTED = "gzip, deflate"
 _GZIP = ("gzip", "x-gzip")
 _INPUT_BYTES = 64 * 1024
-"""Bytes that the decompressor gets at a time. It copies what it has not yet read."""
+"""Bytes per call of the decompressor, which copies unread input."""
 _OUTPUT_BYTES = 256 * 1024
-"""Bytes that are inflated before the event loop continues with other work."""
+"""Bytes to inflate between other work of the event loop."""
 
 
 def check_encoding(encoding: str) -> str:
@@ -35,7 +35,7 @@ def check_encoding(encoding: str) -> str:
 
 
 async def inflate(body: bytearray, coding: str) -> AsyncGenerator[bytes, None]:
-    """The content of a compressed body in pieces of bounded size. Raises RefusedError (400) for a broken body."""
+    """Yield the content of a compressed body in bounded pieces. Raises RefusedError (400) for a broken body."""
     decompressor = zlib.decompressobj(_window_bits(body, coding))
     try:
         for start in range(0, len(body), _INPUT_BYTES):
@@ -46,7 +46,7 @@ async def inflate(body: bytearray, coding: str) -> AsyncGenerator[bytes, None]:
                 await asyncio.sleep(0)
             if decompressor.eof and (data or decompressor.unused_data or start + _INPUT_BYTES < len(body)):
                 raise _broken(coding, "it has bytes after its end")
-        # Without an end in the input, the last bytes may still be in the decompressor.
+        # If the input was cut off, the decompressor may still hold the last bytes.
         while not decompressor.eof and (rest := decompressor.decompress(b"", _OUTPUT_BYTES)):
             yield rest
             await asyncio.sleep(0)

@@ -1,8 +1,8 @@
-"""API keys: how they are made and the file that keeps them, with a hash in place of each key.
+"""API keys and the file that stores their hashes.
 
-A line of the file is a JSON object, `StoredKey`; empty lines and lines that begin with # are comments. A key is 256
-random bits, which nobody can guess however fast a hash is, so one blake2b over a salt of its own is enough: slow hashes
-like scrypt protect passwords that people choose, and would cost every request tens of milliseconds.
+Each line of the file is a JSON object, `StoredKey`; empty lines and lines that start with # are ignored. A key is 256
+random bits, so one salted blake2b suffices: nobody can guess it. Slow hashes like scrypt protect passwords that people
+choose, and would cost every request tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from vlmserve.errors import ConfigurationError
 
 MAX_KEY_LENGTH = 512
-"""Characters. What is longer is no key, and is not hashed to find that out."""
+"""Maximum characters of a key; longer strings are rejected without hashing."""
 _PREFIX = "vlm-"
 _PERSON = b"vlmserve api key"
 _SALT_BYTES = 16
@@ -31,43 +31,44 @@ _Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(?:[0-9a-f]{2})+$")]
 
 
 class StoredKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A key without the key. salt: 16 bytes in hex. hash: the 32 bytes of `hash_key` in hex.
-
-    max_concurrency: requests at once; None: no limit, here and below. cache_salt: keys with the same one share what is
-    cached for them; None: this one shares with no other. admin: it may change what is served.
-    """
+    """A key's hash and limits. None: no limit."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}$")]
     salt: _Hex
+    """16 bytes in hex."""
     hash: _Hex
+    """The 32 bytes of `hash_key` in hex."""
     created: str = ""
     max_concurrency: Limit = None
+    """Maximum concurrent requests."""
     requests_per_minute: Limit = None
     tokens_per_minute: Limit = None
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
+    """Keys with the same salt share cached data; None: shared with no other key."""
     admin: bool = False
+    """It may load and unload adapters."""
 
     def matches(self, key: str) -> bool:
-        """Whether `key` matches, in constant time."""
+        """Compare a key in constant time."""
         return hmac.compare_digest(hash_key(key, bytes.fromhex(self.salt)), bytes.fromhex(self.hash))
 
     @property
     def tenant(self) -> bytes:
-        """32 bytes that stand for all whose caches are shared.
+        """32 bytes that identify everyone who shares cached data.
 
-        It depends on the stored hash, so that nobody reaches another's cache by a salt that is chosen well.
+        They depend on the stored hash, so that a chosen salt cannot collide with another tenant.
         """
         own = bytes.fromhex(self.hash) if self.cache_salt is None else self.cache_salt.encode()
         return hashlib.blake2b(own, digest_size=32, person=b"cache tenant").digest()
 
 
 def salted(tenant: bytes, cache_salt: str) -> str:
-    """The salt, 64 hex digits, of all that is cached for a tenant's request that has itself `cache_salt`."""
+    """The salt, 64 hex digits, of cached data for a tenant's request with its own `cache_salt`."""
     return hashlib.blake2b(cache_salt.encode(), key=tenant, digest_size=32, person=b"cache salt").hexdigest()
 
 
 def hash_key(key: str, salt: bytes) -> bytes:
-    """32 bytes. key: at most `MAX_KEY_LENGTH` characters."""
+    """Hash a key to 32 bytes. key: at most `MAX_KEY_LENGTH` characters."""
     return hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=32, salt=salt, person=_PERSON).digest()
 
 
@@ -76,9 +77,9 @@ def new_key() -> str:
 
 
 def store(key: str, name: str, **limits: int | str | None) -> StoredKey:
-    """The stored form of a key, without the key. limits: the further fields of `StoredKey`.
+    """Make the stored form of a key. limits: other fields of `StoredKey`.
 
-    Raises ConfigurationError for a name or limit that is none.
+    Raises ConfigurationError for an invalid name or limit.
     """
     salt = secrets.token_bytes(_SALT_BYTES)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -90,7 +91,7 @@ def store(key: str, name: str, **limits: int | str | None) -> StoredKey:
 
 
 def read_keys(path: Path) -> list[StoredKey]:
-    """The keys in a file. Raises ConfigurationError, naming the line, if it cannot be read."""
+    """Read the keys of a file. Raises ConfigurationError, naming the line, if that fails."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -113,9 +114,9 @@ def read_keys(path: Path) -> list[StoredKey]:
 
 
 def add_key(path: Path, name: str, **limits: int | str | None) -> str:
-    """Write a new key's hash into a file, which need not exist. Returns the key, which is nowhere else.
+    """Make a key, add its hash to a file, which need not exist, and return the key. It is stored nowhere else.
 
-    Raises ConfigurationError if there is a key with that name.
+    Raises ConfigurationError if a key has that name already.
     """
     key = new_key()
     stored = store(key, name, **limits)
@@ -128,7 +129,7 @@ def add_key(path: Path, name: str, **limits: int | str | None) -> str:
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Take a key out of a file. Raises ConfigurationError if it is not there."""
+    """Remove a key from a file. Raises ConfigurationError if it is not there."""
     if all(key.name != name for key in read_keys(path)):
         raise ConfigurationError(f"there is no key with the name {name} in {path}")
     lines = path.read_text("utf-8").splitlines()
@@ -141,7 +142,7 @@ def _is_of(line: str, name: str) -> bool:
 
 
 def _write(path: Path, lines: Sequence[str]) -> None:
-    """Replace the file as a whole, so that a server never reads half of it; only its owner may read it."""
+    """Replace the file atomically, readable only by its owner."""
     new = path.with_name(f"{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""``GET /live``: what the engine does now, for the page that shows it and for people without Prometheus.
+"""Live statistics (``GET /live``), for the web page and for people without Prometheus.
 
-Numbers only: nothing of what anybody asks or answers.
+They are numbers only, without any content of requests.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from vlmserve.server.service import Service
 from vlmserve.types import BlockMap, EngineStats
 
 MAP_AGE = 0.5
-"""Seconds for which clients share one map of the blocks."""
+"""Seconds that all clients share one map of the blocks."""
 PATIENCE = 0.2
-"""Seconds to wait for the engine, which answers between two steps, before the map from before is shown."""
+"""Seconds to wait for the engine, which answers between two steps; then the previous map is shown."""
 
 
 class LiveStats(msgspec.Struct):
-    """``/live``. time: seconds on a clock of the server's own, by which rates can be computed from two answers.
-
-    status: the server's phase, or "dead". engine: null without a living engine. blocks: null until the engine has first
-    been asked. latencies: by kind, then by the seconds that they are of.
-    """
+    """The response of ``/live``."""
 
     time: float
+    """Seconds on the server's own clock, to compute rates from two responses."""
     status: str
+    """The server's phase, or "dead"."""
     model: str
     engine: EngineStats | None
+    """Null without a living engine."""
     image_cache: ImageCacheStats | None
     blocks: BlockMap | None
+    """Null until the engine has answered once."""
     latencies: dict[str, dict[str, Percentiles]]
+    """By kind, then by the window in seconds."""
 
 
 class LiveView:
-    """Answers all clients of /live, and asks the engine at most twice a second, however many they are."""
+    """Answers all clients of /live, and asks the engine at most once in `MAP_AGE` seconds."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -49,7 +50,7 @@ class LiveView:
         self._asking: asyncio.Task[None] | None = None
 
     async def stats(self) -> LiveStats:
-        """The stats as they are now; the blocks as of the engine's latest answer."""
+        """Current statistics, with the latest map of the blocks."""
         service = self._service
         stats = service.engine_stats()
         if stats is not None:
@@ -81,6 +82,6 @@ class LiveView:
         try:
             self._blocks = await self._service.client.calls.map_blocks()
         except VLMServeError:
-            self._blocks = None  # the engine has gone meanwhile
+            self._blocks = None  # the engine has died
         finally:
             self._asking = None

@@ -1,6 +1,6 @@
-"""Metrics for Prometheus: the engine's stats as they are, and histograms of where requests spend their time.
+"""Prometheus metrics: the engine's stats, and histograms of requests' phases.
 
-Names are those that dashboards know from vLLM, with another prefix, where they mean the same:
+Names are vLLM's with another prefix where the meaning is the same:
 https://docs.vllm.ai/en/stable/usage/metrics/
 """
 
@@ -39,10 +39,10 @@ _ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of their own. To be used from one thread.
+    """All metrics of a server, in their own registry. Use it from one thread.
 
-    engine_stats, image_cache_stats, engine: asked at every scrape; what returns None is left out. cache_config: what
-    is set of the KV cache, by names of labels; a `cache_dtype` of "auto" is the model's.
+    engine_stats, image_cache_stats, engine: called at every scrape; metrics of None are omitted. cache_config: settings
+    of the KV cache, by label; a `cache_dtype` of "auto" is the model's.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ServerMetrics:
         )
         self.ended = {reason: ended.labels(model_name, reason) for reason in get_args(FinishReason)}
         self.num_served = 0
-        """Complete answers."""
+        """Number of complete answers."""
         self.recent = RecentLatencies()
         self._errors = self._counter("request_errors", "HTTP requests answered with an error, by its code.", "code")
         self._add_latencies()
@@ -129,7 +129,7 @@ class ServerMetrics:
         )
 
     def count_step(self, before: EngineStats, after: EngineStats) -> None:
-        """The engine has run a step: its snapshots before and after that."""
+        """Count a step of the engine, from the snapshots before and after it."""
         tokens = after.prompt_tokens - before.prompt_tokens + after.generation_tokens - before.generation_tokens
         self._step_tokens.observe(tokens)
         self._step_time.observe(after.step_seconds - before.step_seconds)
@@ -137,34 +137,34 @@ class ServerMetrics:
             self._step_vision.observe(after.vision_seconds - before.vision_seconds)
 
     def count_request(self, num_answers: int, max_tokens: int | None) -> None:
-        """A request is handed to the engine. max_tokens: of each answer; None: as many as fit into the context."""
+        """Count a request that goes to the engine. max_tokens: of each answer; None: the rest of the context."""
         self._wanted_answers.observe(num_answers)
         if max_tokens is not None:
             self._wanted_tokens.observe(max_tokens)
 
     def count_error(self, code: str) -> None:
-        """An HTTP request got an error instead of an answer."""
+        """Count an HTTP request that ended with an error."""
         self._errors.labels(self._model_name, code).inc()
 
     def count_restart(self) -> None:
-        """The engine has died and is started again."""
+        """Count a restart of a dead engine."""
         self._restarts.inc()
 
     async def refresh(self) -> None:
-        """Ask the GPU's driver, if there is one, what `collect` shows from then on."""
+        """Read the GPU's stats from the driver, for the following scrapes."""
         await self._gpu.refresh()
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._registry.collect():
-            # When a series began is of no use to most, and is a third of all of them.
+            # Few use the creation times of series, which are a third of all samples.
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
             yield metric
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """The page in the format that the header `accept` asks for, and its content type."""
+        """The page and its content type, in the format of the `Accept` header."""
         encode, content_type = choose_encoder(accept)
         if content_type.startswith("application/openmetrics-text"):
-            # Our names need no escaping, and the library would take their colons for something that does.
+            # The names need no escaping, but the library would escape their colons.
             encode = partial(encode, escaping=ALLOWUTF8)  # type: ignore[call-arg]  # which it has in that case
         return encode(_Page(self.collect)), content_type
 
@@ -178,13 +178,13 @@ class ServerMetrics:
 
 
 class AnswerRecord:
-    """What one answer adds to the metrics while it is generated. `end` has to be called at its end.
+    """Collects the metrics of one answer during generation. Call `end` at its end.
 
-    Latencies, token counts and the engine's timings are of complete answers only, and first tokens and gaps of all.
+    Latencies, token counts and the engine's timings count only for complete answers; first tokens and gaps for all.
     """
 
     def __init__(self, metrics: ServerMetrics, arrived: float, num_prompt_tokens: int) -> None:
-        """arrived: when the request was there, on the clock of `time.monotonic`."""
+        """arrived: of the request, by `time.monotonic`."""
         self._metrics = metrics
         self._arrived = arrived
         self._first = self._last = 0.0
@@ -194,7 +194,7 @@ class AnswerRecord:
         self._ended = False
 
     def output(self, output: EngineOutput) -> None:
-        """The engine produced something."""
+        """Add an output of the engine."""
         self._timings = output.timings or self._timings
         self._num_cached_tokens = output.cached_tokens
         count = len(output.token_ids) + (output.stop_token_id is not None)
@@ -211,7 +211,7 @@ class AnswerRecord:
         self._num_tokens += count
 
     def end(self, reason: FinishReason) -> None:
-        """The answer has ended. Only the first call counts."""
+        """End the answer. Only the first call counts."""
         if self._ended:
             return
         self._ended = True
@@ -239,16 +239,16 @@ class AnswerRecord:
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from the request's arrival to its first token; None before that."""
+        """Seconds from the request's arrival to the first token; None before it."""
         return self._first - self._arrived if self._num_tokens else None
 
     @property
     def timings(self) -> RequestTimings | None:
-        """Where its time went until now; None before its first token."""
+        """Durations of its phases so far; None before the first token."""
         timings = self._timings
         if timings is None or timings.decode is not None:
             return timings
-        # A stop string ends an answer here before the engine knows of it.
+        # After a stop string, the engine does not know yet that the answer has ended.
         return msgspec.structs.replace(timings, decode=self._last - self._first)
 
 

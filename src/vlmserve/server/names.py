@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vlmserve.frontend.client import EngineClient
 
 _MOST_SHOWN = 5
-"""Adapters that an error names."""
+"""Maximum adapters that an error lists."""
 
 
 class ServedNames:
@@ -32,7 +32,7 @@ class ServedNames:
         is_path = engine.model.startswith(("/", "./", "../", "~"))
         own_name = (engine.model.rstrip("/").rsplit("/", 1)[-1] if is_path else "") or engine.model
         self.own = tuple(dict.fromkeys(server.served_model_name)) or (own_name,)
-        """Names of the model itself; answers have the first."""
+        """Names of the model itself; answers have the first one."""
         self._aliases = {*self.own, engine.model, repository_of(engine.model) or engine.model}
         self._adapters, self._client = adapters, client
 
@@ -43,7 +43,7 @@ class ServedNames:
         return tuple(dict.fromkeys((*self.own, *sorted(self._aliases), *adapters)))
 
     def check(self, name: str | None) -> None:
-        """Raises UnknownModelError for a name that is not served here."""
+        """Raise UnknownModelError for an unknown name."""
         if name is not None and name not in self._aliases and not self._adapters.knows(self._client(), name):
             adapters = [adapter for adapter, _ in itertools.islice(self.adapter_infos(), _MOST_SHOWN)]
             known = ", ".join(map(repr, [*self.own, *adapters]))
@@ -54,13 +54,13 @@ class ServedNames:
         return name is None or name in self._aliases
 
     def adapter_infos(self) -> Iterator[tuple[str, AdapterInfo | None]]:
-        """Names of all adapters, each with what the engine says if it serves the adapter."""
+        """Names of all adapters; infos only of adapters that the engine serves."""
         return self._adapters.infos(self._client())
 
     async def adapter(self, client: EngineClient, name: str | None) -> str:
-        """The adapter that a request's model names, which the engine serves from now on; "" for the model itself.
+        """Have the engine serve the adapter that a request names. Returns its name; "" for the model itself.
 
-        Raises UnknownModelError and AdapterError.
+        Raises UnknownModelError or AdapterError.
         """
         if name is None or name in self._aliases:
             return ""

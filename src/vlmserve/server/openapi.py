@@ -17,7 +17,7 @@ from starlette.routing import Route
 from vlmserve.server.schema.errors import ErrorAnswer
 
 Endpoint = Callable[..., Awaitable[Response]]
-"""Of a request and the parts of its path that have names."""
+"""Takes a request and the named parts of its path."""
 Schema = dict[str, Any]
 
 _COMPONENTS = "#/components/schemas/"
@@ -25,21 +25,20 @@ _COMPONENTS = "#/components/schemas/"
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of the server. Its endpoint's docstring describes it.
-
-    body: what is sent, in JSON or, as a schema, in a form. query: query parameters. answer: what
-    comes back in JSON, or the media type of something else. streams: whether it may come as server-sent events.
-    errors: the form of its errors.
-    """
+    """An operation of the server. Its endpoint's docstring is the summary."""
 
     method: str
     path: str
     endpoint: Endpoint
     body: type[BaseModel] | Schema | None = None
+    """A JSON body, or the schema of a form."""
     query: type[BaseModel] | None = None
     answer: Any = None
+    """The type of a JSON response, or the media type of another."""
     streams: bool = False
+    """It may answer with server-sent events."""
     errors: Any = ErrorAnswer
+    """The type of its errors."""
 
 
 def routes(operations: Iterable[Operation]) -> list[Route]:
@@ -57,7 +56,7 @@ def _called(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
 
 
 def document(version: str, operations: Iterable[Operation], max_logprobs: int | None = None) -> Schema:
-    """The OpenAPI document of these operations. max_logprobs: the engine's limit, if it is known."""
+    """Make the OpenAPI document of operations. max_logprobs: the engine's limit, if known."""
     components: dict[str, Schema] = {}
     paths: dict[str, Schema] = {}
     for one in operations:
@@ -120,7 +119,7 @@ def _body_content(body: type[BaseModel] | Schema, components: dict[str, Schema])
 
 
 def _limit_logprobs(body: Schema, most: int) -> None:
-    """Set the maximum of all fields that are numbers of logprobs."""
+    """Set the maximum of all fields that count logprobs."""
     for name, field in body.get("properties", {}).items():
         if name.endswith("logprobs"):
             for choice in field.get("anyOf", [field]):

@@ -1,7 +1,7 @@
 """Checks of the Host and Origin headers.
 
-A page in somebody's browser can reach servers that its author cannot: on the same machine, or in the same network. It
-names itself in ``Origin``; or its own name is made to lead to the server (DNS rebinding), which shows in ``Host``.
+A web page in someone's browser can reach servers on the same machine or network that its author cannot. ``Origin``
+names the page. In DNS rebinding, the page's own domain resolves to the server, and ``Host`` shows it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from vlmserve.config import ServerConfig
 from vlmserve.server.errors import RefusedError
 
 _PRIVATE = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
-"""Ends of names that nobody can register: of this machine, a local network, Docker and Kubernetes."""
+"""Suffixes that nobody can register: local machine, local networks, Docker, Kubernetes."""
 
 
 class Origins:
-    """Raises RefusedError (403) for requests that only pages of strangers send.
+    """Raises RefusedError (403) for requests of foreign web pages.
 
-    Where every request needs a key, which such pages do not have, only what the settings name is checked.
+    If every request needs a key, which such pages do not have, it checks only what the settings name.
     """
 
     def __init__(self, config: ServerConfig, *, needs_key: bool) -> None:
@@ -39,7 +39,7 @@ class Origins:
         self._origins = re.compile(origin_pattern((*config.allowed_origins, *config.cors_origins)))
 
     def check(self, headers: Headers) -> None:
-        """Check a request's ``Host`` and ``Origin``; one that has neither is no browser's."""
+        """Check ``Host`` and ``Origin`` of a request. Without either, it comes from no browser."""
         host = headers.get("host", "").lower()
         if host and not self._any_host and not self._is_allowed(host):
             raise _refused(
@@ -61,14 +61,14 @@ class Origins:
         name = _name(host)
         if name is None:
             return False
-        # A name without a dot cannot be registered either: localhost, a container's, a machine's.
+        # Nobody can register a name without a dot either: localhost, a container, a machine.
         return "." not in name or name in self._hosts or name.endswith(self._suffixes) or _is_address(name)
 
 
 def origin_pattern(origins: Iterable[str]) -> str:
-    """A regular expression for the origins of a setting, in lower case, without its ``*`` for all origins.
+    """A regular expression of the origins in a setting, in lower case. The origin ``*`` is skipped.
 
-    ``scheme://*`` means all origins with that scheme, ``*.example.com`` all subdomains, and ``:*`` any port.
+    ``scheme://*`` allows all origins of a scheme, ``*.example.com`` all subdomains, ``:*`` any port.
     """
     return "|".join(map(_one_pattern, filter("*".__ne__, origins)))
 
@@ -84,7 +84,7 @@ def _one_pattern(origin: str) -> str:
 
 
 def _host_of(origin: str) -> str | None:
-    """The host and the port in an origin, as ``Host`` has them; None for ``null`` and what is none."""
+    """Host and port of an origin, in the form of ``Host``; None for ``null`` or an invalid origin."""
     try:
         return urlsplit(origin).netloc or None
     except ValueError:
@@ -92,7 +92,7 @@ def _host_of(origin: str) -> str | None:
 
 
 def _name(host: str) -> str | None:
-    """Without its port and brackets; None for what is no host."""
+    """The name without port and brackets; None for an invalid host."""
     try:
         name = urlsplit(f"//{host}").hostname
     except ValueError:

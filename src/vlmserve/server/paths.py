@@ -1,4 +1,4 @@
-"""Paths as clients write them: which of them mean the same, and what to say about unknown ones."""
+"""Normalize paths, and suggest known paths for unknown ones."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 _SLASHES = re.compile("/{2,}")
 _SHOWN = 60
-"""Characters of an unknown path that an error repeats."""
+"""Maximum characters of an unknown path in an error."""
 _SIMILARITY = 0.85
-"""`difflib`'s ratio from which a known path is suggested for an unknown one."""
+"""Minimum `difflib` ratio between an unknown path and a suggested one."""
 _API = "/v1"
 OLLAMA = "/api/"
-"""Beginning of the paths of Ollama's API."""
+"""Prefix of Ollama's paths."""
 
 
 class OnePath:
-    """Middleware: treats repeated slashes as one, and ignores a slash at the end."""
+    """Middleware that merges repeated slashes and drops a trailing slash."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -33,7 +33,7 @@ class OnePath:
 
 
 def methods_at(path: str, routes: Iterable[BaseRoute]) -> list[str]:
-    """All methods that the routes of a path take, in alphabetical order."""
+    """All methods of a path's routes, sorted."""
     found: set[str] = set()
     for route in routes:
         if isinstance(route, Route) and route.path_regex.match(path):
@@ -42,7 +42,7 @@ def methods_at(path: str, routes: Iterable[BaseRoute]) -> list[str]:
 
 
 def not_found_message(path: str, routes: Sequence[BaseRoute]) -> str:
-    """Says that nothing is at a path, and what the client probably wanted."""
+    """The message for an unknown path, with a suggestion."""
     shown = path if len(path) <= _SHOWN else f"{path[:_SHOWN]}…"
     if path.startswith(OLLAMA):
         there = [route.path for route in routes if isinstance(route, Route) and route.path.startswith(OLLAMA)]
@@ -58,7 +58,7 @@ def not_found_message(path: str, routes: Sequence[BaseRoute]) -> str:
 
 
 def _with_right_prefix(path: str, routes: Sequence[Route]) -> str | None:
-    """The known path that `path` becomes with ``/v1`` in front, or without a prefix such as ``/v1`` or ``/openai``."""
+    """The known path that `path` becomes with ``/v1`` added, or without a prefix such as ``/v1`` or ``/openai``."""
     starts = [match.start() for match in re.finditer("/", path)][1:]
     for candidate in (_API + path, *(path[start:] for start in starts), *(_API + path[start:] for start in starts)):
         if any(route.path_regex.match(candidate) for route in routes):

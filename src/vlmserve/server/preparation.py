@@ -34,27 +34,27 @@ _GRAMMAR_PROCESSES = max(2, min(4, usable_cores()))
 _SLOW_GRAMMAR_PROCESSES = 1
 _TEXT_THREADS = 3
 _SLOW_TEXT_THREADS = 2
-"""For prompts whose chat template takes long."""
+"""Threads for prompts with slow chat templates."""
 _SHORT_TEXT = 2000
-"""Characters that are a prompt sooner than another thread would have begun."""
+"""Characters of a prompt that is made faster than another thread starts."""
 _IMAGE_REQUESTS = 16
-"""Requests with images that are prepared at once, for each thread that decodes; most wait for such a thread."""
+"""Concurrent requests with images per decoding thread; most of them wait for such a thread."""
 _FILES = frozenset({"file", "video_url"})
-"""Types of parts that are decoded in processes of their own."""
+"""Types of parts that separate processes decode."""
 
 
 class Preparation:
-    """The threads, and the preparer once the model is loaded."""
+    """The threads, and the preparer after the model has loaded."""
 
     def __init__(self, media: MediaConfig) -> None:
         self._preparer: RequestPreparer | None = None
-        # A slow image must not hold up text, nor a slow host the images that are here already.
+        # Separate pools: slow images must not delay text, and slow hosts must not delay images that have arrived.
         self._body_workers = ThreadPoolExecutor(1, "parse-bodies")
         self._text_workers = ThreadPoolExecutor(_TEXT_THREADS, "prepare-text")
         self._text_queue = FairQueue(_TEXT_THREADS, _TEXT_THREADS - 1)
         self._slow_text_workers = ThreadPoolExecutor(_SLOW_TEXT_THREADS, "prepare-slow-text")
         self._slow_text_queue = FairQueue(_SLOW_TEXT_THREADS, 1)
-        # Each of these threads waits for a process that compiles.
+        # Each thread waits for a compiling process.
         self._grammar_workers = ThreadPoolExecutor(_GRAMMAR_PROCESSES, "check-grammars")
         self._grammar_queue = FairQueue(_GRAMMAR_PROCESSES, _GRAMMAR_PROCESSES - 1)
         self._slow_grammar_workers = ThreadPoolExecutor(_SLOW_GRAMMAR_PROCESSES, "check-slow-grammars")
@@ -68,13 +68,13 @@ class Preparation:
             self._fetch_workers: FairQueue(media.media_fetches, media.client_media_fetches),
             self._file_workers: FairQueue(media.media_processes, media.client_media_processes),
         }
-        """Queues of threads in which one client could leave none to others."""
+        """Fair queues of thread pools that one client could fill."""
         self._slow_files = FairQueue(media.media_processes, media.client_media_processes)
-        """Conversations that hold documents or videos while their chat template is slow."""
+        """Conversations with documents or videos and a slow chat template."""
         self.memory = IdleMemory(self._text_workers, lambda: any(queue.running for queue in self._queues.values()))
 
     def open(self, preparer: RequestPreparer) -> None:
-        """Prepare requests from now on. preparer: knows the engine's limits."""
+        """Start to prepare requests. preparer: knows the engine's limits."""
         self._preparer = preparer
 
     @property
@@ -96,7 +96,7 @@ class Preparation:
         return None if self._preparer is None else self._preparer.media.image_cache.stats()
 
     def close(self) -> None:
-        """Let go of the threads."""
+        """Release the threads."""
         self.memory.close()
         for pool in (
             self._body_workers,
@@ -115,13 +115,13 @@ class Preparation:
         return await run_in_thread(self._body_workers, parse)
 
     async def text(self, make: Callable[[RequestPreparer], Result], size: int) -> Result:
-        """Call `make` for text, in a worker thread if that takes long. size: characters. Raises what `make` raises."""
+        """Call `make` for text of `size` characters, in a worker thread if it is long. Raises what `make` raises."""
         if size <= _SHORT_TEXT:
             return make(self.preparer)
         return await self._text_queue.run(self._text_workers, functools.partial(make, self.preparer))
 
     async def predict(self, prompt: Prompt, text: str) -> Prompt:
-        """Return a prompt whose answer probably repeats a text. Raises InvalidRequestError if the text is too long."""
+        """Add a text to a prompt that its answer probably repeats. Raises InvalidRequestError for a too long text."""
 
         def encode(preparer: RequestPreparer) -> list[int]:
             return preparer.encode(text, add_special_tokens=False, param="prediction")
@@ -129,9 +129,9 @@ class Preparation:
         return msgspec.structs.replace(prompt, prediction=await self.text(encode, len(text)))
 
     async def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> list[str]:
-        """Find out whether the engine may compile a grammar. Returns and raises what the preparer does.
+        """Check whether the engine can compile a grammar. Returns and raises the same as the preparer.
 
-        Only slow grammars wait for slow grammars, and clients take turns.
+        Slow grammars delay only slow grammars, and clients take turns.
         """
         check = functools.partial(self.preparer.answers.check_grammar, grammar, tools)
         if self.preparer.answers.knows_grammar(grammar):
@@ -142,11 +142,11 @@ class Preparation:
             return await self._slow_grammar_queue.run(self._slow_grammar_workers, check)
 
     async def read_file(self, work: Callable[[], Result]) -> Result:
-        """Run `work`, which may take as long as to open a file, in a thread that prepares images."""
+        """Run `work`, which may take as long as opening a file, in an image thread."""
         return await self._run_media(self._image_workers, work)
 
     async def fetch(self, url: str, limits: MediaConfig) -> bytes:
-        """The file at an http(s) URL. Takes and raises what `fetch_file` does."""
+        """Fetch the file at an http(s) URL. Takes and raises the same as `fetch_file`."""
         return await self._run_media(self._fetch_workers, functools.partial(fetch_file, url, limits))
 
     async def _run_media(self, workers: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
@@ -158,11 +158,11 @@ class Preparation:
     async def prepare(
         self, messages: list[dict[str, Any]], known: KnownMedia | None = None, **options: Unpack[ConversationOptions]
     ) -> Prompt:
-        """The prompt of a conversation, made in a worker thread. Takes and raises what the preparer does.
+        """Make the prompt of a conversation in a worker thread. Takes and raises the same as the preparer.
+
+        Slow templates delay only slow templates, and clients take turns.
 
         known: media of other conversations with the same salt, see `MediaPreparer.prepare_all`.
-
-        Only slow renderings wait for slow renderings, and clients take turns.
         """
         shown = [
             part
@@ -182,7 +182,7 @@ class Preparation:
         is_short = not (shown or has_tools) and sum(map(_num_characters, messages)) <= _SHORT_TEXT
         has_files = any(part["type"] != "image_url" for part in shown)
         try:
-            # An exception that is being handled would keep the files as well.
+            # Not `except`: an exception that is being handled would keep the files in memory.
             with contextlib.suppress(SlowRenderingError):
                 return await self._prepare_in(None if is_short else workers, quickly)
             return await self._prepare_slowly(conversation, workers, has_files=has_files)
@@ -194,7 +194,7 @@ class Preparation:
     async def _prepare_slowly(
         self, conversation: Conversation, workers: ThreadPoolExecutor, *, has_files: bool
     ) -> Prompt:
-        """Prepare a conversation whose chat template is slow. Few conversations at a time keep files meanwhile."""
+        """Prepare a conversation with a slow chat template. Few at a time may keep files in memory."""
         with contextlib.ExitStack() as stack:
             if has_files:
                 if waits := not self._slow_files.is_free:
@@ -213,8 +213,7 @@ class Preparation:
         return await self._text_queue.run(workers, prepare)
 
     def _workers(self, shown: Sequence[Mapping[str, Any]]) -> ThreadPoolExecutor:
-        """The threads that prepare a conversation with these parts: what takes long keeps nobody waiting that does
-        not."""
+        """The thread pool for a conversation with these parts, by how long they take."""
         if any(part["type"] in _FILES for part in shown):
             return self._file_workers
         if any(not url.startswith("data:") for part in shown for url in _urls(part)):

@@ -1,4 +1,4 @@
-"""Comments of a stream that say why its request has no token yet."""
+"""Comments in a stream that say why a request has no token yet."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vlmserve.server.generation import Generation
 from vlmserve.types import EngineSnapshot
 
 HEADER = "x-stream-progress"
-"""Header of requests whose streams get these comments."""
+"""Request header that turns these comments on."""
 INTERVAL = 0.5
-"""Seconds between two comments."""
+"""Seconds between comments."""
 _PATIENCE = 1.0
-"""Seconds that a step may take before the comment says nothing. Disconnects are noticed later by as much."""
+"""Maximum seconds to wait for the engine before an empty comment. It also delays the detection of disconnects."""
 
 
 def progress_comments(client: EngineClient, generation: Generation) -> Callable[[], Awaitable[bytes | None]]:
@@ -38,11 +38,12 @@ def progress_comments(client: EngineClient, generation: Generation) -> Callable[
 
 
 def describe(snapshot: EngineSnapshot, request_ids: Collection[str]) -> dict[str, Any] | None:
-    """Say why the requests of a generation have no token yet.
+    """Say why a generation has no token yet; None if its requests have ended.
 
-    ``{"state": "waiting", "place": 1}``: the place in the queue. ``{"state": "images", "images": 2}``: images that go
-    through the vision tower. ``{"state": "prompt", "tokens": 512, "total": 2048}``: tokens of the prompt that are
-    computed. ``{"state": "answer"}``: the first token comes next. None: they have ended.
+    - ``{"state": "waiting", "place": 1}``: the place in the queue
+    - ``{"state": "images", "images": 2}``: images in the vision tower
+    - ``{"state": "prompt", "tokens": 512, "total": 2048}``: computed tokens of the prompt
+    - ``{"state": "answer"}``: the first token comes next
     """
     own = [one for one in snapshot.requests if one.request_id in request_ids]
     if not own:

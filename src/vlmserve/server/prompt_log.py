@@ -1,4 +1,4 @@
-"""Logs the content of requests, if the server is started with ``--log-prompts``."""
+"""Log the content of requests, with ``--log-prompts``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vlmserve.server.schema.asking import ModelRequest
 logger = logging.getLogger("vlmserve.prompts")
 
 _LONGEST = 2000
-"""Characters of one piece of text."""
+"""Maximum logged characters of a text."""
 
 
 def log_prompt(request: Request, body: ModelRequest) -> None:
-    """One line with what the request says, as JSON. Of images and long texts only the beginning."""
-    # What is said before the conversation may be no content: a response shows its instructions again.
+    """Log a request's content as one line of JSON. Images and long texts are cut."""
+    # `instructions` is no content field, because responses repeat it.
     said = body.model_dump(include={*body.content_fields, "instructions"}, exclude_none=True, mode="json")
     shown, request_id = _cut(said), request_id_of(request)
     fields = {"request_id": request_id, "prompt": shown}
@@ -29,7 +29,7 @@ def log_prompt(request: Request, body: ModelRequest) -> None:
 def _cut(value: Any) -> Any:
     match value:
         case dict():
-            # Where Anthropic's API has the base64 of an image.
+            # Anthropic's API has base64 images in `data`.
             return {key: "..." if key == "data" else _cut(part) for key, part in value.items()}
         case list():
             return [_cut(part) for part in value]

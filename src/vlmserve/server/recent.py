@@ -1,4 +1,4 @@
-"""Latencies of the last minutes, in bounded memory."""
+"""Latencies of recent minutes, in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Literal, get_args
 import msgspec
 
 Latency = Literal["ttft", "tpot", "e2e"]
-"""Seconds to the first token, of each further one, and to the end."""
+"""Time to first token, time per output token, and time to the end."""
 
 _SLOT = 5.0
-"""Seconds whose latencies are counted together."""
+"""Seconds in a time slot."""
 WINDOWS = (60, 300)
-"""Seconds, whole slots, over which percentiles are shown."""
+"""Windows of percentiles in seconds, multiples of a slot."""
 _NUM_SLOTS = int(WINDOWS[-1] / _SLOT)
 _LEAST = 1e-5
 _STEP = 1.1
-"""A bucket's upper bound is this many times its lower one, so that a percentile is within 5 % of the true one."""
+"""Ratio of a bucket's bounds; percentiles are within 5% of the exact ones."""
 _NUM_BUCKETS = math.ceil(math.log(1e4 / _LEAST, _STEP))
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Of `count` latencies, in seconds; null if there are none."""
+    """Percentiles of `count` latencies in seconds; null without latencies."""
 
     count: int
     p50: float | None = None
@@ -35,7 +35,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class _Slot:
-    """The latencies of a few seconds: how many there are in each bucket."""
+    """Counts of one time slot's latencies, by bucket."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -43,14 +43,14 @@ class _Slot:
 
 
 class RecentLatencies:
-    """Counts latencies by when they were noted. clock: seconds that only grow."""
+    """Counts latencies over time. clock: monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.slots: list[_Slot] = [_Slot(-1) for _ in range(_NUM_SLOTS)]
 
     def note(self, kind: Latency, seconds: float) -> None:
-        """Something took so long just now."""
+        """Add a latency."""
         number = self._now()
         slot = self.slots[number % _NUM_SLOTS]
         if slot.number != number:
@@ -60,7 +60,7 @@ class RecentLatencies:
         counts[bucket] = counts.get(bucket, 0) + 1
 
     def percentiles(self, kind: Latency, window: int) -> Percentiles:
-        """Of what was noted in the last `window` seconds, give or take a slot; at most the longest of `WINDOWS`."""
+        """Percentiles of the last `window` seconds, give or take a slot. window: up to the longest of `WINDOWS`."""
         oldest = self._now() - int(window / _SLOT)
         counts: dict[int, int] = {}
         for slot in self.slots:
@@ -78,7 +78,7 @@ class RecentLatencies:
 
 
 def _percentile(counts: list[tuple[int, int]], total: int, share: float) -> float:
-    """The middle of the bucket that the latency of that rank is in."""
+    """The middle of the bucket with the latency of that rank."""
     reached = list(accumulate(count for _, count in counts))
     bucket, _ = counts[bisect_left(reached, math.ceil(share * total))]
     return float(_LEAST * _STEP ** (bucket - 0.5))

@@ -1,6 +1,6 @@
-"""Starting and stopping: the engine process and the web server, side by side.
+"""Start and stop the engine process and the web server.
 
-Little is imported here before the engine process runs, so that the two load their libraries at the same time.
+Few modules are imported before the engine process runs, so that both processes load their libraries in parallel.
 """
 
 from __future__ import annotations
@@ -44,23 +44,24 @@ _MAX_FILES = 65536
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 SIGNAL_ECHO = 0.3
-"""Seconds after a signal in which another one is the same: make passes on what its whole process group got."""
+"""Seconds in which a repeated signal is ignored: make forwards signals that its process group already got."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """How a server takes part in a cluster. wrap: puts something in front of its application. announce: is told its URL
-    once its model is loaded, instead of who reads its output."""
+    """How a server takes part in a cluster."""
 
     wrap: Callable[[ASGIApp, Service], ASGIApp]
+    """Adds middleware to the application."""
     announce: Callable[[str], None]
+    """Gets the URL when the model has loaded, in place of standard output."""
 
 
 def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig, membership: Membership | None = None) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish; a second signal ends everything at once.
 
-    The port opens before the model is loaded, with a `/health` that says so. membership: None for a server of its own.
-    Raises ConfigurationError if the address cannot be had, ModelLoadError if the model cannot be loaded.
+    The port opens before the model has loaded; `/health` reports that. membership: None outside of a cluster. Raises
+    ConfigurationError if the address is taken, ModelLoadError if the model cannot be loaded.
     """
     set_up_logging(server.log_format, level=level_number(server.log_level))
     for chatty in ("uvicorn.error", "httpx", *(() if server.access_log else ("vlmserve.access",))):
@@ -103,7 +104,7 @@ def _announcer(service: Service) -> Callable[[str], None]:
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Of the faster event loop, where there is one; None: asyncio's own."""
+    """The faster event loop's factory; None if only asyncio's own is installed."""
     try:
         import uvloop
     except ImportError:
@@ -112,7 +113,7 @@ def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class _Launcher:
-    """Holds the engine process, of which there is one at a time."""
+    """Starts engine processes, one at a time."""
 
     def __init__(self, engine: EngineConfig, folder: Path) -> None:
         self.engine = engine
@@ -121,13 +122,13 @@ class _Launcher:
         self._taken = False
 
     def launch(self) -> None:
-        """Start a process that `take` returns later."""
+        """Start a process for a later `take`."""
         self.close()
         self._process = EngineProcess.launch(self.engine, self.folder)
         self._taken = False
 
     def take(self) -> EngineProcess:
-        """A process that nobody else has: the one that was launched, else a new one."""
+        """The launched process, or a new one. The caller owns it."""
         if self._process is None or self._taken:
             self.launch()
         assert self._process is not None
@@ -140,7 +141,7 @@ class _Launcher:
 
 
 def bind(server: ServerConfig) -> socket.socket:
-    """A socket on the address, which refuses connections until the web server listens on it.
+    """A socket that is bound to the address. It refuses connections until the web server listens on it.
 
     Raises ConfigurationError if the address is in use or not this machine's.
     """
@@ -156,7 +157,7 @@ def bind(server: ServerConfig) -> socket.socket:
 
 
 def address_of(server: ServerConfig) -> tuple[socket.AddressFamily, socket.SocketKind, tuple[Any, ...]]:
-    """Family, kind and address of the socket that a server listens on. Raises ConfigurationError."""
+    """Family, type and address of the server's socket. Raises ConfigurationError."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -213,8 +214,10 @@ async def _supervise(
     stopping: asyncio.Future[Any],
     batches: contextlib.AsyncExitStack,
 ) -> None:
-    """Serve until the server is stopped and has drained. batches: work on these ends before. Raises EngineDeadError if
-    the engine cannot be kept alive."""
+    """Serve until the server has stopped and drained. batches: closed before draining.
+
+    Raises EngineDeadError if the engine cannot be kept alive.
+    """
     from vlmserve.frontend.client import EngineClient
     from vlmserve.server.supervision import Supervisor
 
@@ -238,7 +241,7 @@ async def _supervise(
 async def _load(
     service: Service, launcher: _Launcher, media: MediaConfig
 ) -> tuple[EngineClient, RequestPreparer, float]:
-    """The engine client and the preparer, made at the same time once they are wanted, and the seconds that took."""
+    """Make the engine client and the preparer in parallel, when wanted. Also returns the seconds that it took."""
     await service.demand.wanted.wait()
     began = time.monotonic()
     from vlmserve.frontend.client import EngineClient
@@ -276,7 +279,7 @@ async def _drain(service: Service) -> None:
 
 
 def stop_on_signals(kill: Callable[[], None]) -> asyncio.Event:
-    """An event that the first signal sets. The second one kills the engine and ends the process."""
+    """An event that the first signal sets. The second signal kills the engine and ends the process."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     first = 0.0
@@ -297,16 +300,16 @@ def stop_on_signals(kill: Callable[[], None]) -> asyncio.Event:
 
 
 def raise_file_limit() -> None:
-    """Each connection is an open file, of which a shell's usual limit allows 1,024."""
+    """Raise the limit of open files: a shell usually allows 1,024, and each connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # macOS has lower limits that it does not report
+        with contextlib.suppress(ValueError, OSError):  # macOS has a lower limit that it does not report
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _announce(line: str, url: str, model: str) -> None:
-    """Announce that the server is up, as text or as JSON."""
+    """Report that the server is ready, as text or JSON."""
     if log_format_in_use() == "json":
         logger.info(line, extra={"fields": {"url": url, "model": model}})
     else:
@@ -314,7 +317,7 @@ def _announce(line: str, url: str, model: str) -> None:
 
 
 def ready_line(url: str, model: str, info: ModelInfo) -> str:
-    """The line that says that requests are answered: address, model, weights and KV cache."""
+    """The start-up line: address, model, weights and KV cache."""
     facts = [f"model {model}", info.device, info.dtype]
     if info.weight_bytes:
         bits = 8 * info.weight_bytes / max(1, info.num_parameters)

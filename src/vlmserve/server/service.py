@@ -1,4 +1,4 @@
-"""What the routes share: the engine client, the request preparer, the names, the limits, and the server's phase."""
+"""State that the routes share: engine client, request preparer, names, limits, and the server's phase."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 Phase = Literal["asleep", "loading", "serving", "restarting", "closing"]
 Result = TypeVar("Result")
 _SHARE_OF_AN_ANSWER = 0.2
-"""Of the context, if a request sets no limit."""
+"""Default maximum answer, as a fraction of the context."""
 
 
 def open_tracing(endpoint: str | None) -> Tracing | None:
-    """Makes traces; None if tracing is off. Raises ConfigurationError if the extra is not installed."""
+    """Open tracing; None if it is off. Raises ConfigurationError if the extra is not installed."""
     if endpoint is None:
         return None
     try:
@@ -57,13 +57,13 @@ def open_tracing(endpoint: str | None) -> Tracing | None:
 
 
 _TOLD_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Sampling parameters whose defaults clients are told."""
+"""Sampling parameters whose defaults are shown to clients."""
 
 
 class Service:
-    """A server's state. It is loading until `open` is called, and refuses new requests from `drain` on.
+    """A server's state. It is loading until `open`, and rejects new requests after `drain`.
 
-    Raises ConfigurationError for API keys that cannot be read, and for traces that cannot be sent.
+    Raises ConfigurationError for unreadable API keys, or an invalid address for traces.
     """
 
     def __init__(self, engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> None:
@@ -75,9 +75,9 @@ class Service:
         self.created = int(time.time())
         self.defaults = SamplingParams()
         self.keys = KeyRing.of(server)
-        """Who may ask; None: everybody."""
+        """None: requests need no key."""
         self.tracing = open_tracing(server.otlp_traces_endpoint)
-        """Makes traces of requests; None: tracing is off."""
+        """None: tracing is off."""
         self.store = open_store(server)
         self.bodies = BodyMemory(server.body_memory)
         self.max_logprobs = engine.max_logprobs
@@ -90,14 +90,14 @@ class Service:
         self._closing = False
         self.demand = Demand(is_lazy=engine.load == "lazy")
         self.batch_news = asyncio.Event()
-        """Set when a batch was made, was cancelled or has ended, and when the model is there."""
+        """Set when a batch was created, was cancelled or has ended, and when the model has loaded."""
         self.background_preparation = asyncio.Semaphore(max(1, media.threads // 2))
-        """Held while a prompt is prepared that nobody waits for: others find free threads."""
+        """Held while a batch's prompt is prepared, so that other requests find free threads."""
         self.load_progress = ""
-        """What the engine says of its progress while it loads."""
+        """The engine's progress while it loads."""
         self._client: EngineClient | None = None
         self.back_at: float | None = None
-        """When a dead engine is expected back, on the clock of `time.monotonic`; None: it is not restarted."""
+        """When a dead engine will probably be back, by `time.monotonic`; None: no restart is planned."""
         self.preparation = Preparation(media)
         self.cache_log = CacheLog(engine.block_size)
         self.metrics = ServerMetrics(
@@ -109,8 +109,7 @@ class Service:
         )
 
     def open(self, client: EngineClient, preparer: RequestPreparer, defaults: SamplingParams | None = None) -> None:
-        """Begin to serve. preparer: knows the engine's limits. defaults: what requests that say nothing about sampling
-        get."""
+        """Start to serve. preparer: knows the engine's limits. defaults: sampling parameters of requests."""
         self.replace(client)
         self.preparation.open(preparer)
         self.defaults = defaults or self.defaults
@@ -129,7 +128,7 @@ class Service:
 
     @property
     def awake(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """True if requests need not wait for the model."""
         return not self.demand.loads_model or self._client is not None or self._closing
 
     async def wake(self) -> None:
@@ -140,7 +139,7 @@ class Service:
                 raise UnavailableError(f"{self.model_name} could not be loaded: {self.demand.failure}")
 
     async def drain(self, grace: float) -> bool:
-        """Refuse new requests from now on, wait for the running ones; whether they ended within `grace` seconds."""
+        """Reject new requests and wait for running ones. Returns whether they ended within `grace` seconds."""
         self._closing = True
         self.demand.loaded()
         with contextlib.suppress(TimeoutError):
@@ -148,7 +147,7 @@ class Service:
         return self._idle.is_set()
 
     def close(self) -> None:
-        """Let go of the worker threads, the traces and the history. The client belongs to the caller."""
+        """Close worker threads, tracing and history. The caller closes the client."""
         self.preparation.close()
         if self.store is not None:
             self.store.close()
@@ -157,12 +156,12 @@ class Service:
 
     @property
     def num_answers(self) -> int:
-        """Running answers, counted from the arrival of their request."""
+        """Number of running answers, from the arrival of their requests."""
         return self._num_answers
 
     @property
     def client(self) -> EngineClient:
-        """The engine client, to which requests may be sent now. Raises UnavailableError or EngineDeadError."""
+        """The engine client, ready for requests. Raises UnavailableError or EngineDeadError."""
         problem = self.problem()
         if problem is not None:
             raise problem
@@ -171,12 +170,12 @@ class Service:
 
     @property
     def info(self) -> ModelInfo | None:
-        """The model, another object for each engine that was started; None while it is loading."""
+        """The model, a new object after every engine start; None while it loads."""
         return None if self._client is None else self._client.info
 
     @property
     def abilities(self) -> Abilities | None:
-        """What the model can do; None while it loads."""
+        """The model's abilities; None while it loads."""
         info = self.info
         if info is None or not self.preparation.is_open:
             return None
@@ -198,7 +197,7 @@ class Service:
         )
 
     def engine_stats(self) -> EngineStats | None:
-        """The engine's latest stats; None without a living engine. Requests that it has yet to report on wait."""
+        """The engine's latest stats; None without a living engine. Unreported requests count as waiting."""
         if self._client is None or not self._client.alive:
             return None
         stats = self._client.stats
@@ -222,13 +221,13 @@ class Service:
         return "loading" if self.demand.wanted.is_set() else "asleep"
 
     def check_serving(self) -> None:
-        """Raises what `client` raises, unless the model only waits for a request to be loaded."""
+        """Raise the errors of `client`, except while the model waits for a request to load it."""
         problem = self.problem()
         if problem is not None and not (self.demand.loads_model and self.phase in ("asleep", "loading")):
             raise problem
 
     def problem(self) -> VLMServeError | None:
-        """Why no request can be answered now."""
+        """The reason that no request can be answered."""
         if self._closing:
             return UnavailableError("The server is shutting down")
         if self._client is None:
@@ -242,14 +241,14 @@ class Service:
         return None
 
     def silence(self) -> UnavailableError | None:
-        """Why requests should go elsewhere although the engine runs: nothing has been heard of it for too long."""
+        """The reason to send requests elsewhere while the engine runs: it has been silent for too long."""
         if self._client is None or self._client.heartbeat.silence < self.config.engine_silence:
             return None
         return UnavailableError(f"The engine has not responded for {self._client.heartbeat.silence:.0f} s")
 
     @contextlib.contextmanager
     def admit(self, num_answers: int) -> Iterator[None]:
-        """Count a request's answers while it runs. Raises OverloadedError if there are too many."""
+        """Count a request's answers while it runs. Raises OverloadedError beyond the limit."""
         if self._num_answers + num_answers > self._max_answers:
             counts = f"{self._num_answers} answers run or wait, this request wants {num_answers}"
             raise OverloadedError(f"{counts}, and {self._max_answers} are allowed; try again later")
@@ -264,12 +263,12 @@ class Service:
 
     @property
     def preparer(self) -> RequestPreparer:
-        """What makes prompts, once the model is loaded."""
+        """Makes prompts. Raises UnavailableError while the model loads."""
         return self.preparation.preparer
 
     @property
     def default_limit(self) -> int:
-        """The longest answer to a request that sets no limit, in tokens."""
+        """Maximum tokens of an answer if the request sets no limit."""
         own = self.config.default_max_tokens
         return own or max(1, int(self.client.info.max_model_len * _SHARE_OF_AN_ANSWER))
 

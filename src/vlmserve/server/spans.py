@@ -1,4 +1,4 @@
-"""The spans and attributes of a request's trace, by OpenTelemetry's conventions, without prompts and answers.
+"""Spans and attributes of traces by OpenTelemetry's conventions, without prompts and answers.
 
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 """
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from vlmserve.server.tracing import Attributes, Trace
 
 TRACE = "vlmserve.trace"
-"""Where the trace of a request is in its ASGI scope, if it has one."""
+"""Key in an ASGI scope: the request's trace."""
 
 
 def trace_of(request: Request) -> Trace | None:
-    """A request's trace, if it is recorded."""
+    """A request's trace; None if it is not recorded."""
     trace: Trace | None = request.scope.get(TRACE)
     return trace if trace is not None and trace.is_recorded else None
 
 
 def record_preparation(trace: Trace, seconds: float) -> None:
-    """Add the span of preparing the prompt, which took `seconds` and ends now."""
+    """Add the span of preparing the prompt, which ends now."""
     trace.part("media", time.time() - seconds, seconds)
 
 
 def record_generation(trace: Trace, operation: str, generation: Generation) -> None:
-    """Add the spans and attributes of a finished, failed or aborted generation. operation: its conventional name."""
+    """Add spans and attributes of a finished, failed or aborted generation. operation: OpenTelemetry's name of it."""
     usage, details = generation.usage, generation.usage.prompt_tokens_details
     reasons = [answer.finish_reason for answer in generation.answers if answer.finish_reason is not None]
     attributes: dict[str, str | bool | int | float | list[str]] = {
@@ -74,8 +74,10 @@ def _request_attributes(request: GenerationRequest) -> Attributes:
 
 
 def _record_parts(trace: Trace, timings: RequestTimings, attributes: Attributes) -> None:
-    """The spans of an answer in the engine. Encoding images may be spread over several steps of a prefill; its span
-    begins with the first and has the sum of their lengths."""
+    """Add the spans of an answer in the engine.
+
+    Image encoding may be spread over several prefill steps; its span starts at the first and has their total length.
+    """
     started = timings.arrived + timings.queue
     answered = started + timings.prefill
     trace.part("queue", timings.arrived, timings.queue, attributes)

@@ -1,6 +1,6 @@
-"""Streams of server-sent events that send pings while they have no event.
+"""Server-sent events, with pings while there is no event.
 
-Proxies and clients close connections that stay silent: nginx after 60 s, Node's fetch after 300 s.
+Proxies and clients close silent connections: nginx after 60 s, Node's fetch after 300 s.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
-"""Streams of JSON lines, as Ollama has them."""
+"""Ollama's streams of JSON lines."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""The second one tells nginx to pass on every event at once."""
+"""X-Accel-Buffering: nginx passes every event on at once."""
 _COMMENT = b": ping\n\n"
 """Clients skip lines that begin with a colon."""
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-"""The same in Anthropic's API."""
+"""Ping event of Anthropic's API."""
 _RESPONSES_PATH = "/v1/responses"
 
 
@@ -40,7 +40,7 @@ def _ping_at(path: str) -> bytes:
 
 
 def _error_event(path: str, body: bytes) -> bytes:
-    """The event that ends a stream of the API at `path`. body: the error as a response would have it."""
+    """The event that ends a failed stream of the API at `path`. body: the body of an error response."""
     if path.startswith(MESSAGES_PATH):
         return b"event: error\ndata: " + body + b"\n\n"
     if path.startswith(_RESPONSES_PATH):
@@ -52,10 +52,10 @@ def _error_event(path: str, body: bytes) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events. The generator and `resources` close when the client disconnects, also between events.
+    """Server-sent events. When the client disconnects, the generator and `resources` close, also between events.
 
-    The stream sends a comment or, in Anthropic's API, a ping after `interval` seconds without an event (0: never).
-    comment: makes what is sent instead, unless it returns None.
+    After `interval` seconds without an event (0: never) it sends a comment or, in Anthropic's API, a ping. comment:
+    makes the text to send in their place; None: the usual ping.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class EventStream(Response):
         self._latest = time.monotonic()
         """When the latest event was sent."""
         self._lock = asyncio.Lock()
-        """Held while something is sent."""
+        """Held while sending."""
         super().__init__(None, headers=_HEADERS, media_type=media_type)
         del self.headers["content-length"]
 
@@ -93,7 +93,7 @@ class EventStream(Response):
             self._resources.close()
 
     async def _wait(self, *tasks: asyncio.Future[Any]) -> bool:
-        """Whether one of the tasks ended before the stream was silent for `interval` seconds."""
+        """Wait for a task until `interval` seconds of silence. Returns whether one has ended."""
         left = max(0.0, self._latest + self._interval - time.monotonic()) if self._interval else None
         done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         return bool(done)
@@ -119,9 +119,9 @@ class EventStream(Response):
 async def begin_in_time(
     request: Request, answering: Coroutine[Any, Any, Response], streams: Callable[[], bool], interval: float
 ) -> Response:
-    """The response that `answering` returns, or a stream that begins after `interval` seconds and continues with it.
+    """The response of `answering`, or after `interval` seconds a stream that sends pings and then the response.
 
-    streams: whether the request wants a stream of events, once that is known. interval: 0: wait for the response.
+    streams: returns whether the request wants a stream. interval: 0: always wait for the response.
     """
     if not interval:
         return await answering
@@ -140,7 +140,7 @@ async def begin_in_time(
 
 
 class _EarlyStream(Response):
-    """A stream that sends pings until the response is there, and then its events, or its error as an event."""
+    """Sends pings until the response is ready, then its events, or its error as an event."""
 
     media_type = EVENTS
 
@@ -182,7 +182,7 @@ def _is_stream(response: Response) -> bool:
 
 
 def note_failure(scope: Scope, error: VLMServeError) -> None:
-    """Count an error that ends a request, and remember it for the log."""
+    """Count and log an error that ends a request."""
     front: Front = scope["app"].state.front
     code = error_code(error)
     front.metrics.count_error(code)

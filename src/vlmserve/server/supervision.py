@@ -1,4 +1,4 @@
-"""Keeping an engine alive: a dead one is replaced, an idle one is unloaded until a request needs it."""
+"""Keep an engine alive: restart a dead one, and unload an idle one until a request needs it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LONGEST_BACKOFF = 60.0
 
 
 class Supervisor:
-    """Watches the engine of a service that is open. It must be closed, which closes the engine, too.
+    """Watches the engine of an open service. `close` closes the engine, too.
 
-    start: makes another engine with the same settings. load_time: seconds that the first one took to load, which is
-    the Retry-After that clients get.
+    start: starts an engine with the same settings. load_time: seconds that the first load took; clients get it as
+    Retry-After.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class Supervisor:
         service.back_at = 0.0
 
     async def run(self) -> None:
-        """Restart the engine when it dies and unload it after `sleep_after` idle seconds, until the service closes.
+        """Restart the engine when it dies, and unload it after `sleep_after` idle seconds, until the service closes.
 
-        Raises EngineDeadError when it died more than `max_restarts` times in a row: without having answered a request
-        or run for `restart_window` seconds in between.
+        Raises EngineDeadError after more than `max_restarts` deaths in a row. An answered request or `restart_window`
+        seconds of running end a row.
         """
         while True:
             if not await self._wait_until_dead():
@@ -57,11 +57,11 @@ class Supervisor:
             await self._restart(self._client.death or "The engine ended")
 
     async def close(self) -> None:
-        """Stop the engine, which gets no more time."""
+        """Stop the engine at once."""
         await self._client.close()
 
     async def _wait_until_dead(self) -> bool:
-        """Wait until the engine has died, or hung for so long that it was killed. False: it is to sleep."""
+        """Wait until the engine has died, or hung and was killed. False: it is idle and should sleep."""
         client, config = self._client, self._service.config
         dying = asyncio.ensure_future(client.died.wait())
         try:
@@ -116,7 +116,7 @@ class Supervisor:
             began = time.monotonic()
             try:
                 self._client = await self._start()
-            except (VLMServeError, OSError) as error:  # there may be no memory for a process
+            except (VLMServeError, OSError) as error:  # such as too little memory for a process
                 reason = str(error)
                 logger.error("The engine did not start again: %s", reason)
                 continue
@@ -125,14 +125,14 @@ class Supervisor:
         logger.warning("The engine runs again, as process %d", self._client.process.pid)
 
     def _begin(self, began: float) -> None:
-        """Serve with a new engine. began: when its start did."""
+        """Serve with a new engine. began: time of its start."""
         self._started = time.monotonic()
         self._load_time = self._started - began
         self._served = self._service.metrics.num_served
         self._service.replace(self._client)
 
     def _count_crash(self, reason: str) -> float:
-        """Seconds to wait before the next restart. Raises EngineDeadError if there is to be none."""
+        """Seconds to wait before the next restart. Raises EngineDeadError after too many."""
         config = self._service.config
         self._crashes += 1
         if self._crashes > config.max_restarts:

@@ -1,4 +1,4 @@
-"""The thoughts, the text and the tool calls of a request's answers, for all APIs."""
+"""Parse reasoning, text and tool calls of a request's answers, for all APIs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from vlmserve.types import SamplingParams
 
 
 class AnswerReader:
-    """Parses the answers to one request as they come. Without a call of `expect`, all but thoughts is text.
+    """Parses the answers to one request as they come. Before `expect`, it parses no tool calls.
 
-    shows_thoughts: whether thoughts are part of what it reads.
+    shows_thoughts: return reasoning.
     """
 
     def __init__(self) -> None:
@@ -25,9 +25,9 @@ class AnswerReader:
     def expect(
         self, form: ToolForm, tools: ToolUse | None, params: SamplingParams, num_answers: int = 1
     ) -> SamplingParams:
-        """The params with which answers may call these tools, in that form.
+        """Expect calls of tools in a form, and return the sampling parameters that allow them.
 
-        Raises InvalidRequestError if that does not go together with what else they have to obey.
+        Raises InvalidRequestError if the request's grammar conflicts with the tools.
         """
         if tools is None:
             return params
@@ -40,7 +40,7 @@ class AnswerReader:
         return bool(self._parsers)
 
     def read(self, delta: TextDelta) -> list[Event]:
-        """The events of a delta of an answer. Each delta is read once."""
+        """Parse a delta of an answer. Read each delta once."""
         thoughts: list[Event] = [ThoughtDelta(delta.thought)] if delta.thought and self.shows_thoughts else []
         if not self._parsers:
             return [*thoughts, ContentDelta(delta.text)] if delta.text else thoughts

@@ -1,6 +1,6 @@
-"""OpenTelemetry traces over OTLP: the span of a request, its parts, and how they get to a collector.
+"""OpenTelemetry traces: spans of requests, sent to a collector over OTLP.
 
-Needs the extra ``otel``, and is imported only where traces are asked for.
+It needs the extra ``otel``; import it only if traces are wanted.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 Attributes: TypeAlias = "Mapping[str, str | bool | int | float | Sequence[str]]"
 
 _CHATTY = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
-"""Loggers that say of each batch that its collector is away."""
+"""Loggers that repeat for each batch that the collector is unreachable."""
 _PATH = "/v1/traces"
 _LAST_SPANS = 5.0
-"""Seconds that the spans of the last requests get to arrive."""
+"""Seconds to send the last spans."""
 _NANOSECONDS = 1e9
 
 
 class Trace:
-    """The span of a running request. It must be ended. Times are Unix times."""
+    """The span of a running request. End it. Times are Unix times."""
 
     def __init__(self, tracer: Tracer, span: Span, method: str) -> None:
         self._method = method
@@ -46,11 +46,11 @@ class Trace:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether it is recorded; a sampler may have decided against it."""
+        """False if a sampler decided not to record it."""
         return self._span.is_recording()
 
     def describe(self, name: str, attributes: Attributes) -> None:
-        """What the request turned out to be about."""
+        """Set name and attributes when the request is known."""
         self._is_described = True
         self._span.update_name(name)
         self._span.set_attributes(attributes)
@@ -62,8 +62,7 @@ class Trace:
         span.end(begin + int(seconds * _NANOSECONDS))
 
     def end(self, status: int, error: str | None, attributes: Attributes, *, failed: bool) -> None:
-        """It is over. status: of HTTP. error: a code. failed: whether it counts as the server's failure, which what a
-        client asks wrongly does not."""
+        """End the span. status: HTTP. error: code. failed: the server's fault, not the client's."""
         self._span.set_attributes({"http.response.status_code": status, **attributes})
         if not self._is_described and "http.route" in attributes:
             self._span.update_name(f"{self._method} {attributes['http.route']}")
@@ -75,11 +74,10 @@ class Trace:
 
 
 class Tracing:
-    """Begins traces and sends them on, in the background and in batches. Must be closed, which sends the rest.
+    """Starts traces and sends them in the background, in batches. Close it to send the rest.
 
-    endpoint: a collector's URL for OTLP over HTTP; without a path, that is the usual one. All else is said by the
-    variables of OpenTelemetry, like OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME and OTEL_TRACES_SAMPLER.
-    Raises ConfigurationError for what is no such URL.
+    endpoint: URL of an OTLP/HTTP collector; the default path is added. Variables of OpenTelemetry set the rest, like
+    OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME and OTEL_TRACES_SAMPLER. Raises ConfigurationError for an invalid URL.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -94,7 +92,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, method: str, path: str, headers: Mapping[str, str]) -> Trace:
-        """A request has arrived; what it belongs to stands in its header `traceparent`."""
+        """Start the span of a request, as a child of its header `traceparent`."""
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         span = self._tracer.start_span(
             method,
@@ -106,14 +104,14 @@ class Tracing:
         return Trace(self._tracer, span, method)
 
     def close(self) -> None:
-        """Send what there is, for a few seconds at most."""
+        """Send the remaining spans, for `_LAST_SPANS` seconds at most."""
         last = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         last.start()
         last.join(_LAST_SPANS)
 
 
 class _LoggingExporter(SpanExporter):
-    """Logs when the collector stops and starts to accept traces."""
+    """Logs when the collector becomes unreachable and reachable."""
 
     def __init__(self, exporter: SpanExporter, url: str) -> None:
         self._exporter = exporter

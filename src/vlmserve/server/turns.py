@@ -1,4 +1,4 @@
-"""Items as the messages of chat completions, and errors about these messages in the words of items."""
+"""Convert items to chat messages, and errors about the messages back to items."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _INSTRUCTIONS, _EARLIER = "instructions", "an earlier turn"
 
 
 class Turns:
-    """The messages that items become, after the system message. What an answer said and the calls it ended with are one
-    message, and so are the thoughts before them; calls that were cut off are left out.
+    """Chat messages of items, after the system message.
 
-    before, new: items as they are kept, of earlier turns and of this request, which errors speak of.
-    Raises InvalidRequestError without any message, and for an output whose call is not among the items before it.
+    An answer's reasoning, text and following calls become one message. Calls that were cut off are dropped.
+
+    before, new: stored items of earlier turns and of this request, for errors. Raises InvalidRequestError without any
+    message, and for a result without its call.
     """
 
     def __init__(self, instructions: str | None, before: Sequence[Item], new: Sequence[Item]) -> None:
@@ -32,7 +33,7 @@ class Turns:
         self._call_sources: list[list[str]] = []
         self._called: set[str] = set()
         self._thoughts = ""
-        """What was thought before the next thing that the assistant says or calls."""
+        """Reasoning to attach to the assistant's next message."""
         if instructions:
             self._add({"role": "system", "content": instructions}, _INSTRUCTIONS)
         for item in before:
@@ -43,7 +44,7 @@ class Turns:
             raise InvalidRequestError("input has nothing that the model can read; add a message", param="input")
 
     def reword(self, error: InvalidRequestError) -> None:
-        """Let an error about the messages speak of the items."""
+        """Replace messages by items in an error's text."""
         error.args = (_PLACE.sub(self._reworded, str(error)),)
         if error.param is not None:
             renamed = _PLACE.sub(self._reworded, error.param)
@@ -109,7 +110,7 @@ class Turns:
     def _reworded(self, match: re.Match[str]) -> str:
         index, path = int(match[1]), match[2]
         if index >= len(self.messages):
-            return match[0]  # it is what somebody wrote
+            return match[0]  # the text is the user's own
         source, calls = self._sources[index], self._call_sources[index]
         if (call := _CALL.match(path)) and int(call[1]) < len(calls):
             source, path = calls[int(call[1])], path[call.end() :]
@@ -129,7 +130,7 @@ def _said(item: Item) -> Message:
 
 
 def _content(said: str | list[Item]) -> str | list[Item]:
-    """What an item says and shows in chat completions' form; files are still parts of type ``file``."""
+    """The content of an item in the form of chat completions; files keep the type ``file``."""
     if isinstance(said, str):
         return said
     parts = [_chat_part(part) for part in said]

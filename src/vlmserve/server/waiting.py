@@ -1,4 +1,4 @@
-"""Limits on how long a request may wait in the queue."""
+"""Limits of a request's time in the queue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vlmserve.server.generation import Generation
 
 @contextlib.asynccontextmanager
 async def limit_preparation(limit: float) -> AsyncGenerator[None, None]:
-    """Raises RefusedError (503) if the block, in which a prompt is prepared, takes `limit` seconds. 0: never."""
+    """Raise RefusedError (503) if the block, which prepares a prompt, takes `limit` seconds. 0: never."""
     try:
         async with asyncio.timeout(limit or None):
             yield
@@ -26,8 +26,10 @@ async def limit_preparation(limit: float) -> AsyncGenerator[None, None]:
 
 @contextlib.contextmanager
 def limit_wait(client: EngineClient, generation: Generation, arrived: float, limit: float) -> Iterator[None]:
-    """While the block runs: fail the generation with RefusedError (503) if the engine has not begun any of its answers
-    `limit` seconds after `arrived`, on the clock of `time.monotonic`. limit 0: never."""
+    """In the block, fail a generation with RefusedError (503) unless the engine starts an answer in time.
+
+    limit: seconds after `arrived`, by `time.monotonic`; 0: no limit.
+    """
     if limit == 0:
         yield
         return
@@ -37,7 +39,7 @@ def limit_wait(client: EngineClient, generation: Generation, arrived: float, lim
         nonlocal check_task
         check_task = asyncio.ensure_future(_give_up(client, generation, limit))
 
-    # A timer, since most requests are done before it fires, and a task would cost more.
+    # A timer is cheaper than a task, and most requests finish before it fires.
     timer = asyncio.get_running_loop().call_later(max(0.0, arrived + limit - time.monotonic()), check)
     try:
         yield
@@ -50,7 +52,7 @@ def limit_wait(client: EngineClient, generation: Generation, arrived: float, lim
 async def _give_up(client: EngineClient, generation: Generation, limit: float) -> None:
     if any(answer.num_tokens for answer in generation.answers):
         return
-    # An engine that is gone has failed the generation already.
+    # A dead engine has failed the generation already.
     with contextlib.suppress(VLMServeError):
         await client.fail_waiting(generation.first_request_ids, lambda: _too_long(limit))
 

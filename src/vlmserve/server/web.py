@@ -1,4 +1,4 @@
-"""uvicorn, started and stopped by us instead of by signals, and bounded where it is not."""
+"""uvicorn with its own start and stop, and with the limits that it lacks."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from vlmserve.server.errors import RefusedError, error_response, framing_too_lar
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open; longer than what usual load balancers keep theirs."""
+"""Seconds that an idle connection stays open; longer than in common load balancers."""
 _LAST_BYTES = 3
-"""Seconds for the ends of answers to reach slow clients."""
+"""Seconds for slow clients to read the ends of answers."""
 
 _LOOK = 0.1
-"""Seconds between looks at whether connections are left."""
+"""Seconds between checks for open connections."""
 
 _ACCEPTED = 32
-"""Connections that an iteration of the event loop accepts. uvloop accepts one for each file of the listening socket."""
+"""Connections to accept in an iteration of the event loop. uvloop accepts one per listening file descriptor."""
 
 _STARTED = 16
-"""Requests with bodies whose tasks an iteration of the event loop starts."""
+"""Requests with bodies to start in an iteration of the event loop."""
 
 _FIRST_PROBE, _NEXT_PROBE = 0.1, 5.0
-"""Seconds between checks whether a client that sends no more still reads."""
+"""Seconds between checks whether a client that has ended its side still reads."""
 _OLD_GRACE = 1.0
-"""Seconds that a client with HTTP/1.0 gets, since it cannot be checked."""
+"""Seconds for an HTTP/1.0 client, which cannot be checked."""
 _CONNECTION_FILES = 2
-"""Open files that a connection may need: a gateway also has one to a worker."""
+"""Open files of a connection: a gateway also connects to a worker."""
 _OWN_FILES = _ACCEPTED + 48
-"""Open files of a server without connections: listening sockets, the log, the engine's sockets, storage."""
+"""Open files without connections: listening sockets, log, engine sockets, storage."""
 _CHUNK_FRAMING = 20
-"""Bytes around a chunk that count toward no limit: a size of up to 16 digits and two line ends."""
+"""Uncounted bytes of a chunk's framing: a size of up to 16 digits and two line ends."""
 
 
 class WebServer:
@@ -62,7 +62,7 @@ class WebServer:
         self._task: asyncio.Task[None] | None = None
         config = uvicorn.Config(
             app,
-            # uvicorn takes any callable that makes a protocol.
+            # uvicorn accepts any callable that returns a protocol.
             http=functools.partial(  # type: ignore[arg-type]
                 _Protocol,
                 head_timeout=limits.head_timeout,
@@ -82,16 +82,18 @@ class WebServer:
         self._server = _Uvicorn(config)
 
     def start(self) -> None:
-        """Begin to accept connections: nobody who is told the URL now is refused."""
-        # Copies get the timeout of the object. Without one, the socket would block in another process that shares it.
+        """Accept connections from now on; then the URL may be announced."""
+        # Duplicates inherit this object's timeout. A blocking socket would block another process that shares it.
         self._listeners[0].setblocking(False)
         self._listeners[0].listen(self._server.config.backlog)
         self._listeners += [self._listeners[0].dup() for _ in range(_ACCEPTED - 1)]
         self._task = asyncio.ensure_future(self._server.serve(self._listeners))
 
     async def leave(self, grace: float) -> None:
-        """Accept no more connections, and wait until clients have closed those that there are, at most `grace`
-        seconds. The application is to ask them to, and answers meanwhile."""
+        """Accept no more connections, and wait at most `grace` seconds until clients have closed theirs.
+
+        Meanwhile the application answers, and should ask clients to close.
+        """
         for server in self._server.servers:
             server.close()
         for listener in self._listeners:
@@ -102,16 +104,16 @@ class WebServer:
                     await asyncio.sleep(_LOOK)
 
     async def stop(self) -> None:
-        """Close the socket, let responses that are complete get out, and end the rest."""
+        """Close the socket, let complete responses be sent, and end the rest."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task
 
 
 class Waiting:
-    """Connections that wait for a request or the rest of one, longest first. They give way to new connections.
+    """Connections that wait for a request or its rest, longest first. They make room for new connections.
 
-    Connections that are idle after a request give way first. Others may have begun to send a request.
+    Connections that are idle after a request go first; others may have started to send one.
     """
 
     def __init__(self, max_connections: int) -> None:
@@ -130,7 +132,7 @@ class Waiting:
         (self._idle if idle else self._begun)[connection] = None
 
     def begin(self, connection: _Protocol) -> None:
-        """Note that an idle connection sends a request."""
+        """Record that an idle connection sends a request."""
         if connection in self._idle:
             self.add(connection)
 
@@ -139,7 +141,7 @@ class Waiting:
         self._begun.pop(connection, None)
 
     def drop_one(self) -> bool:
-        """Close the connection that waits longest. Returns whether there was one."""
+        """Close the connection that has waited longest. Returns whether there was one."""
         connection = next(itertools.chain(self._idle, self._begun), None)
         if connection is None:
             return False
@@ -149,10 +151,9 @@ class Waiting:
 
 
 class _Protocol(HttpToolsProtocol):
-    """A connection that limits the size and time of heads, the size of trailers and chunk extensions, and pauses of a
-    client that reads an answer.
+    """A connection with limits of heads, trailers, chunk extensions, and pauses of a client that reads an answer.
 
-    Its errors have the same form as all others.
+    Its errors have the usual form.
     """
 
     def __init__(
@@ -174,9 +175,9 @@ class _Protocol(HttpToolsProtocol):
         self._max_head = max_head
         self._in_body = False
         self._head_bytes = 0
-        """Of a head that is not yet complete."""
+        """Bytes of the incomplete head."""
         self._framing_bytes = 0
-        """Trailers and chunk extensions of the current body, without the usual framing of chunks."""
+        """Bytes of the body's trailers and chunk extensions, without the usual framing of chunks."""
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -195,7 +196,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete:  # else the next request of a pipeline has begun
+        if self.cycle.response_complete:  # false if the next pipelined request has begun
             self._waiting.add(self, idle=not (self._in_body or self._head_bytes))
 
     def pause_writing(self) -> None:
@@ -209,7 +210,7 @@ class _Protocol(HttpToolsProtocol):
             self._unread = None
 
     def _expect_reading(self, before: int | None = None) -> None:
-        """Close the connection if its client has read nothing of `before` unread bytes; else look again later."""
+        """Close the connection if its client has read none of `before` unread bytes; otherwise check again later."""
         unread = self.transport.get_write_buffer_size()
         if before is None or unread < before:
             self._unread = self.loop.call_later(self._send_timeout, self._expect_reading, unread)
@@ -226,7 +227,7 @@ class _Protocol(HttpToolsProtocol):
         if self._framing_bytes > self._max_head:
             self._refuse(framing_too_large(self._max_head))
         if self._in_body and self.cycle is not None and self.cycle.response_complete:
-            self._expect_head()  # the client still sends a body although it has its answer
+            self._expect_head()  # the client still sends a body after its answer
             return
         if self._in_body or not self._head_bytes:
             self._expect_nothing()
@@ -236,7 +237,7 @@ class _Protocol(HttpToolsProtocol):
             self._refuse(head_too_large(self._max_head))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Trailers are dropped: the headers of a request that is being answered must not change.
+        # Drop trailers: the headers of a running request must not change.
         if not self._in_body:
             super().on_header(name, value)
 
@@ -246,7 +247,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Start the task of a request. POST requests start a few at a time, so that health probes need not wait."""
+        """Start a request's task. POST requests start a few at a time, so that health probes need not wait."""
         begin = super()._start_asgi_task
         if cycle.scope["method"] != "POST":
             begin(cycle, app)
@@ -276,23 +277,23 @@ class _Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more; whether its connection stays open, since it may read its answer all the same.
+        """The client ended its side. Returns True to keep the connection, because the client may still read.
 
-        One that has left looks the same until something is written to it, which `_probe` does.
+        A client that has left looks the same until a write to it fails; see `_probe`.
         """
         cycle: RequestResponseCycle | None = self.cycle
-        # An answer that has begun may be silent for long, and nothing can be written in between to look.
+        # A started answer may be silent for long, and nothing can be written in between to check.
         if self._in_body or cycle is None or cycle.response_started:
             return False
         cycle.keep_alive = False
         if cycle.scope["http_version"] == "1.1":
             self._probe(cycle, _FIRST_PROBE)
-        else:  # knows no interim responses
+        else:  # HTTP/1.0 has no interim responses
             self.loop.call_later(_OLD_GRACE, self._close_unanswered, cycle)
         return True
 
     def _probe(self, cycle: RequestResponseCycle, pause: float) -> None:
-        """Write interim responses until the answer begins: to a client that has left the second one fails."""
+        """Write interim responses until the answer starts. The second one fails if the client has left."""
         if not cycle.response_started and not self.transport.is_closing():
             self.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n")
             self.loop.call_later(pause, self._probe, cycle, _NEXT_PROBE)
@@ -317,15 +318,15 @@ class _Protocol(HttpToolsProtocol):
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what is no HTTP."""
+        """Replace uvicorn's response to invalid HTTP."""
         self._refuse(RefusedError(HTTPStatus.BAD_REQUEST, "This is not a valid HTTP request", "invalid_http"))
 
     def _refuse(self, error: RefusedError) -> None:
-        """The last response on this connection, unless there is one on its way."""
+        """Send the connection's last response, unless an answer is being sent."""
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is not None and self._in_body:
             may_answer = not cycle.response_started
-            cycle.disconnected = True  # this is its answer
+            cycle.disconnected = True  # this was its answer
             cycle.message_event.set()
         else:
             may_answer = cycle is None or cycle.response_complete or not cycle.response_started
@@ -343,5 +344,5 @@ class _Protocol(HttpToolsProtocol):
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leave signals alone: the answers are finished before the web server stops."""
+        """Leave signals to the caller, which lets answers finish before the web server stops."""
         yield

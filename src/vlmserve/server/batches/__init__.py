@@ -1,1 +1,1 @@
-"""Batches on the server: files of requests that are answered while nothing else needs the engine."""
+"""Batches on the server: files of requests that are answered while the engine has nothing else to do."""

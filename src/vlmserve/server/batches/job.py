@@ -1,4 +1,4 @@
-"""One batch, from its input file to its output files."""
+"""Run one batch, from its input file to its output files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from vlmserve.storage.batches import Batch, BatchResult, Outcome, Status
 from vlmserve.storage.store import Store
 
 _PAUSE = 1.0
-"""Seconds until results are written again that could not be."""
+"""Seconds between attempts to write results."""
 _LOOK = 0.1
-"""Seconds between looks at whether a key may have another row."""
+"""Seconds between checks whether a key may have another row."""
 _EXPIRED = "The request was not answered before the completion window ended"
 
 
@@ -33,7 +33,7 @@ class _Details(msgspec.Struct, frozen=True):
 
 
 class _Usage(msgspec.Struct, frozen=True):
-    """Of each API."""
+    """Usage in the fields of all APIs."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -48,7 +48,7 @@ class _Answered(msgspec.Struct):
 
 
 class Job:
-    """A batch that this server holds. slots: shared by the rows of all batches."""
+    """A batch that this server runs. slots: shared by the rows of all batches."""
 
     def __init__(self, service: Service, store: Store, rows: Rows, batch: Batch, holder: str, slots: asyncio.Semaphore):
         self._service, self._store, self._rows = service, store, rows
@@ -62,15 +62,17 @@ class Job:
         self._num_running = 0
 
     def heed(self, status: Status | None) -> None:
-        """What the database says of the batch; None: another server has it."""
+        """Apply the batch's status in the database; None: another server has it."""
         if status is None:
             self._stop(None)
         elif status == "cancelling":
             self._stop("cancelled")
 
     async def run(self) -> None:
-        """Work on it until it has ended or belongs to another server. Raises StorageError, StorageFullError,
-        OverloadedError and RefusedError, after which somebody may go on."""
+        """Work until the batch has ended or another server has it.
+
+        Raises StorageError, StorageFullError, OverloadedError or RefusedError; then any server may continue.
+        """
         batch, store = self._batch, self._store
         with self._service.bodies.share() as share:
             data = await store.run(store.batches.requests, batch)
@@ -96,7 +98,7 @@ class Job:
             self._stopped.set()
 
     async def _answer(self, rows: Sequence[int], requests: Requests) -> None:
-        """Answer these rows, or as many as there are until something stops the job."""
+        """Answer rows until all are done or something stops the job."""
         if not rows or self._stopped.is_set():
             return
         left = self._batch.expires_at - time.time()
@@ -134,16 +136,16 @@ class Job:
                     break
             while tasks and not failures:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-                await asyncio.sleep(0)  # the callbacks
+                await asyncio.sleep(0)  # run the callbacks
         finally:
             await _cancel([*tasks])
         for failed in failures:
             failed.result()
 
     async def _account(self) -> Account | None:
-        """The account of the batch's key, once it may have another row; None on a server without keys.
+        """Wait until the batch's key may have another row, and return its account; None on a server without keys.
 
-        Half of what a key may use in a minute is left to requests that somebody waits for.
+        Half of a key's limit per minute is reserved for interactive requests.
         """
         keys = self._service.keys
         if keys is None:
@@ -152,7 +154,7 @@ class Job:
             account = keys.of_owner(self._batch.owner)
             if account is None:
                 self._stop("failed", "key_revoked", "The API key that made the batch is not valid any more")
-                await asyncio.Event().wait()  # to be cancelled
+                await asyncio.Event().wait()  # until cancelled
             else:
                 most = account.key.max_concurrency
                 if (most is None or self._num_running < most) and account.begin_row():
@@ -167,7 +169,7 @@ class Job:
         if self._num_bytes > self._service.config.max_file_bytes:
             limit = f"{self._service.config.max_file_bytes:,} bytes, the server's limit of a file (--max-file-bytes)"
             self._stop("failed", "output_too_large", f"The answers are more than {limit}; split the batch")
-        # Until it is written, it keeps its slot: what waits is bounded.
+        # Keep the slot until the result is written, which bounds the waiting results.
         written = asyncio.get_running_loop().create_future()
         self._unwritten.append((result, written))
         self._news.set()
@@ -175,7 +177,7 @@ class Job:
 
     @contextlib.asynccontextmanager
     async def _writing(self) -> AsyncGenerator[None, None]:
-        """Results are written while the block runs, and the last ones after it."""
+        """Write results during the block, and the last ones after it."""
         writing = asyncio.ensure_future(self._write_all())
         try:
             yield
@@ -197,14 +199,14 @@ class Job:
                 self._news.set()
 
     async def _write(self) -> None:
-        """Write what there is in one transaction, which is not left half way."""
+        """Write the waiting results in one transaction, which completes even if the caller is cancelled."""
         some, self._unwritten = self._unwritten, []
         store, results = self._store, [result for result, _ in some]
         adding = asyncio.ensure_future(store.run(store.batches.add, self._holder, self._batch.id, results))
         try:
             await asyncio.shield(adding)
         finally:
-            if not adding.done():  # who waits is cancelled; what was begun is finished
+            if not adding.done():  # the caller was cancelled; complete the transaction
                 await asyncio.wait((adding,))
             if adding.exception() is not None:
                 self._unwritten = some + self._unwritten

@@ -1,4 +1,4 @@
-"""The requests in a batch's input file."""
+"""Parse the input file of a batch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import msgspec
 from vlmserve.server.schema.batches import LineForm
 
 MOST_ERRORS = 50
-"""That are told of one file."""
+"""Maximum errors to report for a file."""
 
 
 class _Head(msgspec.Struct):
-    """What is looked at of a body before it is asked."""
+    """Fields of a body that are checked in advance."""
 
     model: str | None = None
     stream: bool | None = None
@@ -27,7 +27,7 @@ class _Checked(LineForm, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Request(LineForm, frozen=True, kw_only=True):
-    """A line. body: the JSON as it came."""
+    """A line. body: JSON, as in the file."""
 
     body: msgspec.Raw
 
@@ -37,7 +37,7 @@ _REQUEST = msgspec.json.Decoder(Request)
 
 
 class WrongInputError(Exception):
-    """A file that is no batch. errors: code, message, param and line of each."""
+    """An invalid input file. errors: code, message, param and line of each."""
 
     def __init__(self, errors: list[dict[str, Any]]) -> None:
         super().__init__(errors)
@@ -46,11 +46,13 @@ class WrongInputError(Exception):
 
 @dataclass(frozen=True)
 class Requests:
-    """All requests of a file. spans: where their lines begin and end. model: that they name."""
+    """All requests of a file."""
 
     data: bytes
     spans: list[tuple[int, int]]
+    """Start and end of each line."""
     model: str | None
+    """The model that all requests name."""
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -61,9 +63,9 @@ class Requests:
 
 
 def read_requests(data: bytes, endpoint: str, most: int) -> Requests:
-    """The requests of a file, all of them to `endpoint` and of one model, at most so many.
+    """Parse the requests of a file: at most `most`, all to `endpoint` and to one model.
 
-    Raises WrongInputError. Takes long for a large file: call it in a thread.
+    Raises WrongInputError. A large file takes long: call it in a thread.
     """
     errors: list[dict[str, Any]] = []
     spans: list[tuple[int, int]] = []
@@ -106,7 +108,7 @@ def read_requests(data: bytes, endpoint: str, most: int) -> Requests:
 
 
 def _lines(data: bytes) -> Iterator[tuple[int, int]]:
-    """Where lines begin and end. A byte order mark at the beginning belongs to none."""
+    """Start and end of each line, without a leading byte order mark."""
     start = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
     while start < len(data):
         end = data.find(b"\n", start)
@@ -116,6 +118,6 @@ def _lines(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def unanswered(requests: Requests, row: int, code: str, message: str, line_id: str) -> bytes:
-    """The line in the file of errors of a request that was not asked."""
+    """The error file's line for a request that was not sent."""
     error = {"code": code, "message": message}
     return msgspec.json.encode({"id": line_id, "custom_id": requests[row].custom_id, "response": None, "error": error})

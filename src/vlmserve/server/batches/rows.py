@@ -1,4 +1,4 @@
-"""Requests of a batch, answered as if a client had sent them, but in the background."""
+"""Answer requests of a batch like a client's, but in the background."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from vlmserve.server.service import Service
 from vlmserve.storage.batches import Batch
 
 ATTEMPTS = 6
-"""How often a request is asked that is refused because there is too much to do."""
+"""Maximum tries of a request that is rejected for load."""
 MOST_DEATHS = 2
-"""Of the engine while it answers a request, after which the request is not asked again."""
+"""Engine deaths during a request after which it is not retried."""
 FIRST_PAUSE, _LAST_PAUSE = 0.5, 30.0
 _LOOK = 0.5
-"""Seconds between looks at whether the engine is there."""
+"""Seconds between checks whether the engine is back."""
 _AGAIN = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 
 
@@ -55,11 +55,11 @@ class RowAnswer:
 
 
 class Rows:
-    """Answers requests of batches with the server's own routes, below keys and rate limits."""
+    """Answers batch requests with the server's own routes, below keys and rate limits."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        # Requests during which the engine has died are asked one at a time, so that none is blamed for another.
+        # Retry requests one at a time after an engine death, so that none is blamed for another.
         self._suspects = asyncio.Lock()
         self._app = Starlette(
             routes=[
@@ -74,7 +74,7 @@ class Rows:
         self._app.state.service = self._app.state.front = service
 
     async def answer(self, batch: Batch, account: Account | None, body: bytes) -> RowAnswer:
-        """What comes of a request, asked again where that may help."""
+        """The answer to a request, with retries where they may help."""
         pause, deaths = FIRST_PAUSE, 0
         for attempt in range(1, ATTEMPTS + 1):
             await self._until_serving()
@@ -91,7 +91,7 @@ class Rows:
         return answer
 
     async def _until_serving(self) -> None:
-        """Wait while the engine is started again."""
+        """Wait while the engine is restarted."""
         while True:
             try:
                 self._service.check_serving()
@@ -124,7 +124,7 @@ class Rows:
 
         async def receive() -> Message:
             if not unread:
-                await asyncio.Event().wait()  # nobody disconnects
+                await asyncio.Event().wait()  # a batch never disconnects
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
 
         async def send(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""Which batches this server works on."""
+"""Choose the batches that this server runs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from vlmserve.storage.store import Store
 logger = logging.getLogger(__name__)
 
 MOST_JOBS = 4
-"""Batches that a server works on at a time: a small one does not wait for a large one."""
+"""Maximum concurrent batches, so that a small one does not wait for a large one."""
 _LOOKS = 3
-"""In the time for which a batch is held."""
+"""Renewals during the time that a batch is held."""
 _PAUSE = 30.0
-"""Seconds until a batch is tried again on which work could not go on."""
+"""Seconds until a failed batch is tried again."""
 
 
 @contextlib.asynccontextmanager
 async def batches_running(service: Service) -> AsyncGenerator[None, None]:
-    """Batches are worked on while the block runs. Afterwards others may go on with them."""
+    """Run batches during the block. Afterwards other servers may continue them."""
     if service.store is None:
         yield
         return
@@ -42,7 +42,7 @@ async def batches_running(service: Service) -> AsyncGenerator[None, None]:
 
 
 class BatchRunner:
-    """Takes batches that nobody works on, and holds them as long as it runs."""
+    """Takes batches that no server runs, and holds them while it runs."""
 
     def __init__(self, service: Service, store: Store) -> None:
         self._service, self._store = service, store
@@ -53,14 +53,14 @@ class BatchRunner:
         self._later: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Work until it is cancelled."""
+        """Run batches until cancelled."""
         news = self._service.batch_news
         try:
             while True:
                 news.clear()
                 try:
                     await self._look()
-                except VLMServeError as error:  # the history, which is looked at again
+                except VLMServeError as error:  # a failure of the history; try again
                     logger.warning("Batches cannot be looked for: %s", error)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(news.wait(), self._service.config.batch_lease / _LOOKS)
@@ -69,11 +69,11 @@ class BatchRunner:
             for work in working:
                 work.cancel()
             await asyncio.gather(*working, return_exceptions=True)
-            with contextlib.suppress(VLMServeError):  # then they are free when the time is over
+            with contextlib.suppress(VLMServeError):  # the batches become free when the hold expires
                 await self._store.run(self._store.batches.release, self._holder)
 
     async def _look(self) -> None:
-        """Hold what is being worked on, heed what was decided about it elsewhere, and begin with others."""
+        """Renew held batches, apply decisions of other servers, and start more batches."""
         batches, seconds = self._store.batches, self._service.config.batch_lease
         if self._jobs:
             held = await self._store.run(batches.hold, self._holder, seconds)
@@ -89,7 +89,7 @@ class BatchRunner:
 
     @property
     def _can_answer(self) -> bool:
-        """Whether there is a model, or a request would load it."""
+        """Return whether there is a model, or a request would load it."""
         try:
             self._service.check_serving()
         except VLMServeError:

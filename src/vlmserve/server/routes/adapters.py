@@ -1,4 +1,4 @@
-"""``POST /v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as vLLM has them."""
+"""vLLM's ``POST /v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def unload_adapter(request: Request) -> Response:
 
 
 async def load(service: Service, body: LoadAdapterRequest) -> str:
-    """Do what a request to load says; returns the text of the answer. Raises VLMServeError."""
+    """Load an adapter, and return the text of the response. Raises VLMServeError."""
     _check_model(service, body.model)
     name = body.lora_name
     if body.mixture is not None:
@@ -47,7 +47,7 @@ async def load(service: Service, body: LoadAdapterRequest) -> str:
 
 
 async def unload(service: Service, body: UnloadAdapterRequest) -> str:
-    """Do what a request to unload says; returns the text of the answer. Raises VLMServeError."""
+    """Unload an adapter, and return the text of the response. Raises VLMServeError."""
     _check_model(service, body.model)
     if body.mixture is not None:
         await service.adapters.leave_out(service.client, body.mixture, body.lora_name)
@@ -57,13 +57,13 @@ async def unload(service: Service, body: UnloadAdapterRequest) -> str:
 
 
 def _check_model(service: Service, name: str | None) -> None:
-    """Raises UnknownModelError for the model of an adapter that is not the one of this server."""
+    """Raise UnknownModelError unless `name` is this server's model."""
     if not service.names.is_own(name):
         raise UnknownModelError(f"There is no model {name!r:.100} here, only {service.model_name!r}", param="model")
 
 
 def check_admin(request: Request) -> None:
-    """Raises RefusedError (403) for a key that may not change the server."""
+    """Raise RefusedError (403) for a key that may not change the server."""
     account = account_of(request)
     if account is not None and not account.key.admin:
         message = "This API key may not change the server; 'vlmserve keys add --admin' makes one that may"

@@ -1,4 +1,4 @@
-"""What all routes that generate do: read, admit, prepare, generate, and free everything at the end."""
+"""The path of a generating request, for all APIs: read, admit, prepare, generate, and free its resources."""
 
 from __future__ import annotations
 
@@ -40,34 +40,34 @@ if TYPE_CHECKING:
 Body = TypeVar("Body", bound=ModelRequest)
 
 BACKGROUND = "vlmserve.background"
-"""The key in a request's ASGI scope of whether it gives way to others, and may wait for any time."""
+"""Key in an ASGI scope: True for a request that has low priority and may wait for any time."""
 _PRIORITY = 1
-"""Of requests in the background; that of others is 0."""
+"""Priority of background requests; others have 0."""
 _STOP_STRINGS = ("stop", "stop_sequences")
-"""Fields in which an API has strings that end an answer."""
+"""Fields with stop strings, in all APIs."""
 
 
 class Dialect(ABC, Generic[Body]):
-    """How one API's requests are read and its responses written."""
+    """Reads the requests and writes the responses of one API."""
 
     kind: type[Body]
     id_prefix: str
     operation: str = "chat"
-    """The operation's name in OpenTelemetry's conventions."""
+    """OpenTelemetry's name of the operation."""
     content_field: str = "messages"
-    """Of the body, where the prompt comes from."""
+    """The body's field with the content of the prompt."""
     streams: bool = False
-    """Whether the request wants a stream, once its body is read."""
+    """The request wants a stream; valid after its body was read."""
     media_type: str = EVENTS
-    """Content type of a stream."""
+    """Content type of streams."""
 
     async def read(self, request: Request, share: BodyShare) -> Body:
-        """The body of a request. Raises VLMServeError."""
+        """Read the body. Raises VLMServeError."""
         return await read_parsed(request, self.kind, share)
 
     @abstractmethod
     def num_answers(self, body: Body) -> int:
-        """How many answers a request wants in all."""
+        """Number of answers that a request wants."""
 
     def ready(self) -> object | None:
         """The response to a request that only asks to load the model; None for all others."""
@@ -75,35 +75,35 @@ class Dialect(ABC, Generic[Body]):
 
     @abstractmethod
     async def ask(self, service: Service, body: Body) -> GenerationRequest:
-        """What to generate for a request. Raises VLMServeError."""
+        """Convert a request for generation. Raises VLMServeError."""
 
     @abstractmethod
     async def complete(self, body: Body, generation: Generation) -> object:
-        """The response without ``stream``, of builtins or msgspec structs. Raises VLMServeError."""
+        """The response without ``stream``: builtins or msgspec structs. Raises VLMServeError."""
 
     def events(self, body: Body, generation: Generation) -> AsyncGenerator[bytes, None]:
-        """The events of the response with ``stream``; the last one is the error if there is one."""
+        """Yield the events of the response with ``stream``. An error is the last event."""
         raise NotImplementedError
 
     def reword(self, error: InvalidRequestError) -> None:
-        """Name this API's fields in an error that names those of chat completions."""
+        """Replace field names of chat completions in an error by this API's."""
         if error.param in (None, "messages"):
             error.param = self.content_field
 
     def close(self) -> None:
-        """Free what the request holds besides its generation; called once, however it ends."""
+        """Free the request's own resources. Called once, however the request ends."""
 
 
 async def answer(request: Request, dialect: Dialect[Body]) -> Response:
     """Answer a request. Errors before the first byte are HTTP statuses; later ones are the stream's last event."""
     service: Service = request.app.state.service
-    # A gateway sends the first byte itself: until a token comes, another worker may answer.
+    # A gateway sends the pings: before the first token, another worker may still answer.
     interval = _ping_interval(service, dialect) if hop_of(request.scope) is None else 0
     return await begin_in_time(request, _answer(request, dialect), lambda: dialect.streams, interval)
 
 
 def _ping_interval(service: Service, dialect: Dialect[Body]) -> float:
-    """Seconds of silence before a ping; 0 for streams that have no comments."""
+    """Seconds of silence before a ping; 0 for streams without comments."""
     return service.config.stream_ping_interval if dialect.media_type == EVENTS else 0
 
 
@@ -141,7 +141,7 @@ async def _answer(request: Request, dialect: Dialect[Body]) -> Response:
                 priority = _PRIORITY if background else 0
                 beginning = _start_generation(service, client, dialect, body, generation_id, arrived, trace, priority)
                 generation = await unless_disconnected(request, beginning)
-            body = body.without_content()  # its images are prepared, and an answer may take long
+            body = body.without_content()  # frees the media, which are prepared; an answer may take long
         stack.callback(_report, request, dialect, generation, trace)
         stack.callback(generation.close)
         if hop is not None:
@@ -165,7 +165,7 @@ async def _answer(request: Request, dialect: Dialect[Body]) -> Response:
 
 @contextlib.asynccontextmanager
 async def _share(service: Service, *, background: bool) -> AsyncGenerator[BodyShare, None]:
-    """A share of the memory for bodies; in the background, once few others have one."""
+    """Reserve memory for a body; background requests wait until few others have a share."""
     async with service.background_preparation if background else contextlib.nullcontext():
         with service.bodies.share() as share:
             yield share
@@ -207,7 +207,7 @@ async def _start_generation(
 
 
 def _report(request: Request, dialect: Dialect[Body], generation: Generation, trace: Trace | None) -> None:
-    """Write the outcome of a request to the log, and to the trace if there is one."""
+    """Write a request's outcome to the log and the trace."""
     text, fields = generation.summary()
     note(request, text, **fields)
     if trace is not None:
@@ -215,7 +215,7 @@ def _report(request: Request, dialect: Dialect[Body], generation: Generation, tr
 
 
 def _check_stop(body: ModelRequest, config: ServerConfig) -> None:
-    """Raises InvalidRequestError for too many stop strings, or one that is too long."""
+    """Raise InvalidRequestError for too many or too long stop strings."""
     for field in _STOP_STRINGS:
         strings = getattr(body, field, ())
         if len(strings) > config.max_stop_strings:
@@ -231,7 +231,7 @@ def _check_stop(body: ModelRequest, config: ServerConfig) -> None:
 
 
 def _bounded(request: GenerationRequest, most: int | None) -> GenerationRequest:
-    """The request with answers of at most `most` tokens. Raises InvalidRequestError if its `min_tokens` is more."""
+    """Limit answers to `most` tokens. Raises InvalidRequestError if `min_tokens` is larger."""
     if most is None:
         return request
     if request.params.min_tokens > most:

@@ -1,4 +1,4 @@
-"""``/v1/batches``: files of requests that are answered in the background."""
+"""``/v1/batches``: files of requests to answer in the background."""
 
 from __future__ import annotations
 

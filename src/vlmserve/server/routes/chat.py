@@ -41,7 +41,7 @@ from vlmserve.server.tool_calls import AnswerReader
 
 
 class ChatDialect(Dialect[ChatRequest]):
-    """OpenAI's chat completions. One for each request: it keeps what reads its answers' calls of functions."""
+    """OpenAI's chat completions. Make one for each request: it has the state of the answers' parsers."""
 
     kind = ChatRequest
     id_prefix = "chatcmpl-"
@@ -175,7 +175,7 @@ class ChatDialect(Dialect[ChatRequest]):
         return "function_call" if self._uses_functions else "tool_calls"
 
     def _choice(self, body: ChatRequest, answer: TextDelta, generation: Generation) -> AnswerChoice:
-        """An answer as a whole."""
+        """A complete answer."""
         text: list[str] = []
         thoughts: list[str] = []
         calls: list[AnswerToolCall] = []
@@ -207,7 +207,7 @@ class ChatDialect(Dialect[ChatRequest]):
         )
 
     def _confidence(self, delta: TextDelta) -> Any:
-        """That of an answer that ends with this delta, if it is asked for. Each delta is read once."""
+        """The confidence of an answer that ends with this delta, if requested. Read each delta once."""
         return msgspec.UNSET if self._confidences is None else self._confidences.read(delta)
 
 

@@ -14,7 +14,7 @@ from vlmserve.types import SamplingParams
 
 
 class ClassifyDialect(Dialect[ClassifyRequest]):
-    """vLLM's classification. One for each request."""
+    """vLLM's classification. Make one for each request."""
 
     kind = ClassifyRequest
     id_prefix = "classify-"

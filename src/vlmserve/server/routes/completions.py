@@ -1,4 +1,4 @@
-"""``POST /v1/completions``: prompts without a chat template."""
+"""``POST /v1/completions``: continue prompts without a chat template."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class Echo(NamedTuple):
-    """The prompt that an answer begins with."""
+    """A prompt to repeat before its answer."""
 
     text: str
     token_ids: list[int]
 
 
 class CompletionDialect(Dialect[CompletionRequest]):
-    """OpenAI's completions. One for each request: it keeps what answers begin with."""
+    """OpenAI's completions. Make one for each request: it keeps the prompts to repeat."""
 
     kind = CompletionRequest
     id_prefix = "cmpl-"
@@ -47,7 +47,7 @@ class CompletionDialect(Dialect[CompletionRequest]):
 
     async def ask(self, service: Service, body: CompletionRequest) -> GenerationRequest:
         generates = body.max_tokens != 0
-        limit = body.max_tokens if generates else 1  # the engine has to compute a token
+        limit = body.max_tokens if generates else 1  # the engine computes at least one token
         params = body.sampling_params(service.defaults, limit, service.default_limit)
         kept, most = body.truncate_prompt_tokens, service.client.info.max_prompt_len
 
@@ -105,7 +105,7 @@ class CompletionDialect(Dialect[CompletionRequest]):
     def _choice(
         self, body: CompletionRequest, generation: Generation, delta: TextDelta, *, begins: bool
     ) -> CompletionChoice:
-        """A delta of an answer, with the prompt before the first one if `echo` is set."""
+        """A delta of an answer. With `echo`, the first delta includes the prompt."""
         echo = self._echoes[delta.index] if self._echoes else Echo("", [])
         logprobs = None
         names = TokenNames(generation.token_bytes, body.return_tokens_as_token_ids)

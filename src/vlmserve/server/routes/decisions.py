@@ -65,7 +65,7 @@ class DecisionDialect(Dialect[DecisionRequest]):
                 self._question(service, body, turns, content, number, one, known)
                 for number, one in enumerate(questions)
             ]
-            first = await prepared.pop(0)  # prepares the images that the others share
+            first = await prepared.pop(0)  # prepares the shared images
             shared, prompts = with_shared([first, *await asyncio.gather(*prepared)])
         size = sum(len(answer) for question in questions for answer in question.answers)
         tasks = await service.preparation.text(lambda _: [decider.task(one.answers) for one in questions], size)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Vectors = TypeVar("Vectors", EmbeddingRequest, PoolingRequest)
 _FEW_VALUES = 10_000
-"""Numbers that are written sooner than a thread would have begun."""
+"""Numbers that are written faster than a thread starts."""
 _FOREIGN_IDS = (
     "must come from this model's tokenizer, or the vectors mean nothing: LangChain's OpenAIEmbeddings needs "
     "check_embedding_ctx_length=False"
@@ -46,7 +46,7 @@ _FOREIGN_IDS = (
 
 
 class _VectorDialect(Dialect[Vectors]):
-    """One for each request: errors name the field that it has."""
+    """Base of vectors. Make one for each request: errors name its field."""
 
     id_prefix = "embd-"
     operation = "embeddings"
@@ -86,7 +86,7 @@ class _VectorDialect(Dialect[Vectors]):
 
 
 class EmbeddingDialect(_VectorDialect[EmbeddingRequest]):
-    """OpenAI's embeddings. Its client asks for base64 by itself, and reads lists as well."""
+    """OpenAI's embeddings. OpenAI's client requests base64 by default, and reads lists as well."""
 
     kind = EmbeddingRequest
 
@@ -99,7 +99,7 @@ class EmbeddingDialect(_VectorDialect[EmbeddingRequest]):
 
 
 class PoolingDialect(_VectorDialect[PoolingRequest]):
-    """vLLM's vectors of inputs or of tokens."""
+    """vLLM's vectors of inputs or tokens."""
 
     kind = PoolingRequest
     id_prefix = "pool-"
@@ -112,12 +112,12 @@ class PoolingDialect(_VectorDialect[PoolingRequest]):
 
 
 async def written(vectors: Sequence[npt.NDArray[np.float32]], *, as_base64: bool = False) -> list[str]:
-    """Write vectors as values of JSON, many in a worker thread."""
+    """Write vectors as JSON values, many of them in a worker thread."""
 
     def write() -> list[str]:
         if as_base64:
             return [base64.b64encode(one.astype("<f4").tobytes()).decode() for one in vectors]
-        # Each is encoded here, because the whole response is encoded in the event loop.
+        # Encode here: the event loop encodes the whole response.
         return [cast("str", msgspec.Raw(msgspec.json.encode(one.tolist()))) for one in vectors]
 
     return write() if sum(one.size for one in vectors) <= _FEW_VALUES else await asyncio.to_thread(write)

@@ -1,4 +1,4 @@
-"""Server-sent events on the wire."""
+"""Encode server-sent events."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from vlmserve.server.schema.sampling import StreamOptions
 from vlmserve.server.schema.usage import Usage
 
 DONE = b"data: [DONE]\n\n"
-"""The last event of OpenAI's older streams."""
+"""The last event of OpenAI's older APIs."""
 
 _encoder = msgspec.json.Encoder()
 
 
 def usage_until_now(options: StreamOptions | None, generation: Generation) -> Usage | UnsetType | None:
-    """The usage of an event before the last one; null unless every event has it."""
+    """The usage in an event before the last one; null unless all events have it."""
     if options is None or not options.include_usage:
         return UNSET
     return generation.usage if options.continuous_usage_stats else None
 
 
 def event(value: object) -> bytes:
-    """An event of builtins or msgspec structs, without a name."""
+    """An event without a name. value: builtins or msgspec structs."""
     return b"data: " + _encoder.encode(value) + b"\n\n"
 
 
 def named_event(value: Mapping[str, object]) -> bytes:
-    """An event that is named after its type."""
+    """An event with the name of its type."""
     return f"event: {value['type']}\n".encode() + event(value)

@@ -1,4 +1,4 @@
-"""``/v1/files``: images, videos and documents that requests name by their ids, and the requests of batches."""
+"""``/v1/files``: images, videos and documents that requests name by id, and input files of batches."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from vlmserve.storage.batches import JSON_LINES
 from vlmserve.storage.files import File
 
 _FORM_BYTES = 64 * 1024
-"""Of a form around its file."""
+"""Maximum bytes of a form without its file."""
 _CHUNK_BYTES = 256 * 1024
 _CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})
 _COPIES = 3
-"""Of a file that are in memory while its form is taken apart."""
+"""Copies of a file in memory while its form is parsed."""
 
 
 async def upload_file(request: Request) -> Response:
@@ -95,7 +95,7 @@ async def show_content(request: Request, file_id: str) -> Response:
 
 
 class _Content(Response):
-    """The bytes of a file, which are counted until the client has them."""
+    """The bytes of a file, counted in memory until they are sent."""
 
     def __init__(self, file: File, data: bytes, share: BodyShare) -> None:
         self._share = share
@@ -113,7 +113,7 @@ class _Content(Response):
 
 
 class _InMemory(MultiPartParser):
-    """Writes nothing to the disk: the body is in memory already, and bounded."""
+    """Parses in memory: the body is there already, and bounded."""
 
     def __init__(self, request: Request, body: bytearray) -> None:
         self.spool_max_size = len(body) + 1
@@ -123,11 +123,11 @@ class _InMemory(MultiPartParser):
 async def _chunks(body: bytearray) -> AsyncGenerator[bytes, None]:
     for start in range(0, len(body), _CHUNK_BYTES):
         yield bytes(body[start : start + _CHUNK_BYTES])
-        await asyncio.sleep(0)  # others may go on meanwhile
+        await asyncio.sleep(0)  # let others run
 
 
 async def _read_form(request: Request, max_bytes: int, share: BodyShare) -> tuple[bytes, str, FileRequest]:
-    """A form's file, its name and the other fields. Raises InvalidRequestError, and as `read_body` does."""
+    """A form's file, its name and the other fields. Raises InvalidRequestError, and the errors of `read_body`."""
     kind = content_type(request)
     if kind != "multipart/form-data":
         raise wrong_content_type("multipart/form-data", kind)
@@ -155,7 +155,7 @@ async def _read_form(request: Request, max_bytes: int, share: BodyShare) -> tupl
 
 
 def _check_charset(request: Request) -> None:
-    """Raises InvalidRequestError for any other encoding of names than UTF-8: Python has codecs that are none."""
+    """Raise InvalidRequestError unless names are UTF-8: some of Python's codecs are no encodings."""
     _, parameters = parse_options_header(request.headers.get("content-type", ""))
     charset = parameters.get(b"charset", b"utf-8").decode("latin-1")
     if charset.lower() not in _CHARSETS:

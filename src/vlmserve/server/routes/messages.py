@@ -41,11 +41,11 @@ from vlmserve.server.tool_calls import AnswerReader
 from vlmserve.types import Prompt
 
 Block = ThinkingContent | TextContent | ToolUseContent
-"""Of an answer."""
+"""A block of an answer."""
 
 
 class MessagesDialect(Dialect[MessagesRequest]):
-    """Anthropic's messages. One for each request: it keeps what reads its answer's calls of tools."""
+    """Anthropic's messages. Make one for each request: it has the state of the answer's parser."""
 
     kind = MessagesRequest
     id_prefix = "msg_"
@@ -74,7 +74,7 @@ class MessagesDialect(Dialect[MessagesRequest]):
         if body.diagnostics is not None:
             asked = AskedPrompt(self._owner, cache_salt, self._chat.messages, tools, prompt)
             self._diagnosis = Diagnosis(service.cache_log, asked, body.diagnostics.previous_message_id)
-        self._chat.messages.clear()  # their images are prepared, and an answer may take long
+        self._chat.messages.clear()  # frees the media, which are prepared; an answer may take long
         return GenerationRequest([prompt], params, 1, cache_salt, tools=tools)
 
     def reword(self, error: InvalidRequestError) -> None:
@@ -128,14 +128,14 @@ class MessagesDialect(Dialect[MessagesRequest]):
 
 
 class BlockEvents:
-    """The events of a stream's content blocks, which come one after the other."""
+    """The events of a stream's content blocks, one block after the other."""
 
     def __init__(self) -> None:
         self._index = -1
         self._open: type[Block] | None = None
 
     def push(self, new: Event) -> bytes:
-        """The events for a new part of the answer."""
+        """Return the events of a new part of the answer."""
         match new:
             case ThoughtDelta(text):
                 begun = b"" if self._open is ThinkingContent else self._begin(ThinkingContent(""))
@@ -149,7 +149,7 @@ class BlockEvents:
                 return self._delta({"type": "input_json_delta", "partial_json": arguments})
 
     def finish(self) -> bytes:
-        """The end of the last block, if there is one."""
+        """Return the end of the last block, if any."""
         return b"" if self._open is None else named_event({"type": "content_block_stop", "index": self._index})
 
     def _begin(self, block: Block) -> bytes:
@@ -163,12 +163,12 @@ class BlockEvents:
 
 
 def _call(begun: ToolCallStart) -> ToolUseContent:
-    """A call whose input is still to come."""
+    """The start of a call, without input."""
     return ToolUseContent(f"toolu_{begun.id.removeprefix('call_')}", begun.name, msgspec.Raw(b"{}"))
 
 
 def _content(events: Iterable[Event], *, cut: bool) -> list[Block]:
-    """An answer as a whole. cut: whether it may have been ended in the middle of a call."""
+    """The blocks of a complete answer. cut: a call may be incomplete."""
     content: list[Block] = []
     calls: list[ToolUseContent] = []
     inputs: list[str] = []
@@ -195,10 +195,10 @@ def _content(events: Iterable[Event], *, cut: bool) -> list[Block]:
 
 
 def _whole_part(arguments: str) -> str:
-    """Of the beginning of a JSON object, what is complete, which is also what clients make of a stream that ends so."""
+    """The complete part of an incomplete JSON object. Clients parse a cut stream the same way."""
     try:
         return msgspec.json.encode(from_json(arguments, allow_partial=True)).decode()
-    except ValueError:  # nothing is there yet, or it is nested too deeply to be read
+    except ValueError:  # empty, or nested too deeply
         return "{}"
 
 

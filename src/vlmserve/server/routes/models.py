@@ -1,4 +1,4 @@
-"""``/v1/models``: models and adapters that this server has."""
+"""``/v1/models``: the model and its adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmserve.server.service import Service
 
 
 def is_for_anthropic(request: Request) -> bool:
-    """Whether a client of Anthropic's API asks: the two APIs share the path ``/v1/models``."""
+    """Return whether an Anthropic client asks: both APIs share the path ``/v1/models``."""
     return "anthropic-version" in request.headers
 
 

@@ -1,4 +1,4 @@
-"""Ollama's API over the handlers of chat completions."""
+"""Ollama's API, on top of chat completions."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from vlmserve.frontend.requests import RequestPreparer
 
 API_VERSION = "0.13.0"
-"""The version of Ollama whose API this is; clients compare it."""
+"""The version of Ollama that the API matches; clients compare it."""
 
 
 class OllamaDialect(ChatDialect):
-    """Ollama's two ways to generate. One for each request."""
+    """Ollama's chat and generate. Make one for each request."""
 
     media_type = LINES
 
@@ -84,7 +84,7 @@ class OllamaDialect(ChatDialect):
 
     async def events(self, body: ChatRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
         try:
-            calls: list[Event] = []  # a call comes as a whole
+            calls: list[Event] = []  # Ollama's streams have only complete calls
             async with contextlib.aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
                     news = self._reader.read(delta)
@@ -101,7 +101,7 @@ class OllamaDialect(ChatDialect):
             yield _encoded({"error": str(error)})
 
     def _answer(self, events: Iterable[Event], generation: Generation, done_reason: str | None = None) -> OllamaAnswer:
-        """A response or a line. done_reason: why the answer ended; None if it goes on."""
+        """A response or a line of a stream. done_reason: why the answer ended; None before that."""
         line = self._line(events)
         if done_reason is not None:
             line.done = True
@@ -140,7 +140,7 @@ class OllamaDialect(ChatDialect):
 
 
 class OllamaEmbedDialect(EmbeddingDialect):
-    """Ollama's vectors. One for each request."""
+    """Ollama's vectors. Make one for each request."""
 
     def __init__(self, owner: str) -> None:
         super().__init__(owner)
@@ -182,7 +182,7 @@ def _now() -> str:
 
 
 def _whole_call(name: str, arguments: str) -> AnsweredCall | None:
-    """Make a call of the text of its arguments; None for one that the limit of the answer has cut off."""
+    """Make a call of its arguments' text; None for a call that was cut off."""
     try:
         return AnsweredCall(AnsweredFunction(name, msgspec.json.decode(arguments or "{}", type=dict[str, Any])))
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""The bodies of requests."""
+"""Read and parse bodies of requests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from vlmserve.server.schema.base import Body, parse_body
 from vlmserve.server.service import Service
 
 _SMALL_BODY = 64 * 1024
-"""Bytes that are parsed sooner than another thread would have begun."""
+"""Bytes that are parsed faster than a thread starts."""
 
 
 @contextlib.asynccontextmanager
 async def read(request: Request, kind: type[Body]) -> AsyncGenerator[Body, None]:
-    """The body of a request that is answered at once, counted among those in memory until the block ends, while the
-    model is there. Raises VLMServeError."""
+    """The body of a request that needs no generation. Loads the model if needed. Raises VLMServeError.
+
+    The body counts as in memory until the block ends.
+    """
     service: Service = request.app.state.service
     service.check_serving()
     with service.bodies.share() as share, service.demand.in_use():
@@ -29,7 +31,7 @@ async def read(request: Request, kind: type[Body]) -> AsyncGenerator[Body, None]
 
 
 async def read_parsed(request: Request, kind: type[Body], share: BodyShare) -> Body:
-    """The body, parsed in a worker thread if it is large. Raises VLMServeError."""
+    """Read and parse the body, in a worker thread if it is large. Raises VLMServeError."""
     service: Service = request.app.state.service
     data = await read_json_body(request, service.max_body_bytes, share, service.config.body_timeout)
     parse = functools.partial(parse_body, kind, data, service.body_limits)

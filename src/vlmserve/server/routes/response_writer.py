@@ -1,4 +1,4 @@
-"""Writes an answer for the Responses API: a response's items, and the events of a stream."""
+"""Write an answer of the Responses API: the items, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ from vlmserve.types import ImageSize
 
 
 class ResponseWriter:
-    """Fills in one response, item by item. Its methods return the numbered events of the stream."""
+    """Fills in a response, item by item. Its methods return numbered events of the stream."""
 
     def __init__(self, response: ResponseObject) -> None:
         self.response = response
         self._num_events = 0
         self._item: dict[str, Any] | None = None
-        """The item that is being written, as it was when it began."""
+        """The current item, as it was at its start."""
         self._written: list[str] = []
-        """Its text or arguments so far."""
+        """Text or arguments of the current item."""
         self._logprobs: list[dict[str, Any]] = []
-        """Of the tokens of its text."""
+        """Logprobs of the current item's text."""
         self._waiting: list[dict[str, Any]] = []
-        """Those of tokens whose text has not come yet."""
+        """Logprobs of tokens whose text has not arrived."""
 
     def begin(self, *, only_text: bool) -> bytes:
-        """The events before the first token. only_text: whether the answer cannot have thoughts or tool
-        calls."""
+        """The events before the first token. only_text: the answer cannot have reasoning or tool calls."""
         events = self._event("response.created", response=self.response)
         events += self._event("response.in_progress", response=self.response)
         return events + self._open_message() if only_text else events
 
     def write(self, news: Sequence[Event], logprobs: Sequence[dict[str, Any]] = ()) -> bytes:
-        """The events for what is new in the answer. logprobs: of its tokens, if they are asked for."""
+        """The events of a new part of the answer. logprobs: of its tokens, if requested."""
         events = b""
         self._waiting += logprobs
         for new in news:
@@ -83,7 +82,7 @@ class ResponseWriter:
         return events + self._close(self.response.status)
 
     def finish_empty(self, usage: Usage, image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET) -> bytes:
-        """Complete a response without output. No event tells of it but the last one."""
+        """Complete a response without output. Only the last event reports it."""
         self.response.status, self.response.completed_at = "completed", int(time.time())
         self.response.usage, self.response.image_sizes = ResponseUsage.of(usage), image_sizes
         return b""
@@ -100,7 +99,7 @@ class ResponseWriter:
 
     @property
     def _place(self) -> dict[str, Any]:
-        """The fields of events that name the item they belong to."""
+        """The fields that name an event's item."""
         assert self._item is not None
         place = {"item_id": self._item["id"], "output_index": len(self.response.output)}
         return place if self._item["type"] == "function_call" else {**place, "content_index": 0}
@@ -119,7 +118,7 @@ class ResponseWriter:
         return events + self._event("response.output_item.added", output_index=len(self.response.output), item=item)
 
     def _close(self, status: str) -> bytes:
-        """The events that end the item that is being written, if there is one. status: of the answer."""
+        """The events that end the current item, if any. status: of the answer."""
         if self._item is None:
             return b""
         text, id_ = "".join(self._written), self._item["id"]
@@ -143,7 +142,7 @@ class ResponseWriter:
 
 
 def _is_json(text: str) -> bool:
-    """Whether arguments are complete, and not cut off."""
+    """Return whether arguments are complete."""
     try:
         msgspec.json.decode(text)
     except msgspec.DecodeError:

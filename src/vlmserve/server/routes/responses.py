@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: an answer that continues earlier ones and is stored."""
+"""``POST /v1/responses``: answers that may continue earlier ones and are stored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FUNCTION = re.compile(r"(tools\[\d+\])\.function\b")
 
 
 class ResponsesDialect(Dialect[ResponsesRequest]):
-    """OpenAI's responses; one of these serves one request. store: None if no history is kept."""
+    """OpenAI's responses. Make one for each request. store: None without a history."""
 
     kind = ResponsesRequest
     id_prefix = "resp_"
@@ -57,7 +57,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         if body.store and self._store is None:
             raise InvalidRequestError("This server stores no history; leave store out", param="store")
         check_top_logprobs(body.top_logprobs, service.max_logprobs)
-        # The engine has to compute a token.
+        # The engine computes at least one token.
         max_tokens = 1 if body.prewarms else body.max_output_tokens
         params = body.sampling_params(service.defaults, max_tokens, service.default_limit)
         if body.wants_confidence:
@@ -98,7 +98,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
                     if news := writer.write(self._reader.read(delta), _logprobs(body, delta, generation)):
                         yield news
             last = self._finish(writer, body, finish_reason, generation)
-            # Stored before the event, so that a client that reads it can retrieve the response.
+            # Store before the last event, so that a client that has read it can retrieve the response.
             await self._keep(body, writer.response)
             yield last + writer.end()
         except VLMServeError as error:
@@ -111,7 +111,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
     def _finish(
         self, writer: ResponseWriter, body: ResponsesRequest, finish_reason: str | None, generation: Generation
     ) -> bytes:
-        """Return the events after the last token, and say what the caches lacked if that is asked for."""
+        """Return the events after the last token, with cache diagnostics if requested."""
         assert self._diagnosis is not None
         miss = self._diagnosis.begin(generation.id, generation.model)
         if self._diagnosis.is_unknown:
@@ -124,7 +124,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         return writer.finish(finish_reason, generation.usage, generation.image_sizes)
 
     async def keep_failed(self, service: Service, body: ResponsesRequest, response: ResponseObject) -> None:
-        """Keep a response that another server has begun and cannot end. Raises VLMServeError."""
+        """Store a response that another server began and cannot finish. Raises VLMServeError."""
         with service.bodies.share() as share:
             await self._pack(needed_store(service), await kept_items(service, self._owner, body.input, share))
             await self._keep(body, response)
@@ -174,7 +174,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             if body.truncation == "disabled" or service.info is None:
                 return await prepare(messages)
             context = service.info.max_prompt_len + 1
-            # Clients often ask for more than the whole context: half of it stays for the prompt.
+            # Clients often request more than the whole context; keep half of it for the prompt.
             left = context - min(body.max_output_tokens or 1, context // 2)
             return await fitting(prepare, messages, left)
         except InvalidRequestError as error:
@@ -182,7 +182,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             raise
 
     async def _pack(self, store: Store, new: list[dict[str, Any]]) -> None:
-        """Hold what is to be kept until the answer is there, which may take long."""
+        """Compress the data to store until the answer is complete, which may take long."""
         self._inputs = await store.run(lambda: [PackedItem.of(item) for item in new])
         self._share.need(sum(len(item.body) + sum(map(len, item.blobs.values())) for item in self._inputs))
         self._file_ids = file_ids(new)
@@ -206,7 +206,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         )
 
     def _confidence(self, delta: TextDelta) -> Any:
-        """That of an answer that ends with this delta, if it is asked for. Each delta is read once."""
+        """The confidence of an answer that ends with this delta, if requested. Read each delta once."""
         return msgspec.UNSET if self._confidences is None else self._confidences.read(delta)
 
     def _response(self, body: ResponsesRequest, generation: Generation) -> ResponseObject:
@@ -241,7 +241,7 @@ def _logprobs(body: ResponsesRequest, delta: TextDelta, generation: Generation) 
 
 
 def _flat(text: str) -> str:
-    """What is said of tools in this API's words."""
+    """Rewrite an error about tools to this API's flat form."""
     return _FUNCTION.sub(r"\1", text)
 
 

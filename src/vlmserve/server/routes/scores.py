@@ -1,4 +1,4 @@
-"""``POST /v1/score``, ``/v1/rerank`` and ``/v2/rerank``: how well documents fit a query."""
+"""``POST /v1/score``, ``/v1/rerank`` and ``/v2/rerank``: relevance of documents to a query."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from vlmserve.frontend.requests import RequestPreparer
 
 _FEW_VALUES = 100_000
-"""Elements of vectors that are compared sooner than a thread would have begun."""
+"""Vector elements that are compared faster than a thread starts."""
 Scoring = TypeVar("Scoring", ScoreRequest, RerankRequest)
 
 
 class _ScoringDialect(Dialect[Scoring]):
-    """One for each request: it keeps the scorer."""
+    """Base of scores. Make one for each request: it keeps the scorer."""
 
     operation = "rerank"
     content_field = "documents"
@@ -53,7 +53,7 @@ class _ScoringDialect(Dialect[Scoring]):
         return len(body.queries) + len(body.documents)
 
     def documents(self, preparer: RequestPreparer, body: Scoring) -> list[Side]:
-        """Return the documents that are scored."""
+        """Return the documents to score."""
         return [one.side for one in body.documents]
 
     async def ask(self, service: Service, body: Scoring) -> GenerationRequest:

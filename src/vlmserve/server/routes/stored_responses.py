@@ -11,7 +11,7 @@ from vlmserve.server.history import needed_store, owner_of
 from vlmserve.server.schema.paging import Deleted, ItemsQuery, Query, ResponseQuery, list_page, read_query
 
 PAGE_BYTES = 16 * 1024**2
-"""Items on one page, with their images."""
+"""Maximum bytes of the items on a page, with their images."""
 
 
 async def show_response(request: Request, response_id: str) -> Response:

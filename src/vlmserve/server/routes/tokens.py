@@ -1,4 +1,4 @@
-"""``POST /tokenize`` and ``/detokenize``: between texts and token ids, without the engine."""
+"""``POST /tokenize`` and ``/detokenize``, without the engine."""
 
 from __future__ import annotations
 
