@@ -1,1 +1,1 @@
-"""Adapters: reading PEFT's files, what they change in a model, and which of them are in memory."""
+"""Adapters: PEFT checkpoints, their changes to a model's layers, and the adapters in memory."""

@@ -1,7 +1,6 @@
-"""LoRA adapters as PEFT saves them: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""LoRA adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-The names of an adapter's tensors say which layers it changes. An error names what the configuration asks for and
-vlmserve does not compute.
+Tensor names say which layers an adapter changes. Errors name settings that vlmserve does not support.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from vlmserve.errors import AdapterError
 PICKLE = "adapter_model.bin"
 FLOATS = {"F64", "F32", "F16", "BF16"}
 MAX_TENSORS = 150_000
-"""Tensors of an adapter. Large mixtures of experts need about 90,000."""
+"""Maximum number of tensors. Large mixtures of experts need about 90,000."""
 MAX_KEY = 1000
-"""Characters of a tensor's name."""
+"""Maximum characters of a tensor's name."""
 
 Kind = Literal[
     "down", "up", "up_bias", "magnitude", "weight", "bias", "base_weight", "table_down", "table_up", "tokens"
 ]  # fmt: skip
 
 _NAME = r"(?:\.(?!weight$|bias$)[^.]+)?"
-"""The adapter's name, which PEFT leaves out when it saves."""
+"""The adapter's name, which PEFT omits when it saves."""
 _KINDS: Sequence[tuple[str, Kind]] = (
     (rf"\.lora_A{_NAME}\.weight$", "down"),
     (rf"\.lora_B{_NAME}\.weight$", "up"),
@@ -68,9 +67,9 @@ _ONLY_TRAINING = {
     "layers_to_transform", "layers_pattern", "target_modules", "exclude_modules", "runtime_config", "megatron_core",
     "qalora_group_size",
 }  # fmt: skip
-"""Fields that say how an adapter was trained, and which modules it changes, as its tensors do."""
+"""Fields about training, and fields about the changed modules, which tensor names show."""
 _INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Ways to initialize an adapter that leave the base model as it is."""
+"""Ways to initialize an adapter without changing the base model."""
 
 
 _NO_RANKS, _NO_ALPHAS = ModulePatterns("rank_pattern", {}), ModulePatterns("alpha_pattern", {})
@@ -87,14 +86,14 @@ class LoraConfig:
     rank_pattern: ModulePatterns = _NO_RANKS
     alpha_pattern: ModulePatterns = _NO_ALPHAS
     tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Tokens whose embeddings are trained, by module; those of the embeddings have the key ""."""
+    """Tokens with trained embeddings, by module; "" is the embedding table."""
     fan_in_fan_out: bool = False
     tied: bool = False
     base: str = ""
 
     @classmethod
     def parse(cls, content: Mapping[str, Any]) -> LoraConfig:
-        """Raises AdapterError for what is no LoRA configuration, or asks for what is not supported."""
+        """Raises AdapterError for an invalid or unsupported configuration."""
         kind = content.get("peft_type", "LORA")
         if kind != "LORA":
             raise AdapterError(f"an adapter of type {kind!r} is not supported; supported is LORA")
@@ -127,11 +126,11 @@ class LoraConfig:
             raise AdapterError(f"{CONFIG} does not describe an adapter: {error}") from error
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module's adapter, by its name in the base model."""
+        """The rank of a module, by its name in the base model."""
         return int(self.rank_pattern.value(module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """The factor of a module's second low-rank matrix."""
+        """The factor of a module's B matrix."""
         rank, alpha = self.rank_of(module), self.alpha_pattern.value(module, self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
@@ -147,11 +146,9 @@ _READ = {
 
 
 class AdapterCheckpoint:
-    """An adapter's folder. Only headers are read until `read` is called.
+    """An adapter's folder. It reads headers only, until `read` is called.
 
-    layers: by the name of a module of the base model, the tensors that are about it: their names in the file by what
-    they are. shapes: of all tensors by those names. Raises AdapterError for a folder that is no adapter, whose weights
-    are pickled, or that has a tensor that vlmserve does not know.
+    Raises AdapterError for a folder without an adapter, for pickled weights, and for an unknown tensor.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -165,7 +162,9 @@ class AdapterCheckpoint:
             hint = "; convert it to safetensors where you trust it" if pickled else ""
             raise AdapterError(f"{folder} cannot be read: {reason}{hint}")
         self.layers: dict[str, dict[Kind, str]] = {}
+        """Names of tensors in the file, by kind, for each module of the base model."""
         self.shapes: dict[str, list[int]] = {}
+        """Shapes of all tensors, by name in the file."""
         check_header(self._path)
         try:
             with safe_open(self._path, framework="pt") as file:
@@ -197,7 +196,7 @@ class AdapterCheckpoint:
         raise AdapterError(f"{key} is a tensor that vlmserve does not know")
 
     def read(self, key: str) -> Tensor:
-        """A tensor, float32. Raises AdapterError for a broken file and for values as `check_values` does."""
+        """Read a tensor as float32. Raises AdapterError for a broken file and for values like `check_values`."""
         try:
             with safe_open(self._path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(key).float()
@@ -207,7 +206,7 @@ class AdapterCheckpoint:
         return tensor
 
     def digest(self) -> bytes:
-        """32 bytes that cover all that the adapter computes with: its configuration and every tensor."""
+        """A digest of 32 bytes over all tensors and the settings that affect the result."""
         about = {key: value for key, value in self._content.items() if key in _READ}
         hasher = blake3(json.dumps(about, sort_keys=True).encode())
         try:
@@ -222,7 +221,7 @@ class AdapterCheckpoint:
 
 
 def check_values(name: str, tensor: Tensor) -> None:
-    """Raises AdapterError for values that are not finite or beyond `MAX_VALUE`."""
+    """Raises AdapterError for values that are not finite or exceed `MAX_VALUE`."""
     if not bool(torch.isfinite(tensor).all()):
         raise AdapterError(f"{name} holds values that are not finite")
     if tensor.numel() and float(tensor.abs().max()) > MAX_VALUE:

@@ -13,29 +13,27 @@ from vlmserve.folders import expanded
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 XLORA_CONFIG, XLORA_WEIGHTS = "xlora_config.json", "xlora_classifier.safetensors"
-"""What mistral.rs calls the files of an X-LoRA checkpoint."""
+"""File names of X-LoRA checkpoints in mistral.rs."""
 MAX_CONFIG_BYTES = 2**20
 MAX_HEADER_BYTES = 32 * 2**20
-"""Names, types and shapes of an adapter's tensors. Large mixtures of experts need about half of this."""
+"""Maximum header size. Large mixtures of experts need about half of it."""
 MAX_NAME = 200
 MAX_VALUE = 65504.0
-"""Largest magnitude of alphas and weights: that of float16. Trained adapters stay far below it."""
+"""Largest magnitude of alphas and weights, the maximum of float16. Trained adapters stay far below it."""
 DEEPEST = 3
-"""Folders below an X-LoRA checkpoint's in which adapters are looked for."""
+"""Maximum depth of adapters' folders below an X-LoRA checkpoint."""
 _BUILT_IN = Path(__file__).resolve().parent.parent / BUILT_IN_MODEL / "adapters"
 _XLORA_FILES = [f"*{name}" for name in (CONFIG, WEIGHTS, XLORA_CONFIG, XLORA_WEIGHTS, "order*.json")]
-"""Those of its adapters are in folders inside of it."""
+"""X-LoRA checkpoints keep their adapters in folders inside their own."""
 
 
 class LoraModule(NamedTuple):
-    """A name and where its adapter is."""
-
     name: str
     path: str
 
 
 def read_module(text: str) -> LoraModule:
-    """An entry of --lora-modules: ``name=path``, or JSON with "name" and "path". Raises ConfigurationError."""
+    """Parse an entry of --lora-modules: ``name=path``, or JSON with "name" and "path". Raises ConfigurationError."""
     if text.lstrip().startswith("{"):
         try:
             entry = json.loads(text)
@@ -55,7 +53,7 @@ def read_module(text: str) -> LoraModule:
 
 
 def read_object(folder: Path, file: str) -> Mapping[str, Any]:
-    """A JSON object in an adapter's folder. Raises AdapterError if there is none, or a very large one."""
+    """Read a JSON object from an adapter's folder. Raises AdapterError if it is missing, invalid or too large."""
     path = folder / file
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
@@ -71,7 +69,7 @@ def read_object(folder: Path, file: str) -> Mapping[str, Any]:
 
 
 def check_header(path: Path) -> None:
-    """Raises AdapterError for a safetensors file whose header is very large, before it is parsed."""
+    """Raises AdapterError for a safetensors file whose header is too large to parse."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -87,7 +85,7 @@ def holds_adapter(folder: Path) -> bool:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files that an adapter may have, with the adapters in folders inside it, which X-LoRA mixes."""
+    """Return the files that an adapter may have, with the adapters in its folders that X-LoRA mixes."""
     files = [folder / name for name in (CONFIG, WEIGHTS, XLORA_CONFIG, XLORA_WEIGHTS)]
     files += sorted(folder.glob("*order*.json"))
     for depth in range(1, DEEPEST + 1):
@@ -96,19 +94,22 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def is_xlora(folder: Path) -> bool:
-    """Whether a folder holds an X-LoRA checkpoint. Raises AdapterError for one that holds no adapter."""
+    """Return whether a folder holds an X-LoRA checkpoint. Raises AdapterError if it holds no adapter."""
     return (folder / XLORA_CONFIG).is_file() or read_object(folder, CONFIG).get("peft_type") == "XLORA"
 
 
 def check_name(name: str) -> None:
-    """Raises AdapterError for what is no name of an adapter."""
+    """Raises AdapterError for an invalid name of an adapter."""
     if not 0 < len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
         raise AdapterError(f"an adapter's name has 1 to {MAX_NAME} printable characters", param="lora_name")
 
 
 def find_adapter(path: str) -> Path:
-    """The folder of an adapter. path: a folder, ``pixie/`` and the name of one of the built-in model's, or a repository
-    id of the hub, which is downloaded unless it is in the cache. Raises AdapterError if there is none."""
+    """Find the folder of an adapter. Raises AdapterError if there is none.
+
+    path: a folder, ``pixie/NAME`` for an adapter of the built-in model, or a repository id on the hub, which is
+    downloaded unless it is cached.
+    """
     folder = expanded(path)
     if folder.is_dir():
         return folder

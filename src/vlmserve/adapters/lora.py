@@ -1,4 +1,4 @@
-"""From an adapter's file to what it changes in a model's layers."""
+"""Convert an adapter's tensors to changes of a model's layers."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ LAYERS = "language_model.layers."
 
 @dataclass
 class Adapter:
-    """An adapter as a model's layers take it. layers, tables: what it changes, by the path of the module.
-
-    num_bytes: that it takes in memory. max_rank: the highest of its layers. mixture: how the adapters that it mixes are
-    scaled, if it is one by X-LoRA. pool: what it mixes in place of its checkpoint's own, see `read_xlora`.
-    """
+    """An adapter in the form that a model's layers take."""
 
     digest: bytes
     layers: dict[str, PreparedChange] = field(default_factory=dict)
+    """Changes of linear layers, by module path."""
     tables: dict[str, TableChange] = field(default_factory=dict)
+    """Changes of embedding tables, by module path."""
     num_bytes: int = 0
+    """Memory of all changes."""
     max_rank: int = 0
+    """The highest rank of its layers."""
     mixture: Mixture | None = None
+    """X-LoRA's classifier, which scales the adapters that it mixes."""
     pool: Mapping[str, str] = field(default_factory=dict)
+    """Adapters in place of the X-LoRA checkpoint's own, see `read_xlora`."""
 
     @property
     def vision(self) -> bool:
-        """True if it changes embeddings of images."""
+        """True if the adapter changes image embeddings."""
         return any(not path.startswith("language_model.") for path in (*self.layers, *self.tables))
 
     def set_layers(self, parts: Mapping[str, Sequence[tuple[Place, Change]]], model: AdaptableModel) -> None:
-        """Take changes of layers, by the path of their module. Changes of tables stay."""
+        """Set the changes of layers, by module path. Changes of tables stay."""
         for path, changes in parts.items():
             module = model.weight_at(path)
             assert isinstance(module, Weight)
@@ -59,8 +61,8 @@ class Adapter:
 def read_adapter(checkpoint: AdapterCheckpoint, model: AdaptableModel, *, max_rank: int) -> Adapter:
     """Read an adapter for a model.
 
-    The shapes in the file's header are checked before values are read. Raises AdapterError for ranks above
-    `max_rank`, tensors that do not fit the model or each other, values that are not finite, and what cannot be changed.
+    Checks all shapes in the header before it reads values. Raises AdapterError for ranks above `max_rank`, tensors that
+    do not fit, values that are not finite, and unsupported changes.
     """
     reader = AdapterReader(checkpoint, model, max_rank)
     groups = reader.groups()
@@ -80,10 +82,11 @@ def read_adapter(checkpoint: AdapterCheckpoint, model: AdaptableModel, *, max_ra
 def layer_changes(
     checkpoint: AdapterCheckpoint, model: AdaptableModel, *, max_rank: int
 ) -> Iterator[tuple[str, Change | TableChange]]:
-    """Yield the changes of an adapter with the canonical names of their layers, in the checkpoints' order of outputs.
+    """Yield each change with its layer's name in the checkpoint. Outputs have the checkpoint's order.
 
-    Parts begin at 0. Changes of tied embeddings are followed by the same changes of the output head.
-    Raises as `read_adapter` does, and AdapterError for a bias where the layer has none.
+    Each change starts at output 0. A change of tied embeddings is followed by the same change of the output head.
+
+    Raises like `read_adapter`, and AdapterError for a bias of a layer without bias.
     """
     reader = AdapterReader(checkpoint, model, max_rank)
     for group in reader.groups(repeated=False):
@@ -101,7 +104,7 @@ def layer_changes(
 
 
 class Group(NamedTuple):
-    """The tensors about one layer. name: as the adapter calls it."""
+    """The tensors of one layer. name: of the layer in the adapter."""
 
     name: str
     place: Place
@@ -109,7 +112,7 @@ class Group(NamedTuple):
 
 
 class AdapterReader:
-    """Reads what an adapter changes, layer by layer. found_rank: the highest of the adapter."""
+    """Reads an adapter layer by layer. found_rank: the highest rank so far."""
 
     def __init__(self, checkpoint: AdapterCheckpoint, model: AdaptableModel, max_rank: int) -> None:
         self._checkpoint, self._model, self._max_rank = checkpoint, model, max_rank
@@ -117,8 +120,10 @@ class AdapterReader:
         self.found_rank = 0
 
     def groups(self, *, repeated: bool = True) -> list[Group]:
-        """All layers that the adapter changes, their shapes checked. repeated: with the parts of layers that repeat
-        them."""
+        """Return all layers that the adapter changes, after checking their shapes.
+
+        repeated: include parts of merged layers that reuse the tensors of another part.
+        """
         found = []
         for name, tensors in self._checkpoint.layers.items():
             canonical = self._model.canonical(name)
@@ -176,7 +181,7 @@ class AdapterReader:
             if kind not in expected:
                 raise AdapterError(f"{key}: this cannot be changed in {name}")
             shape = tuple(self._checkpoint.shapes[key])
-            # A convolution's factors have the shape of one.
+            # LoRA factors of a convolution have its kernel's shape.
             flat = (shape[0], math.prod(shape[1:])) if len(shape) > 2 else shape
             if flat != expected[kind]:
                 raise AdapterError(f"{key} has shape {shape}, and for this model it would be {expected[kind]}")
@@ -202,7 +207,8 @@ class AdapterReader:
             )
 
     def _is_base(self, place: Place, key: str) -> bool:
-        """Return True if a weight in an adapter's file is the model's own, within the precision of both types."""
+        """Return whether an adapter's copy of a base weight equals the model's weight, within the precision of both
+        dtypes."""
         weight = self._model.base_weight(place.name)
         return bool((self._checkpoint.read(key) - weight).norm() <= 0.2 * weight.norm())
 
@@ -210,7 +216,7 @@ class AdapterReader:
         return self._checkpoint.read(key)
 
     def low_rank(self, group: Group) -> tuple[Tensor, Tensor]:
-        """float32 ``[rank, in_features]`` and ``[outputs, rank]``, the second with the scale."""
+        """Return A, float32 ``[rank, in_features]``, and scaled B, float32 ``[outputs, rank]``."""
         table = group.place.is_table
         down, up = (
             self._read(group.tensors[kind]) for kind in (("table_down", "table_up") if table else ("down", "up"))
@@ -220,13 +226,13 @@ class AdapterReader:
         return down.flatten(1), scaled
 
     def table(self, group: Group) -> TableChange:
-        """The change of an embedding table."""
+        """Read the change of an embedding table."""
         dtype, device = self._model.dtype, self._model.device
         low_rank = factor = rows = weight = None
         if "table_down" in group.tensors:
             down, up = self.low_rank(group)
             if "magnitude" in group.tensors:
-                # The table as a product's weight has its entries for inputs.
+                # As a linear weight, the table has one input per entry.
                 norm = (self._model.base_weight(group.place.name) + (up @ down).T).norm(dim=0)
                 factor = self._factor(group, norm).to(device)
             low_rank = down.T.contiguous().to(device, dtype), up.to(device, dtype)
@@ -246,15 +252,17 @@ class AdapterReader:
         return factor
 
     def tied_head(self, group: Group, table: TableChange) -> Change | None:
-        """What a change of tied embeddings changes in the output head: trained tokens always, as PEFT has it, and a
-        whole table if it asks for that."""
+        """Return the output head's part of a change of tied embeddings, if any.
+
+        As in PEFT, trained tokens always change the head; a whole table does with ensure_weight_tying.
+        """
         if group.place.path != EMBEDDINGS or not self._model.is_tied:
             return None
         weight = table.weight if self._config.tied else None
         return None if table.rows is None and weight is None else Change(outputs=table.rows, weight=weight)
 
     def change(self, group: Group) -> Change:
-        """What is changed in a layer; factor, shift and bias for its own outputs only."""
+        """Read the change of a layer. `factor`, `shift` and `bias` cover only the outputs of this part."""
         place, tensors = group.place, group.tensors
         parts: tuple[LowRank, ...] = ()
         factor = shift = outputs = None
@@ -278,7 +286,7 @@ class AdapterReader:
 
 
 def _merged(changes: Sequence[tuple[Place, Change]], module: Weight, model: AdaptableModel) -> Change:
-    """The changes of a module's parts as one, for all of its outputs."""
+    """Merge the changes of a module's parts into one change of all its outputs."""
     outputs = next((change.outputs for _, change in changes if change.outputs is not None), None)
     if any(change.weight is not None for _, change in changes):
         weight, bias = _replaced(changes, module, model)
@@ -292,7 +300,7 @@ def _merged(changes: Sequence[tuple[Place, Change]], module: Weight, model: Adap
 def _replaced(
     changes: Sequence[tuple[Place, Change]], module: Weight, model: AdaptableModel
 ) -> tuple[Tensor, Tensor | None]:
-    """A module's weight and bias where some of its parts are replaced; low-rank changes of others are merged."""
+    """Return a module's weight and bias if some parts are replaced; low-rank changes of other parts are merged in."""
     path = changes[0][0].path
     new = {place.name: change for place, change in changes}
     weight, bias = torch.empty(module.out_features, module.in_features), torch.zeros(module.out_features)
@@ -324,7 +332,7 @@ def _whole(parts: Sequence[tuple[Place, Tensor | None]], module: Weight, default
 
 
 def _ordered(change: Change, module: Weight) -> Change:
-    """A change with its outputs in the order of the module's."""
+    """Reorder the outputs of a change as the module's outputs."""
     order = module.order.cpu() if isinstance(module, Linear) and module.order is not None else None
     if order is None:
         return change
@@ -334,7 +342,7 @@ def _ordered(change: Change, module: Weight) -> Change:
 
     parts = []
     for part in change.parts:
-        # Outputs move within their part.
+        # Reordering keeps outputs within their part.
         rows = order[part.start : part.start + len(part.up)] - part.start
         parts.append(part._replace(up=part.up[rows]))
     return replace(

@@ -1,4 +1,4 @@
-"""Merged checkpoints, written: a checkpoint with an adapter's changes in its weights, one file at a time."""
+"""Merge an adapter into a checkpoint, one file at a time."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ MAX_RANK = 2**16
 def merge_adapter(
     folder: Path, adapter: Path, out: Path, progress: Callable[[int, int], None] = lambda done, of: None
 ) -> int:
-    """Write a checkpoint with an adapter merged into its weights; returns how many tensors that changed.
+    """Write a checkpoint with an adapter merged into its weights. Returns the number of changed tensors.
 
-    folder: a checkpoint in Hugging Face layout. out: a folder that is new or empty. progress: is told the tensors done
-    and how many there are. Weights keep their types. Raises what `load_model` raises, AdapterError for an adapter that
-    does not fit, ConfigurationError where there is something in `out` or the checkpoint is quantized.
+    folder: a checkpoint in Hugging Face layout. out: a new or empty folder. progress: called with the numbers of
+    finished and all tensors. Weights keep their dtypes.
+
+    Raises like `load_model`; AdapterError for an adapter that does not fit; ConfigurationError if `out` is not empty or
+    the checkpoint is quantized.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out} must be a new or an empty folder")
@@ -63,7 +65,7 @@ def merge_adapter(
             done += 1
             progress(done, total)
         target = path.with_suffix(".safetensors").name
-        # Copies: what is not changed is a view of its file.
+        # Unchanged tensors are views of their file, so copy them.
         save_file({key: tensor.clone() for key, tensor in tensors.items()}, out / target, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, target)
     if any((folder / name).is_file() for name in INDEX_NAMES):
@@ -80,7 +82,7 @@ def merge_adapter(
 
 
 def _model(description: Description, checkpoint: Checkpoint) -> AdaptableModel:
-    """Its layers without their weights."""
+    """Build the model's layers without weights."""
     with description.errors():
         spec = description.spec(checkpoint)
         device = torch.device("meta")
@@ -92,7 +94,7 @@ def _model(description: Description, checkpoint: Checkpoint) -> AdaptableModel:
 
 
 def _merged(name: str, before: Tensor, changes: Mapping[str, Change | TableChange]) -> Tensor:
-    """A tensor of the checkpoint with its change; the same object if it has none."""
+    """Return the merged tensor; the same object if it does not change."""
     layer, _, part = name.rpartition(".")
     change = changes.get(layer)
     if change is None:
@@ -123,7 +125,7 @@ def _changed_table(before: Tensor, change: TableChange) -> Tensor:
 
 
 def _unties(head: Change, table: Change | TableChange | None) -> bool:
-    """Whether the output head is another one than the table afterwards."""
+    """Return whether the output head will differ from the embedding table."""
     if not isinstance(table, TableChange):
         return head.adds or head.replaces
     follows = table.rows is head.outputs and table.weight is head.weight

@@ -12,20 +12,20 @@ from pydantic_core import SchemaError, SchemaValidator, core_schema
 from vlmserve.errors import AdapterError
 
 MAX_PATTERN = 500
-"""Characters of one pattern."""
+"""Maximum characters of a pattern."""
 MAX_SECONDS = 5.0
-"""CPU time that all patterns of one field may take."""
+"""Maximum CPU time for all patterns of one field."""
 
 
 class ModulePatterns:
-    """Numbers by patterns of module names, as PEFT's `rank_pattern` and `alpha_pattern` have them.
+    """PEFT's `rank_pattern` or `alpha_pattern`: numbers by pattern of module names.
 
-    Patterns come from strangers, so Rust's regex crate matches them: its time is linear in the length of a name. It has
-    no lookaround and no backreferences.
+    Adapters may be untrusted, so Rust's regex crate matches their patterns in linear time. It supports neither
+    lookaround nor backreferences.
     """
 
     def __init__(self, field: str, values: Mapping[str, float]) -> None:
-        """field: of the configuration, for messages. Raises AdapterError for a pattern that cannot be compiled."""
+        """field: name in the configuration, for errors. Raises AdapterError for a pattern that does not compile."""
         self._field, self._seconds = field, 0.0
         self._known: dict[str, float | None] = {}
         self._patterns: Sequence[tuple[SchemaValidator, float]] = []
@@ -38,7 +38,7 @@ class ModulePatterns:
         self._seconds = time.thread_time() - start
 
     def value(self, module: str, default: float) -> float:
-        """The number of the first pattern that matches the module's name or its end after a dot."""
+        """The number of the first pattern that matches the module's name, or its end after a dot."""
         if module not in self._known:
             self._known[module] = self._find(module)
         found = self._known[module]
@@ -62,7 +62,7 @@ class ModulePatterns:
             )
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error", FutureWarning)  # set operators, which Rust reads otherwise
+                warnings.simplefilter("error", FutureWarning)  # set operators mean something else in Rust
                 re.compile(pattern)
             return SchemaValidator(
                 core_schema.str_schema(pattern=rf"^(?:.*\.)?(?:{pattern})$", regex_engine="rust-regex")

@@ -1,7 +1,7 @@
-"""The adapters that are served: by name, and in host memory by digest, within a budget.
+"""The served adapters, by name; host memory caches them by digest, within a budget.
 
-Files are read in a thread of the store's own, so that loading stops no step. An adapter that is served need not be in
-memory: it is read again when a request that could run needs it.
+The store reads files in its own thread, so loading does not block steps. A served adapter may be evicted from memory;
+then the store reads it again when a request needs it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Served:
-    """An adapter under a name. folder: where its files are. vision: whether it changes embeddings of images.
-
-    mixes: the adapters that X-LoRA mixes, by name. pool: see `read_xlora`.
-    """
+    """An adapter under a name."""
 
     name: str
     folder: Path
@@ -38,16 +35,17 @@ class Served:
     num_bytes: int
     rank: int
     vision: bool
+    """True if it changes image embeddings."""
     mixes: tuple[str, ...]
+    """Names of the adapters that X-LoRA mixes."""
     pool: Mapping[str, str]
+    """See `read_xlora`."""
 
 
 class AdapterStore:
-    """Adapters by name. A name may get other content; requests keep the adapter that it had when they came.
+    """Adapters by name. If a name gets a new adapter, earlier requests keep the old one.
 
-    All but the reading of files happens in the thread that calls. is_needed: whether unfinished requests have the
-    adapter of a digest; those that are served no more are kept in memory for them. is_pending: whether the next step
-    that runs takes it from memory.
+    All methods run in the caller's thread; only reading files does not.
     """
 
     def __init__(
@@ -58,35 +56,35 @@ class AdapterStore:
         max_loaded: int = 64,
         max_bytes: int = 2**31,
     ) -> None:
-        """max_loaded, max_bytes: adapters in memory, and what they take there."""
+        """max_loaded, max_bytes: maximum number and memory of adapters in memory."""
         self.model, self._max_rank = model, max_rank
         self._max_loaded, self._max_bytes = max_loaded, max_bytes
         self.is_needed: Callable[[bytes], bool] = lambda digest: False
+        """Returns whether unfinished requests use a digest. Their adapters stay in memory even after they are unloaded.
+        """
         self.is_pending: Callable[[bytes], bool] = lambda digest: False
+        """Returns whether the next step to run takes a digest from memory."""
         self._served: dict[str, Served] = {}
         self._memory: OrderedDict[bytes, Adapter] = OrderedDict()
         self._reader = ThreadPoolExecutor(1, "read-adapters")
         self._reading: dict[bytes, Future[Adapter]] = {}
         self._orphans: set[bytes] = set()
         self._changed = threading.Event()
-        # Adapters that waiting requests asked for in the step that is planned, and in the one before.
+        # Digests that waiting requests asked for, in the current and in the previous planned step.
         self._wanted: tuple[set[bytes], set[bytes]] = set(), set()
         self.failures: dict[bytes, str] = {}
-        """Why adapters that requests wait for cannot be read again."""
+        """Why an adapter that requests wait for cannot be read again, by digest."""
         self.num_loads = self.num_evictions = 0
 
     def read(self, folder: Path, pool: Mapping[str, str] | None = None) -> Future[Adapter]:
-        """Begin to read an adapter, to be served with `serve`. pool: see `read_xlora`. The future raises AdapterError
-        for a bad one."""
+        """Start to read an adapter for `serve`. pool: see `read_xlora`. The future raises AdapterError for a bad
+        adapter."""
         future = self._reader.submit(self._read, folder, pool or {})
         future.add_done_callback(lambda _: self._changed.set())
         return future
 
     def serve(self, name: str, folder: Path, adapter: Adapter) -> Served:
-        """Serve an adapter under a name, in place of what was served so.
-
-        Raises AdapterError for one that is larger than all memory.
-        """
+        """Serve an adapter under a name, in place of the one there. Raises AdapterError if it exceeds the budget."""
         if adapter.num_bytes > self._max_bytes:
             raise AdapterError(
                 f"{name} takes {adapter.num_bytes:,} bytes, and all adapters together may take {self._max_bytes:,}; "
@@ -107,11 +105,11 @@ class AdapterStore:
         return served
 
     def load(self, name: str, folder: Path, pool: Mapping[str, str] | None = None) -> Served:
-        """Read an adapter and serve it. Raises AdapterError, and changes nothing then."""
+        """Read an adapter and serve it. On AdapterError nothing changes."""
         return self.serve(name, folder, self.read(folder, pool).result())
 
     def unload(self, name: str) -> None:
-        """Serve an adapter no more. Raises UnknownModelError for a name that is not served."""
+        """Stop serving an adapter. Raises UnknownModelError for an unknown name."""
         self._orphans.add(self._served.pop(self[name].name).digest)
         self.drop_orphans()
 
@@ -121,7 +119,6 @@ class AdapterStore:
 
     @property
     def infos(self) -> list[AdapterInfo]:
-        """All adapters that are served."""
         return [
             AdapterInfo(
                 one.name, str(one.folder), one.digest.hex(), one.rank, one.num_bytes, one.vision, list(one.mixes)
@@ -142,7 +139,7 @@ class AdapterStore:
         return sum(adapter.num_bytes for adapter in self._memory.values())
 
     def __getitem__(self, name: str) -> Served:
-        """Raises UnknownModelError for a name that is not served."""
+        """Raises UnknownModelError for an unknown name."""
         if name not in self._served:
             raise UnknownModelError(f"there is no adapter {name!r:.100} here", param="model")
         return self._served[name]
@@ -152,7 +149,7 @@ class AdapterStore:
         return self._memory[digest]
 
     def begin_step(self) -> None:
-        """Another step is planned. What was read meanwhile is in memory from now on."""
+        """Begin to plan a step. Adapters that were read meanwhile are in memory from here on."""
         self._wanted = set(), self._wanted[0]
         self._changed.clear()
         for digest, reading in [*self._reading.items()]:
@@ -161,7 +158,7 @@ class AdapterStore:
                 self._finish(digest, reading)
 
     def is_loaded(self, digest: bytes) -> bool:
-        """Whether an adapter that a waiting request needs is in memory. Begins to read it if there is room for it."""
+        """Return whether a waiting request's adapter is in memory. Starts to read it if there is room."""
         self._wanted[0].add(digest)
         if digest in self._memory:
             return True
@@ -174,14 +171,14 @@ class AdapterStore:
         return False
 
     def wait(self, seconds: float) -> bool:
-        """Wait until an adapter that a request waits for has been read. Return False at once if none is being read."""
+        """Wait until an adapter has been read. Returns False at once if none is being read."""
         if not self._reading:
             return False
         self._changed.wait(seconds)
         return True
 
     def drop_orphans(self) -> None:
-        """Drop what is served no more and that no unfinished request has."""
+        """Drop adapters that are not served and that no unfinished request uses."""
         if not self._orphans:
             return
         self._orphans = {digest for digest in self._orphans if not self._is_served(digest)}
@@ -190,7 +187,7 @@ class AdapterStore:
             self._memory.pop(digest, None)
 
     def take_failures(self) -> dict[bytes, str]:
-        """Return and forget `failures`: the next request that needs such an adapter tries again."""
+        """Return and clear `failures`, so that the next request tries again."""
         failures, self.failures = self.failures, {}
         return failures
 
@@ -229,14 +226,14 @@ class AdapterStore:
         return len(self._memory) + count > self._max_loaded or self.used_bytes + num_bytes > self._max_bytes
 
     def _has_room(self, num_bytes: int) -> bool:
-        """Whether another adapter fits into memory, besides those that are being read and those that are held."""
+        """Return whether another adapter fits into memory, next to held adapters and pending reads."""
         held = [adapter for digest, adapter in self._memory.items() if self._is_held(digest)]
         reading = [one for one in self._served.values() if one.digest in self._reading]
         used = sum(adapter.num_bytes for adapter in held) + sum(one.num_bytes for one in reading)
         return len(held) + len(self._reading) < self._max_loaded and used + num_bytes <= self._max_bytes
 
     def _is_held(self, digest: bytes) -> bool:
-        """Whether an adapter may not be evicted: a request that waits has asked for it, or cannot get it again."""
+        """Return whether an adapter must stay in memory: a waiting request asked for it or could not get it again."""
         if any(digest in wanted for wanted in self._wanted):
             return True
         return self.is_pending(digest) or (not self._is_served(digest) and self.is_needed(digest))

@@ -1,8 +1,7 @@
-"""X-LoRA checkpoints (https://arxiv.org/abs/2402.07148): several LoRA adapters, and a classifier that says how much of
-each a token gets in each layer.
+"""X-LoRA checkpoints (https://arxiv.org/abs/2402.07148): LoRA adapters and a classifier that scales them per token.
 
-The adapters' factors lie below each other, so that together they are one low-rank change. Between its two products each
-token's inner values are multiplied with the scalings of the adapters that they belong to.
+The adapters' A and B matrices are stacked, so together they are one low-rank change. Between A and B, each token's
+values are multiplied by the scalings of their adapters.
 """
 
 from __future__ import annotations
@@ -31,16 +30,17 @@ from vlmserve.models.transformers_checkpoint import TransformersCheckpoint
 _CLASSIFIER = re.compile(r"(?:^|\.)(?:layers\.(\d+)|inner\.(\d+)|(last))\.(weight|bias)$")
 _MIXED = {"down", "up", "table_down", "table_up"}
 _REPEATED = "base_weight"
-"""The base model's own weight, which PEFT writes along with adapters of embeddings."""
+"""The base model's own weight, which PEFT stores with adapters of embeddings."""
 
 
 def read_xlora(folder: Path, model: AdaptableModel, *, max_rank: int, pool: Mapping[str, str] | None = None) -> Adapter:
-    """What an X-LoRA checkpoint changes in a model.
+    """Read an X-LoRA checkpoint for a model.
 
-    pool: by the names of adapters that the classifier has outputs for, folders of others in place of the checkpoint's
-    own, or "" where none is to be; what is computed then is as if the classifier had no such output. Raises
-    AdapterError for what `read_adapter` raises it for, for adapters that change more than linear layers and embeddings
-    of the language model by low rank, for a classifier that does not fit, and for a pool that it does not allow.
+    pool: folders of other adapters, by name of the classifier's output, to replace the checkpoint's own; "" removes the
+    adapter as if the classifier had no such output.
+
+    Raises AdapterError like `read_adapter`, and for adapters that change more than linear layers and embeddings of the
+    language model by low rank, for a classifier that does not fit, and for an invalid pool.
     """
     own = XLoraFolder.find(folder)
     files, outputs = own.with_pool(pool or {})
@@ -73,7 +73,7 @@ def read_xlora(folder: Path, model: AdaptableModel, *, max_rank: int, pool: Mapp
 
 
 def _mixable(name: str, reader: AdapterReader) -> list[Group]:
-    """The layers that one of the adapters changes. Raises AdapterError for changes that no scaling is defined for."""
+    """Return the layers that an adapter changes. Raises AdapterError for changes that scalings cannot apply to."""
     found = []
     for group in reader.groups():
         kinds = group.tensors.keys() - {_REPEATED}
@@ -97,8 +97,10 @@ def _adapted(files: XLoraFolder, model: AdaptableModel, max_rank: int) -> set[st
 
 
 def _layer_places(files: XLoraFolder, adapted: set[str], model: AdaptableModel) -> dict[str, int]:
-    """The place of each layer among the scalings: as the ordering file has it, or in the order in which transformers'
-    implementation of the model has the adapted layers, which is PEFT's."""
+    """Return the index of each adapted layer among the scalings.
+
+    It comes from the ordering file, or from the module order of the model in transformers, which PEFT follows.
+    """
     if files.layers is not None:
         return {model.canonical(name): place for name, place in files.layers.items()}
     try:
@@ -115,7 +117,7 @@ def _layer_places(files: XLoraFolder, adapted: set[str], model: AdaptableModel) 
 
 
 def _read_classifier(files: XLoraFolder, model: AdaptableModel, num_layers: int) -> Mixture:
-    """num_layers: that have scalings of their own."""
+    """num_layers: layers with their own scalings."""
     config, weights = files.config, files.weights
     hidden_size = model.places[EMBEDDINGS].in_features
     if config.hidden_size != hidden_size:
@@ -156,7 +158,7 @@ def _read_classifier(files: XLoraFolder, model: AdaptableModel, num_layers: int)
 
 
 def _digest(files: XLoraFolder, places: Mapping[str, int], mixture: Mixture) -> bytes:
-    """32 bytes that cover all that is computed with."""
+    """A digest of 32 bytes over all inputs of the computation."""
     config = {name: value for name, value in vars(files.config).items() if name != "names"}
     hasher = blake3(b"x-lora" + json.dumps([config, sorted(places.items())], sort_keys=True).encode())
     for path in files.adapters:
@@ -170,7 +172,7 @@ def _digest(files: XLoraFolder, places: Mapping[str, int], mixture: Mixture) -> 
 
 
 class _Factors(NamedTuple):
-    """Those of one adapter in one layer. number: of the adapter."""
+    """A and B of an adapter in one layer. number: of the adapter."""
 
     number: int
     down: Tensor
@@ -178,10 +180,10 @@ class _Factors(NamedTuple):
 
 
 class _Stack:
-    """The factors of all adapters, layer by layer."""
+    """Stacks the A and B matrices of all adapters, layer by layer."""
 
     def __init__(self, config: XLoraConfig, layers: Mapping[str, int], model: AdaptableModel) -> None:
-        """layers: the place of each layer among the scalings."""
+        """layers: index of each layer among the scalings."""
         self._config, self._layers = config, layers
         self._dtype, self._device = model.dtype, model.device
         self._factors: dict[Place, list[_Factors]] = {}

@@ -1,5 +1,5 @@
-"""What an X-LoRA checkpoint (https://arxiv.org/abs/2402.07148) says about itself, in PEFT's layout and in that of
-mistral.rs, and where its adapters are."""
+"""The configuration of an X-LoRA checkpoint (https://arxiv.org/abs/2402.07148), by PEFT or mistral.rs, and its
+adapters."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from vlmserve.adapters.location import (
 from vlmserve.errors import AdapterError
 
 MAX_ADAPTERS = 64
-"""That one classifier may mix."""
+"""Maximum number of adapters for one classifier."""
 CLASSIFIER = "internal_xlora_classifier"
-"""What PEFT calls the classifier's tensors."""
+"""PEFT's prefix of the classifier's tensors."""
 
 _READ = {
     "hidden_size", "adapters", "enable_softmax", "enable_softmax_topk", "layerwise_scalings", "xlora_depth",
@@ -42,31 +42,34 @@ _OF_ORDERINGS = {"order", "layers", "base_model_id", "preload_adapters"}
 
 @dataclass(frozen=True)
 class XLoraConfig:
-    """How scalings are computed from hidden states. names: of the adapters, in the order of the classifier's outputs.
-
-    softmax: over the adapters, of outputs divided by `temperature`. top_k: so many of a token's adapters keep their
-    scalings; None: all. softmax_topk: those that are kept get a softmax over them. layerwise: each adapted layer has
-    scalings of its own. relu: between the classifier's products. pass_value: of all scalings in the pass that gives
-    the classifier its hidden states; None: 1 / the number of adapters. weight: what all adapters are multiplied with.
-    """
+    """How to compute scalings from hidden states."""
 
     hidden_size: int
     depth: int
     names: tuple[str, ...]
+    """Names of adapters, in the order of the classifier's outputs."""
     softmax: bool
+    """Softmax over adapters, of outputs divided by `temperature`."""
     softmax_topk: bool
+    """Softmax over the adapters that `top_k` keeps."""
     temperature: float
     layerwise: bool
+    """Each adapted layer has its own scalings."""
     top_k: int | None
+    """Number of adapters that keep their scalings for a token; None: all."""
     relu: bool
+    """ReLU between the classifier's linear layers."""
     pass_value: float | None
+    """All scalings in the scaling pass, which computes the classifier's input; None: 1 / number of adapters."""
     weight: float
+    """Global factor of all adapters."""
 
     @classmethod
     def parse(cls, content: Mapping[str, Any], file: str, order: Sequence[str] | None) -> XLoraConfig:
-        """file: which the content is of; it says the layout. order: of the adapters; None: as the content has it.
+        """Parse a configuration.
 
-        Raises AdapterError for what is no X-LoRA configuration, or asks for what is not supported.
+        file: the file's name, which tells the layout. order: of the adapters; None: as in the content. Raises
+        AdapterError for an invalid or unsupported configuration.
         """
         of_peft = file == CONFIG
         known = _READ | _ONLY_TRAINING | (_OF_PEFT if of_peft else _OF_MISTRAL)
@@ -94,7 +97,7 @@ class XLoraConfig:
         return config
 
     def keeping(self, outputs: Sequence[int]) -> XLoraConfig:
-        """The same for a part of the adapters. Raises AdapterError for fewer than are chosen for a token."""
+        """Keep some of the adapters. Raises AdapterError if fewer remain than `top_k` chooses."""
         needed = self.top_k or 1
         if len(outputs) < needed:
             what = f"top_k_lora chooses {self.top_k}" if self.top_k else "at least 1 is needed"
@@ -121,7 +124,7 @@ def _names(adapters: object, file: str, of_peft: bool) -> tuple[str, ...]:
         raise AdapterError(f"{file} names {len(names)} adapters, and at most {MAX_ADAPTERS} can be mixed")
     if not of_peft:
         return names
-    # PEFT numbers adapters in the order of the classifier's outputs, and writes them in the order of their names.
+    # PEFT numbers adapters in the order of the classifier's outputs, but writes them in the order of their names.
     if set(names) != {str(number) for number in range(len(names))}:
         raise AdapterError(f'{file}: PEFT calls adapters "0" to "{len(names) - 1}", and these are {", ".join(names)}')
     return tuple(sorted(names, key=int))
@@ -129,19 +132,19 @@ def _names(adapters: object, file: str, of_peft: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class XLoraFolder:
-    """A checkpoint's files. adapters: folders, in the order of the classifier's outputs. weights: of the classifier.
-
-    layers: by the name of an adapted layer, its place among the scalings; None: nothing says it.
-    """
+    """The files of a checkpoint."""
 
     config: XLoraConfig
     weights: Path
+    """The classifier's file."""
     adapters: tuple[Path, ...]
+    """Folders, in the order of the classifier's outputs."""
     layers: Mapping[str, int] | None
+    """Index of each adapted layer among the scalings, by name; None: not stored."""
 
     @classmethod
     def find(cls, folder: Path) -> XLoraFolder:
-        """Raises AdapterError for a folder that is not whole, or whose adapters are neither in it nor beside it."""
+        """Raises AdapterError for an incomplete folder, or if its adapters are neither inside nor next to it."""
         of_mistral = (folder / XLORA_CONFIG).is_file()
         file, weights = (XLORA_CONFIG, XLORA_WEIGHTS) if of_mistral else (CONFIG, WEIGHTS)
         content = read_object(folder, file)
@@ -155,10 +158,10 @@ class XLoraFolder:
         return cls(config, folder / weights, adapters, layers)
 
     def with_pool(self, pool: Mapping[str, str]) -> tuple[XLoraFolder, Sequence[int]]:
-        """The files with other adapters in some places, or none there, and the classifier's outputs that are kept.
+        """Replace or remove adapters; returns also the classifier's outputs that remain.
 
-        pool: see `read_xlora`. Raises AdapterError for adapters that the classifier has no output for, folders that
-        hold none, and too few that are left.
+        pool: see `read_xlora`. Raises AdapterError for adapters without an output, folders without an adapter, and too
+        few remaining adapters.
         """
         names = self.config.names
         if unknown := sorted(pool.keys() - set(names)):
@@ -176,7 +179,7 @@ class XLoraFolder:
 
 
 def _ordering(folder: Path) -> tuple[Sequence[str] | None, Mapping[str, int] | None]:
-    """The order of adapters and the places of layers by mistral.rs' ordering file; None for what it does not say."""
+    """Read adapter order and layer indices from mistral.rs' ordering file; None if it does not say."""
     found = sorted(path for path in folder.glob("*order*.json") if path.is_file())
     if not found:
         return None, None
@@ -200,8 +203,10 @@ def _ordering(folder: Path) -> tuple[Sequence[str] | None, Mapping[str, int] | N
 
 
 def _find_adapter(folder: Path, name: str, path: str) -> Path:
-    """Where an adapter is: in the checkpoint's folder or beside it, under its name or under the end of the path that
-    the configuration has for it, which is often one of the machine that trained it."""
+    """Find an adapter inside or next to the checkpoint's folder.
+
+    Its folder has the adapter's name, or the end of the configured path, which often points to the training machine.
+    """
     parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".", "..")]
     candidates = [folder / name]
     candidates += [root.joinpath(*parts[start:]) for root in (folder, folder.parent) for start in range(len(parts))]
@@ -220,7 +225,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _holds_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter. PEFT writes the classifier a second time where adapters would be."""
+    """Return whether a folder holds an adapter. PEFT stores a copy of the classifier where adapters would be."""
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         return (folder / CONFIG).is_file()
     check_header(folder / WEIGHTS)

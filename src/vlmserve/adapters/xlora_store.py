@@ -1,4 +1,4 @@
-"""X-LoRA checkpoints among the adapters that are served."""
+"""Serve X-LoRA checkpoints among other adapters."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from vlmserve.models.adaptable import AdaptableModel
 
 
 class XLoraStore(AdapterStore):
-    """An `AdapterStore` that reads X-LoRA checkpoints as well, and knows which adapters these are."""
+    """An `AdapterStore` that also reads X-LoRA checkpoints."""
 
     def __init__(self, model: AdaptableModel, *, max_rank: int, max_loaded: int = 64, max_bytes: int = 2**31) -> None:
         super().__init__(model, max_rank=max_rank, max_loaded=max_loaded, max_bytes=max_bytes)
         self._scaling_passes: dict[bytes, bytes] = {}
 
     def scaling_pass(self, served: Served) -> bytes | None:
-        """By what the KV blocks of an adapter's scaling pass are known, in place of the adapter's digest: nothing where
-        that pass is one of the base model. None: the adapter has no scaling pass."""
+        """The cache key of KV blocks in the scaling pass, used instead of the adapter's digest.
+
+        It is empty if the base model runs this pass. None: the adapter has no scaling pass.
+        """
         return self._scaling_passes.get(served.digest)
 
     def serve(self, name: str, folder: Path, adapter: Adapter) -> Served:
