@@ -1,4 +1,4 @@
-"""Which part of a checkpoint's tensor a layer holds."""
+"""Shards of a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmserve.kernels.quantized import QuantizedWeight
 
 
 class Share(NamedTuple):
-    """``first <= i < last`` of `whole` rows or columns."""
+    """Rows or columns ``first <= i < last`` of `whole`."""
 
     first: int
     last: int
@@ -23,16 +23,17 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a layer holds of its tensors: of each projection that it consists of some outputs, and of all of these some
-    inputs; None: all."""
+    """A layer's part of its tensors."""
 
     rows: tuple[Share, ...]
+    """The share of outputs of each projection."""
     columns: Share | None = None
+    """The share of inputs; None: all."""
     parts: tuple[int, ...] | None = None
-    """How many of `rows` each tensor of a checkpoint has. None: one."""
+    """Number of `rows` entries in each tensor of a checkpoint; None: one."""
 
     def cuts(self, num_parts: int) -> list[Cut]:
-        """Return the cuts of a checkpoint's tensors: one for each of `parts`, or one for all."""
+        """Return the cuts of a checkpoint's tensors: one for each of `parts`, or one if a single tensor holds all."""
         parts = self.parts or (1,) * len(self.rows)
         if num_parts == 1:
             parts = (len(self.rows),)
@@ -51,15 +52,16 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Rows ``first <= i < last`` of a tensor with `num_rows`, piece after piece, and of these some columns, if there
-    are any and they are cut."""
+    """The rows and columns to take from a tensor."""
 
     num_rows: int
     pieces: tuple[tuple[int, int], ...]
+    """Ranges ``first <= i < last`` of rows."""
     columns: Share | None = None
+    """None: all, as for vectors."""
 
     def whole_shape(self, own: torch.Size) -> list[int]:
-        """The shape of the whole tensor; own: that of the part."""
+        """The shape of the whole tensor. own: shape of the part."""
         width = list(own[1:]) if self.columns is None or len(own) < 2 else [self.columns.whole]
         return [self.num_rows, *width]
 
@@ -69,12 +71,12 @@ class Cut:
         return rows[:, self.columns.first : self.columns.last]
 
     def of_blocks(self, weight: GGUFWeight) -> GGUFWeight | None:
-        """A part of a whole weight; None if the cut divides a block."""
+        """Cut a whole weight; None if the cut divides a block."""
         own = weight[torch.cat([torch.arange(first, last) for first, last in self.pieces])]
         return own if self.columns is None else own.inputs(self.columns.first, self.columns.last)
 
     def of(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
-        """A part of a whole weight: quantized as that is, or plain, float32, where the cut divides a group."""
+        """Cut a whole weight. The result is dequantized to float32 if the cut divides a group."""
         rows = torch.cat([torch.arange(first, last) for first, last in self.pieces])
         if isinstance(weight, Tensor):
             return self.narrowed(weight[rows.to(weight.device)])

@@ -1,4 +1,4 @@
-"""Attention of a vision tower, in which every token of an image attends to every other."""
+"""Attention of a vision tower: all tokens of an image attend to each other."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from vlmserve.layers.stages import StageBudget, Stages
 class EncoderAttention(Layer):
     """Full self-attention within each image.
 
-    ``[images, tokens, 3 * size]``, queries, keys and values side by side and each of them head by head, to
-    ``[images, tokens, size]``. range_kernels: of the device, for images of several sizes; None: it computes one after
-    the other. rotation: of the device, for queries and keys of patches; None: torch's operations.
+    Input ``[images, tokens, 3 * size]``: queries, then keys, then values, each head by head. Output ``[images, tokens,
+    size]``.
     """
 
     def __init__(self, size: int, num_heads: int, *, dtype: torch.dtype) -> None:
@@ -30,13 +29,15 @@ class EncoderAttention(Layer):
         self._kernel: EncoderKernel = partial(_attend, num_heads=num_heads)
         self._head_kernel: EncoderKernel = partial(_attend, num_heads=1)
         self.range_kernels: RangeKernels | None = None
+        """The device's kernels for images of different sizes; None: compute them one after the other."""
         self.rotation: RotationKernel | None = None
+        """The device's kernel that rotates queries and keys of patches; None: torch's operations."""
 
     def forward(self, qkv: Tensor) -> Tensor:
         return self._kernel(qkv)
 
     def products(self, length: int) -> int:
-        """Multiplications for an image of that many tokens."""
+        """MACs for an image with `length` tokens."""
         return 2 * length**2 * self.num_heads * self.head_size
 
     def in_stages(self, qkv: Tensor, budget: StageBudget) -> Stages[Tensor]:
@@ -58,8 +59,10 @@ class EncoderAttention(Layer):
                 yield
 
     def over_ranges(self, qkv: Tensor, ranges: Ranges, budget: StageBudget) -> Stages[Tensor]:
-        """``[tokens, 3 * size]`` to ``[tokens, size]``, in stages. Where a device has kernels for that, all ranges are
-        one stage, unless they are equally long."""
+        """Attention within ranges of rows, ``[tokens, 3 * size]`` to ``[tokens, size]``, in stages.
+
+        If the device has range kernels, ranges of different lengths are one stage.
+        """
         if self.range_kernels is None or ranges.is_even:
             parts = []
             for groups in ranges.runs(qkv):
@@ -71,9 +74,9 @@ class EncoderAttention(Layer):
         return self.range_kernels.attend(qkv, ranges)
 
     def _attend_queries(self, qkv: Tensor, output: Tensor, start: int, end: int) -> None:
-        """Compute queries ``start <= i < end``, counted head by head and image by image.
+        """Compute queries ``start <= i < end``, numbered by head and then by image.
 
-        One call computes whole images; each other call computes one head.
+        A kernel call computes several whole images, or one head.
         """
         images, length, _ = qkv.shape
         inputs = qkv.view(images, length, 3, self.num_heads, self.head_size)

@@ -1,7 +1,7 @@
-"""The base of modules that a device computes.
+"""The base of modules that run on a device's kernels.
 
-Layers hold plain weights until all are loaded. Then `arrange_layers` hands each weight to the device, which stores it
-as its kernels multiply it. No layer asks what kind of device that is.
+Layers hold plain weights while they load. Then `arrange_layers` hands each weight to the device, which packs it for its
+kernels. No layer asks for the kind of device.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from vlmserve.kernels.operations import Operations
 
 
 class Layer(nn.Module):
-    """A module that computes by the device's kernels once it is arranged, and by torch's operations before."""
+    """A module that runs the device's kernels after `arrange`, and torch's operations before."""
 
     def arrange(self, operations: Operations) -> None:
-        """Compute by these kernels from now on."""
+        """Use these kernels from here on."""
         raise NotImplementedError
 
 
@@ -27,7 +27,7 @@ def arrange_layers(model: nn.Module, operations: Operations) -> None:
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give memory to parameters of a module, without those inside it, that have none."""
+    """Allocate a module's own parameters that are on the meta device, without submodules."""
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.is_meta:
             setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))

@@ -1,4 +1,4 @@
-"""Matrix products with weights. No autograd: parameters are allocated empty and filled by the weight loader."""
+"""Linear layers and embeddings. No autograd: parameters start empty and the weight loader fills them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _takes_memory: ContextVar[bool] = ContextVar("takes_memory", default=True)
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """A block in which new parameters take no memory. `allocate` gives it to them."""
+    """Create parameters without memory within this block. `allocate` adds the memory."""
     token = _takes_memory.set(False)
     try:
         yield
@@ -56,14 +56,14 @@ def without_memory() -> Iterator[None]:
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Memory for a weight, its pages untouched until the loader writes them."""
+    """Allocate a weight. Its pages stay untouched until the loader writes them."""
     on = device if _takes_memory.get() else META
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=on), requires_grad=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptWeight:
-    """A weight as its device stores it, for a layer that need not arrange it again."""
+    """A weight as its device packed it, for a layer that need not pack it again."""
 
     product: Product
     bits: int | None
@@ -72,20 +72,19 @@ class KeptWeight:
 
 
 class Weight(Layer):
-    """A matrix that inputs are multiplied with: plain, quantized, or as the device stores it. shard: what it is of a
-    larger one; None: all.
+    """A weight: plain, quantized, or packed by the device.
 
-    `weight`, ``[out_features, in_features]``, or a convolution's of more axes, is there until it is quantized or
-    arranged. bits: of a quantized weight; None: it is plain. makes_logits: whether it makes logits, for which inputs of
-    8 bits, beside a weight of 8, are too few.
+    `weight` has shape ``[out_features, in_features]``, or more axes for a convolution. It exists until it is quantized
+    or packed.
     """
 
     weight: nn.Parameter
     makes_logits = False
+    """True for output heads: 8-bit weights then keep 16-bit inputs."""
     takes_adapters = True
-    """False: its rows are not the rows of the step."""
+    """False if its rows are not the rows of the step."""
     chosen_rows: Tensor | None = None
-    """int64, the rows of the step that it computes. None: all."""
+    """int64, the rows of the step to compute; None: all."""
     shard: Shard | None = None
 
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -94,22 +93,23 @@ class Weight(Layer):
         self.in_features, self.out_features = in_features, out_features
         self.dtype = dtype
         self.bits: int | None = None
+        """Bits of a quantized weight; None: plain."""
         self.adapters: LinearAdapters | None = None
         self.device = device
         self._quantized: QuantizedWeight | GGUFWeight | None = None
         self._input_order: Tensor | None = None
 
     def settle(self) -> None:
-        """After weights are loaded, and before they are quantized: bring outputs into the order of computation."""
+        """Reorder outputs for the kernels. Called after weights are loaded and before they are quantized."""
 
     @property
     def products(self) -> int:
-        """Multiplications for each row of inputs."""
+        """MACs for each row of inputs."""
         return self.in_features * self.out_features
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the weight takes, in whatever form it is."""
+        """Bytes of the weight in its current form."""
         if self._stored is not None:
             return self._stored.num_bytes
         if self._quantized is not None:
@@ -117,7 +117,7 @@ class Weight(Layer):
         return self.in_features * self.out_features * self.dtype.itemsize
 
     def quantize(self, weight: QuantizedWeight | GGUFWeight, input_bits: int | None = None) -> None:
-        """Take a quantized weight instead of the plain one. input_bits: to keep of inputs, if other than it says."""
+        """Replace the plain weight by a quantized one. input_bits: overrides the weight's own `input_bits`."""
         if input_bits is not None:
             weight = dataclasses.replace(weight, input_bits=input_bits)
         if self.makes_logits and weight.bits == 8:
@@ -131,27 +131,28 @@ class Weight(Layer):
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """``(out_features, in_features)``."""
         return self.out_features, self.in_features
 
     @property
     def is_stored(self) -> bool:
-        """True once the device stores the weight in its own form."""
+        """True if the device has packed the weight."""
         return self._stored is not None
 
     def kept(self) -> KeptWeight | None:
-        """The stored weight; None if inputs or outputs are padded for it."""
+        """The packed weight; None if padding changed its inputs or outputs."""
         return None if self._stored is None else KeptWeight(self._stored, self.bits, self._input_order)
 
     def restore(self, kept: KeptWeight) -> None:
-        """Take a stored weight in place of the empty one."""
+        """Replace the empty weight by a packed one."""
         self.bits, self._input_order = kept.bits, kept.input_order
         del self.weight
 
     def adapt(self, rows: AdapterRows, parts: int = 1, max_rank: int = 0) -> None:
-        """Have slots for adapters, which those rows are about. A weight that is to be arranged is arranged before.
+        """Add slots for adapters. Call it after `arrange`.
 
-        parts: of the weight that an adapter changes by two factors each. max_rank: of these; 0: nothing is reserved.
+        rows: the slot of each row. parts: parts of the weight that have their own A and B. max_rank: maximum rank to
+        reserve; 0: reserve nothing.
         """
         stored: object = self._stored
         words = stored.change_words if isinstance(stored, PacksChanges) else 1
@@ -159,7 +160,7 @@ class Weight(Layer):
         self.adapters = LinearAdapters(rows, words, reserved)
 
     def prepare(self, change: Change) -> PreparedChange:
-        """An adapter's change as `set_adapter` takes it."""
+        """Convert an adapter's change for `set_adapter`."""
         change = change.to(self.dtype, self.device)
         if self._input_order is not None:
             change = change.with_inputs(self._input_order)
@@ -170,35 +171,32 @@ class Weight(Layer):
         return PreparedChange(rest, stored.pack_change(change))
 
     def set_adapter(self, slot: int, prepared: PreparedChange | None) -> None:
-        """Put an adapter into a slot; None: empty it."""
+        """Put an adapter into a slot; None: clear the slot."""
         assert self.adapters is not None
         self.adapters.set(slot, prepared)
 
     @property
     def _stored(self) -> Product | None:
-        """The weight as the device stores it, once it is arranged."""
         raise NotImplementedError
 
     def _matrix(self) -> AnyWeight:
         return self.weight.data.flatten(1) if self._quantized is None else self._quantized
 
     def _drop(self) -> None:
-        """Keep no other form of the weight than the device's."""
         if self._quantized is None:
             del self.weight
         self._quantized = None
 
 
 class Linear(Weight):
-    """``act([..., in_features])`` to ``[..., out_features]``.
+    """``act(linear(x))``, ``[..., in_features]`` to ``[..., out_features]``.
 
-    stays_plain: is quantized only by an override.
-
-    act: an activation's Hugging Face name, applied to the output; None: none.
+    act: name of the activation in Hugging Face configurations.
     """
 
     bias: nn.Parameter | None
     stays_plain = False
+    """True if only an override quantizes it."""
 
     def __init__(
         self,
@@ -221,7 +219,7 @@ class Linear(Weight):
         self._padding: Padding | None = None
 
     def forward(self, x: Normed, residual: Tensor | None = None) -> Tensor:
-        """residual: shaped like the output, added to it."""
+        """residual: added to the output, same shape."""
         if isinstance(x, DeferredNorm):
             assert residual is None
             return self._multiply(x.normed) if self.deferring is None else self.deferring.complete(x)
@@ -234,15 +232,15 @@ class Linear(Weight):
 
     @property
     def deferring(self) -> DeferringProduct | None:
-        """The product, if it leaves norms to the next one and completes them, and rows do not change in between."""
+        """The kernel, if it can leave norms to the next linear and complete them. Needs unchanged rows in between."""
         return self._deferring if self._is_plain else None
 
     def rounding(self, rows: int) -> Rounding | None:
-        """How the product rounds its inputs. None: it does not, or rows change before."""
+        """The kernel's rounding of its inputs; None if it has none or if rows change before it."""
         return self._rounding.rounding(rows) if self._rounding is not None and self._is_plain else None
 
     def read_by(self, reader: Linear, x: Normed) -> Inputs:
-        """The result, as `reader` takes it, the only layer that reads it."""
+        """Compute the result in the form that `reader` takes, its only reader."""
         rounded: Inputs | None = None
         if self._rounding is not None and self._is_plain and not isinstance(x, DeferredNorm):
             values = x if isinstance(x, Tensor) else x.values
@@ -252,7 +250,7 @@ class Linear(Weight):
 
     @property
     def _is_plain(self) -> bool:
-        """True if the product takes inputs as they come and nothing changes its result."""
+        """True if the kernel takes inputs as they come and nothing changes its result."""
         changes = self._padding is not None or self._input_order is not None
         return not changes and (self.adapters is None or not self.adapters.active)
 
@@ -273,13 +271,15 @@ class Linear(Weight):
         return super().prepare(change if self._padding is None else self._padding.of_change(change))
 
     def widen_for(self, reader: Linear, operations: Operations) -> None:
-        """Before both are arranged: give results as wide as the device takes them for `reader`, the only layer that
-        reads them. What is added is zero where the activation of zero is."""
+        """Pad outputs to the width that the device wants for `reader`, the only layer that reads them.
+
+        Call it before either layer is arranged. The padding is zero if the activation maps 0 to 0.
+        """
         if self.bits is None and reader.bits is None:
             self._width = operations.product_inputs(reader.in_features, reader.dtype)
 
     def reorder(self, rows: Tensor) -> None:
-        """Before the weight is arranged: put outputs into another order; rows: which old one is each new one."""
+        """Reorder outputs before `arrange`. rows: old index of each new output."""
         self.order = rows
         if self._quantized is None:
             self.weight.data = self.weight.data[rows]
@@ -289,7 +289,7 @@ class Linear(Weight):
             self.bias.data = self.bias.data[rows]
 
     def arrange(self, operations: Operations) -> None:
-        """See `Layer.arrange`. A layer that is arranged stays as it is."""
+        """Pack the weight, unless it is packed."""
         if self._product is None:
             bias = None if self.bias is None else self.bias.data
             matrix = self._matrix()
@@ -325,9 +325,9 @@ class Linear(Weight):
 
 
 class MergedLinear(Linear):
-    """Several projections of the same input as one product, their outputs side by side.
+    """Several linears with the same input as one matmul, outputs side by side.
 
-    parts: the name that each has in a checkpoint, with its number of output features.
+    parts: number of outputs by name in checkpoints.
     """
 
     def __init__(
@@ -336,10 +336,10 @@ class MergedLinear(Linear):
         super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype, device=device)
         self.parts = parts
         self.repeated: Mapping[str, str] = {}
-        """Parts that checkpoints do not hold, by the part whose tensors they have as well."""
+        """Parts that checkpoints lack, by the part whose tensors they reuse."""
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
-        """Where each part's tensors go: ``("q_proj.weight", rows of the merged weight)``…"""
+        """Targets for each part's tensors: ``("q_proj.weight", rows of the merged weight)``…"""
         start = 0
         for name, size in self.parts.items():
             if "weight" in self._parameters:
@@ -350,7 +350,7 @@ class MergedLinear(Linear):
 
 
 class GatedLinear(MergedLinear):
-    """``act(gate(x)) * up(x)``; parts: those two in this order, equally wide."""
+    """``act(gate(x)) * up(x)``. parts: gate and up, equally wide."""
 
     def __init__(
         self,
@@ -378,12 +378,12 @@ class OutputLinear(Linear):
         self.epilogue = Epilogue(float_output=True)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """As `forward`; out: contiguous memory that the result may take."""
+        """Like `forward`. out: contiguous memory to use for the result."""
         return self._multiply(hidden, out=out)
 
 
 class Bias(nn.Module):
-    """A vector that is added to rows, in place."""
+    """Adds a vector to rows, in place."""
 
     def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -394,9 +394,9 @@ class Bias(nn.Module):
 
 
 class Embedding(Layer):
-    """A table of vectors; ``[tokens]`` int64 to ``[tokens, size]``. shard: as of a `Weight`.
+    """An embedding table: int64 ``[tokens]`` to ``[tokens, size]``.
 
-    `weight`, ``[count, size]``, is there until it is quantized.
+    `weight`, ``[count, size]``, exists until it is quantized.
     """
 
     weight: nn.Parameter
@@ -412,29 +412,28 @@ class Embedding(Layer):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the table takes, in whatever form it is."""
+        """Memory of the table in its current form."""
         stored = self._table or self._quantized
         return self.count * self.size * self.dtype.itemsize if stored is None else stored.num_bytes
 
     def quantize(self, weight: QuantizedWeight | GGUFWeight) -> None:
-        """Take a quantized table instead of the plain one."""
         self._quantized = weight
         del self.weight
 
     def arrange(self, operations: Operations) -> None:
-        """See `Layer.arrange`. A plain table stays as it is."""
+        """Pack a quantized table. A plain one stays."""
         if self._quantized is not None:
             self._table = operations.table(self._quantized, self.dtype)
             self._quantized = None
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Vectors and their size."""
+        """``(count, size)``."""
         return self.count, self.size
 
     @property
     def is_stored(self) -> bool:
-        """True once the device stores the table in its own form."""
+        """True if the device has packed the table."""
         return self._table is not None
 
     def kept(self) -> KeptWeight | None:
@@ -456,7 +455,7 @@ class Embedding(Layer):
 
 
 class TiedEmbedding(Weight):
-    """A table of vectors that is the output head as well; ``[tokens]`` int64 to ``[tokens, size]``."""
+    """An embedding table that is also the output head: int64 ``[tokens]`` to ``[tokens, size]``."""
 
     makes_logits = True
 
@@ -473,7 +472,7 @@ class TiedEmbedding(Weight):
         return vectors if self.table_adapters is None else self.table_adapters.apply(indices, vectors)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[rows, size]`` to float32 ``[rows, count]``; out: contiguous memory that the result may take."""
+        """``[rows, size]`` to float32 ``[rows, count]``. out: contiguous memory to use for the result."""
         table = self._table or self._by_torch()
         if self.adapters is None:
             return table(hidden, out=out)

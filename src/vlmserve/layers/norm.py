@@ -1,4 +1,4 @@
-"""Normalizations over the last axis."""
+"""Norms over the last axis."""
 
 from __future__ import annotations
 
@@ -15,29 +15,27 @@ from vlmserve.layers.linear import empty_parameter
 
 
 class Normalization(Layer):
-    """A norm by the device's kernel, once it is arranged.
-
-    kernel: None: torch's operations. adding, summing, rounding: the kernel if it is one of these.
-    """
+    """A norm that runs the device's kernel after `arrange`."""
 
     kernel: Norm | None = None
+    """None: torch's operations."""
     adding: AddingNorm | None = None
+    """The kernel, if it can add a residual to its output."""
     summing: SummingNorm | None = None
+    """The kernel, if it can compute the norm of a sum."""
     rounding: RoundingNorm | None = None
+    """The kernel, if it can round its output for the next linear."""
 
     def _compute_by(self, kernel: Norm | None) -> None:
         self.kernel = kernel
-        # Found out once: to ask takes longer than to launch a kernel.
+        # Cached: the isinstance checks take longer than a kernel launch.
         self.adding = kernel if isinstance(kernel, AddingNorm) else None
         self.summing = kernel if isinstance(kernel, SummingNorm) else None
         self.rounding = kernel if isinstance(kernel, RoundingNorm) else None
 
 
 class RMSNorm(Normalization):
-    """Root mean square normalization, computed in float32 (https://arxiv.org/abs/1910.07467).
-
-    offset: is added to the weights, in float32. shard: what the weights are of more of them; None: all.
-    """
+    """Root mean square norm in float32 (https://arxiv.org/abs/1910.07467). offset: added to the weights in float32."""
 
     shard: Shard | None = None
 
@@ -60,7 +58,7 @@ class RMSNorm(Normalization):
 
 
 class UnitNorm(nn.Module):
-    """Root mean square normalization of ``[..., size]`` without weights."""
+    """Root mean square norm of ``[..., size]`` without weights."""
 
     def __init__(self, size: int, eps: float, *, device: torch.device) -> None:
         super().__init__()
@@ -71,7 +69,7 @@ class UnitNorm(nn.Module):
 
 
 class LayerNorm(Normalization):
-    """Layer normalization with scale and shift (https://arxiv.org/abs/1607.06450)."""
+    """Layer norm with scale and shift (https://arxiv.org/abs/1607.06450)."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -89,12 +87,10 @@ class LayerNorm(Normalization):
 
 
 class NormOfEachHead(nn.Module):
-    """Layer normalization of ``[tokens, heads, head_size]`` over each head, by weights of its own and no bias.
-
-    first_head: the number of the first one in the checkpoint.
-    """
+    """Layer norm of each head of ``[tokens, heads, head_size]``, with weights for each head and no bias."""
 
     first_head = 0
+    """Number of the first head in the checkpoint."""
 
     def __init__(self, heads: int, head_size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -102,7 +98,7 @@ class NormOfEachHead(nn.Module):
         self.eps = eps
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
-        """Where the heads' weights go, which checkpoints keep one by one."""
+        """Targets for the weights, which checkpoints store head by head."""
         yield from ((f"{head}.weight", weight) for head, weight in enumerate(self.weight.data, self.first_head))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,7 +106,7 @@ class NormOfEachHead(nn.Module):
 
 
 class NormOfRow(RMSNorm):
-    """Root mean square normalization of ``[tokens, heads, head_size]`` over all heads of a token together."""
+    """Root mean square norm of ``[tokens, heads, head_size]`` over all heads of a token."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.reshape(len(x), -1)).view_as(x)

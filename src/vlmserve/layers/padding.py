@@ -1,4 +1,4 @@
-"""Zeros in plain weights, for devices that multiply faster where rows begin at whole 16 bytes."""
+"""Zero padding of plain weights, for devices that run faster if rows begin at multiples of 16 bytes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from vlmserve.kernels.adapters import Change
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """How a weight ``[out_features, in_features]`` becomes one of more inputs and outputs, which are zero.
-
-    inputs, outputs: how many there are then. places: int64 ``[out_features]``, where each output is among them.
-    """
+    """Pads a weight ``[out_features, in_features]`` with zero inputs and outputs."""
 
     inputs: int
+    """Number of inputs with padding."""
     outputs: int
+    """Number of outputs with padding."""
     places: Tensor
+    """int64 ``[out_features]``, the new index of each output."""
 
     @classmethod
     def of(cls, shape: torch.Size, inputs: int, parts: int, width: int) -> Padding | None:
-        """None: nothing is added. shape: of the weight. parts: equally wide ones of its outputs, each of which gets
-        `width`."""
+        """Make the padding of a weight with this shape; None if it needs none.
+
+        inputs: number with padding. parts: equal parts of the outputs, each padded to `width`.
+        """
         out_features, in_features = shape
         if (inputs, parts * width) == (in_features, out_features):
             return None
@@ -35,7 +37,7 @@ class Padding:
         return cls(inputs, parts * width, places.flatten())
 
     def fit(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., inputs]``, which may be there already."""
+        """``[..., in_features]`` to ``[..., inputs]``. Padded input passes."""
         missing = self.inputs - x.shape[-1]
         return F.pad(x, (0, missing)) if missing else x
 
@@ -50,7 +52,7 @@ class Padding:
         return self.of_outputs(self.fit(weight))
 
     def of_change(self, change: Change) -> Change:
-        """The same for the padded weight."""
+        """Pad an adapter's change."""
         parts = []
         for part in change.parts:
             places = self.places[part.start : part.start + len(part.up)]

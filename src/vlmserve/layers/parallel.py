@@ -1,4 +1,4 @@
-"""Layers of which each rank holds a part (https://arxiv.org/abs/1909.08053)."""
+"""Tensor-parallel layers (https://arxiv.org/abs/1909.08053)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from vlmserve.layers.norm import NormOfRow
 class Ranks(Protocol):
     """The processes that compute a model together, seen from one of them.
 
-    All of them call the same methods, in the same order, with tensors of the same shapes. What they get is the same in
-    all of them, to the bit.
-
-    rank: which one this is, ``0 <= rank < size``.
+    All ranks call the same methods in the same order, with tensors of the same shapes. They get bitwise equal results.
+    rank: this process, ``0 <= rank < size``.
     """
 
     @property
@@ -31,30 +29,31 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of all ranks' tensors; takes the memory of this one's."""
+        """Sum the tensors of all ranks, in place."""
         ...
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """The largest of all ranks' elements in each place; takes the memory of this one's tensor."""
+        """Elementwise maximum over all ranks, in place."""
         ...
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """All ranks' tensors, in order."""
+        """The tensors of all ranks, in order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Tokens ``first <= i < last`` of a vocabulary belong to this rank; no rank has more than `most`."""
+    """This rank's shard of a vocabulary: tokens ``first <= i < last``."""
 
     first: int
     last: int
     count: int
     most: int
+    """The maximum size of a shard."""
 
     @classmethod
     def of(cls, count: int, ranks: Ranks) -> Vocabulary:
-        """Ranks' parts differ by one token at most."""
+        """Shards differ by at most one token."""
         first, last = (count * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
         return cls(first, last, count, -(-count // ranks.size))
 
@@ -63,17 +62,17 @@ class Vocabulary:
 
     @property
     def shard(self) -> Shard:
-        """As a part of a table or an output head."""
+        """The shard of a table or an output head."""
         return Shard((Share(self.first, self.last, self.count),))
 
     def own(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids as rows of this rank's part, 0 for those that it lacks, and which these are."""
+        """Map token ids to rows of this shard. Returns the rows, 0 for other ranks' tokens, and their mask."""
         rows = indices - self.first
         lacks = (rows < 0) | (rows >= len(self))
         return rows.masked_fill(lacks, 0), lacks
 
     def gathered(self, logits: Tensor, ranks: Ranks, out: Tensor | None) -> Tensor:
-        """All ranks' logits ``[rows, vocabulary]``; logits: those of this rank's part."""
+        """Gather the logits of all ranks, ``[rows, vocabulary]``. logits: of this shard."""
         padded = F.pad(logits, (0, self.most - len(self)))
         parts = ranks.gather(padded.contiguous())
         bounds = [self.count * rank // ranks.size for rank in range(ranks.size + 1)]
@@ -82,10 +81,10 @@ class Vocabulary:
 
 
 class RowParallelLinear(Linear):
-    """A linear layer of which each rank has some inputs: all get the sum of the outputs. Rank 0 has the bias."""
+    """A linear layer that shards inputs across ranks and sums the outputs. Rank 0 has the bias."""
 
     def __init__(self, whole: Linear, inputs: Share, ranks: Ranks) -> None:
-        """whole: as it is built for this rank's inputs."""
+        """whole: the layer as built for this rank's inputs."""
         bias = whole.bias is not None and ranks.rank == 0
         super().__init__(whole.in_features, whole.out_features, bias=bias, dtype=whole.dtype, device=whole.device)
         self.shard = Shard((Share(0, whole.out_features, whole.out_features),), inputs)
@@ -98,12 +97,12 @@ class RowParallelLinear(Linear):
 
     @property
     def deferring(self) -> None:
-        """No rank knows the sum before all do."""
+        """The output is unknown until all ranks are summed."""
         return None
 
 
 class ParallelEmbedding(Embedding):
-    """An `Embedding` of which each rank has some rows."""
+    """An `Embedding` with rows sharded across ranks."""
 
     def __init__(self, count: int, size: int, ranks: Ranks, *, dtype: torch.dtype, device: torch.device) -> None:
         self._vocabulary = Vocabulary.of(count, ranks)
@@ -117,7 +116,7 @@ class ParallelEmbedding(Embedding):
 
 
 class ParallelTiedEmbedding(TiedEmbedding):
-    """A `TiedEmbedding` of which each rank has some rows."""
+    """A `TiedEmbedding` with rows sharded across ranks."""
 
     def __init__(self, count: int, size: int, ranks: Ranks, *, dtype: torch.dtype, device: torch.device) -> None:
         self._vocabulary = Vocabulary.of(count, ranks)
@@ -134,7 +133,7 @@ class ParallelTiedEmbedding(TiedEmbedding):
 
 
 class ParallelOutputLinear(OutputLinear):
-    """An `OutputLinear` of which each rank has some outputs."""
+    """An `OutputLinear` with outputs sharded across ranks."""
 
     def __init__(
         self,
@@ -156,10 +155,10 @@ class ParallelOutputLinear(OutputLinear):
 
 
 class ParallelNormOfRow(NormOfRow):
-    """A `NormOfRow` of which each rank has some heads. copies: ranks that have the same ones."""
+    """A `NormOfRow` with heads sharded across ranks. copies: number of ranks with the same heads."""
 
     def __init__(self, own: NormOfRow, elements: Share, copies: int, ranks: Ranks, *, device: torch.device) -> None:
-        """own: as it is built for this rank's heads."""
+        """own: the norm as built for this rank's heads."""
         super().__init__(len(own.weight), own.eps, dtype=own.weight.dtype, device=device)
         self.shard = Shard((elements,))
         self._count = elements.whole * copies
@@ -171,15 +170,15 @@ class ParallelNormOfRow(NormOfRow):
         return (row * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype).view_as(x)
 
     def arrange(self, operations: Operations) -> None:
-        """See `Layer.arrange`. No kernel takes a part of a row."""
+        """Keep torch's operations: no kernel computes the norm of a partial row."""
 
 
 def shares(whole: int, ranks: Ranks) -> Share:
-    """This rank's part of a size that divides."""
+    """This rank's share of a size that `ranks.size` divides."""
     own = whole // ranks.size
     return Share(ranks.rank * own, (ranks.rank + 1) * own, whole)
 
 
 def scaled(share: Share, factor: int) -> Share:
-    """A part of heads as one of their elements."""
+    """Convert a share of heads to a share of their elements."""
     return Share(share.first * factor, share.last * factor, share.whole * factor)

@@ -1,7 +1,7 @@
 """The residual stream of a transformer: blocks read it through norms and add their outputs to it.
 
-Some devices compute a norm together with the sum before it, or leave it to the linear after it (`DeferredNorm`). Both
-need the following norm before the sum is computed, so a block that was added stays unfinished until the stream is read.
+Some devices fuse a norm with the preceding sum, or leave it to the following linear (`DeferredNorm`). Both need to know
+the norm before they compute the sum, so an added block stays unfinished until the next read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vlmserve.layers.norm import Normalization
 
 
 class Last(Protocol):
-    """The last layer of a block: a `Linear`, or what else adds its result to rows."""
+    """The last layer of a block: a `Linear`, or another layer that adds its result to rows."""
 
     @property
     def deferring(self) -> DeferringProduct | None: ...
@@ -27,19 +27,19 @@ class Last(Protocol):
 
 
 class Unfinished(NamedTuple):
-    """A block whose last layer is not computed yet."""
+    """A block without its last layer's result."""
 
     linear: Last
     inputs: Inputs
 
 
 class Adding:
-    """The last layer of a block that is no `Linear`."""
+    """The last layer of a block that does not end with a `Linear`."""
 
     deferring = None
 
     def __init__(self, add: Callable[[Tensor, Tensor | None], Tensor]) -> None:
-        """add: computes rows of the inputs plus a residual, if there is one."""
+        """add: computes the output for rows, plus an optional residual."""
         self._add = add
 
     def __call__(self, x: Inputs, residual: Tensor | None = None) -> Tensor:
@@ -53,8 +53,7 @@ class ResidualStream:
     __slots__ = ("_added", "_normed", "_post_norm", "_rows")
 
     def __init__(self, rows: Tensor, normed: Tensor | None = None, *, post_norm: bool = False) -> None:
-        """normed: the next norm of the rows. None: it is not computed yet. post_norm: the norm of a block applies to
-        the sum, not to the block's output."""
+        """normed: the next norm of the rows, if known. post_norm: norms apply to sums instead of blocks' outputs."""
         self._rows = rows
         self._normed: Normed | None = normed
         self._post_norm = post_norm
@@ -62,7 +61,7 @@ class ResidualStream:
 
     @classmethod
     def joined(cls, parts: Sequence[ResidualStream]) -> ResidualStream:
-        """Streams of some rows each, all of them finished with the same norm, as one."""
+        """Concatenate streams that are finished with the same norm."""
         if len(parts) == 1:
             return parts[0]
         normed = [part._normed for part in parts if isinstance(part._normed, Tensor)]
@@ -76,11 +75,11 @@ class ResidualStream:
 
     @property
     def known(self) -> Tensor | None:
-        """The next norm of the rows. None: it was not computed with the last sum."""
+        """The next norm of the rows, if it was computed with the last sum."""
         return self._normed if isinstance(self._normed, Tensor) else None
 
     def add(self, block: Unfinished, norm: Normalization | None = None, factor: float | Tensor | None = None) -> None:
-        """Add a block's output. norm: of the output. factor: of the output, which has no norm then."""
+        """Add a block's output, with either a norm or a factor of the output."""
         if self._added is not None:
             self.finish()
         self._added, self._normed = (block, norm, factor), None
@@ -90,8 +89,10 @@ class ResidualStream:
     @overload
     def normed(self, norm: Normalization | None, reader: Linear | None) -> Normed: ...
     def normed(self, norm: Normalization | None, reader: Linear | None = None) -> Normed:
-        """Return the normed rows, or the rows if there is no norm. reader: the only layer that reads the result, which
-        may get the norm to compute; None: others read it."""
+        """Return the normed rows; without a norm, the rows.
+
+        reader: the only layer that reads the result, and may compute the norm; None: there are other readers.
+        """
         if self._added is not None:
             self.finish(norm, reader)
         normed, self._normed = self._normed, None
@@ -103,7 +104,7 @@ class ResidualStream:
         return self._rows if norm is None else norm(self._rows)
 
     def finish(self, norm: Normalization | None = None, reader: Linear | None = None) -> None:
-        """Compute what was added, and the norm that follows where the device computes both together."""
+        """Compute the added block, and the following norm if the device fuses both."""
         assert self._added is not None
         (linear, inputs), output_norm, factor = self._added
         self._added, rows = None, self._rows
@@ -143,7 +144,7 @@ class ResidualStream:
         self._rows, self._normed = self.rows * factor, None
 
     def narrow(self, wanted: Tensor) -> None:
-        """Keep these rows alone, int64. A block that was added is computed for them alone."""
+        """Keep only these rows, int64. An added block is computed for them only."""
         rows = self._rows[wanted]
         self._rows, self._normed = rows, None
         if self._added is not None:
@@ -153,7 +154,7 @@ class ResidualStream:
 
 
 def _rounding(norm: Normalization | None, reader: Linear | None, rows: Tensor) -> tuple[RoundingNorm, Rounding] | None:
-    """The norm's kernel, and how it rounds rows for the layer that reads them. None: that layer takes plain rows."""
+    """The norm's kernel and its rounding for the reader; None if the reader takes plain rows."""
     if norm is None or norm.rounding is None or reader is None or rows.ndim != 2:
         return None
     rounding = reader.rounding(len(rows))

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (https://arxiv.org/abs/2104.09864) and the ways to stretch them to longer contexts."""
+"""Rotary position embeddings (https://arxiv.org/abs/2104.09864) and their extensions to longer contexts."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from vlmserve.kernels.attention import RotaryRows
 from vlmserve.layer_specs import RopeSpec
 
 FIRST_POSITIONS = 1024
-"""Positions that tables start with on a CPU; they grow."""
+"""Initial positions of the tables on a CPU. The tables grow."""
 CAPTURED_POSITIONS = 2**15
-"""The same on other devices, where a captured step is lost when its tables move: longer contexts are rare."""
+"""Initial positions on other devices: growing moves the tables, which invalidates captured graphs."""
 
 
 def frequencies(spec: RopeSpec, device: torch.device, *, long: bool = False, stretch: float = 1.0) -> Tensor:
-    """Radians per position, float32 ``[size / 2]``. long: of sequences beyond `switch`; stretch: factor of the base."""
+    """Radians per position, float32 ``[size / 2]``. long: for sequences beyond `switch`. stretch: base factor."""
     exponents = torch.arange(0, spec.size, 2, device=device).float() / spec.size
     return _FREQUENCIES[spec.scaling](spec, (spec.theta * stretch) ** exponents, long)
 
 
 def stages(spec: RopeSpec, device: torch.device) -> list[tuple[int, Tensor]]:
-    """First row of the tables and frequencies of each stage; each stage counts its positions from 0."""
+    """First table row and frequencies of each stage. Each stage counts positions from 0."""
     found = [(0, frequencies(spec, device))]
     if spec.switch is not None:
         found.append((spec.switch, frequencies(spec, device, long=True)))
@@ -52,8 +52,11 @@ def _llama3(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
 
 
 def _yarn(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
-    """https://arxiv.org/abs/2309.00071: pairs that rotate often within the original context are kept, those that
-    rotate less than once are stretched, others are blended."""
+    """YaRN (https://arxiv.org/abs/2309.00071).
+
+    Pairs that rotate often within the original context are kept, pairs that rotate less than once are stretched, others
+    are blended.
+    """
 
     def pair_that_rotates(times: float) -> float:
         return spec.size * math.log(spec.original_context / (times * 2 * math.pi)) / (2 * math.log(spec.theta))
@@ -69,17 +72,18 @@ def _yarn(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
 
 
 def _longrope(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
-    """https://arxiv.org/abs/2402.13753: a factor for each pair, others for sequences beyond the original context."""
+    """LongRoPE (https://arxiv.org/abs/2402.13753): a factor for each pair, with a second set beyond the original
+    context."""
     return _divided(wavelengths, spec.parameters["long_factor" if long else "short_factor"])
 
 
 def _factors(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
-    """A factor for each pair, whatever they were computed by: so GGUF files have them."""
+    """A factor for each pair, as stored in GGUF files."""
     return _divided(wavelengths, spec.parameters["factors"])
 
 
 def _proportional(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
-    """The last pairs keep still."""
+    """The last pairs do not rotate."""
     frequencies = wavelengths.reciprocal() / float(spec.parameters.get("factor", 1.0))
     frequencies[int(spec.parameters["partial_rotary_factor"] * spec.size // 2) :] = 0
     return frequencies
@@ -103,10 +107,10 @@ _FREQUENCIES: dict[str, Callable[[RopeSpec, Tensor, bool], Tensor]] = {
 
 
 class Rope:
-    """Cosines and sines of all positions so far, float32 ``[rows, size / 2]``, made as they are asked for.
+    """Cosine and sine tables of positions, float32 ``[rows, size / 2]``. They grow on demand.
 
-    A sequence's row of a position is the position itself, unless it has other frequencies than most: then those of
-    its stage, again from position 0 on.
+    The row of a position is the position itself. Sequences with other frequencies use the rows of their stage, which
+    begin with position 0 again.
     """
 
     def __init__(
@@ -118,9 +122,11 @@ class Rope:
         sections: Sequence[int] = (),
         in_turn: bool = False,
     ) -> None:
-        """frequencies: float32 ``[size / 2]``. stages: as `stages`, without the first. sections: how many of
-        them rotate by frames, rows and columns: the first so many by frames, and so on, or in_turn: every third by
-        rows and columns until these have theirs, all others by frames."""
+        """frequencies: float32 ``[size / 2]``. stages: like `stages`, without the first.
+
+        sections: numbers of frequencies that rotate by frame, row and column; consecutive, or interleaved if `in_turn`:
+        every third frequency for rows and for columns while they last, all others for frames.
+        """
         self.frequencies = frequencies
         self._attention_factor = attention_factor
         self._stages = list(stages)
@@ -129,7 +135,6 @@ class Rope:
 
     @classmethod
     def of(cls, spec: RopeSpec, device: torch.device) -> Rope:
-        """The tables of a spec."""
         (_, first), *others = stages(spec, device)
         return cls(
             first,
@@ -144,7 +149,7 @@ class Rope:
         return 2 * len(self.frequencies)
 
     def upto(self, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of so many positions or more, of each stage."""
+        """Return cosines and sines of at least `length` positions in each stage."""
         length += self._stages[-1][0] if self._stages else 0
         known = len(self._halves[0])
         if length > known:
@@ -160,7 +165,7 @@ class Rope:
 
 
 def _axes(sections: Sequence[int], *, in_turn: bool) -> list[slice]:
-    """Which frequencies rotate by rows, and which by columns."""
+    """The frequencies that rotate by row, and by column."""
     if not sections:
         return []
     frames, rows, columns = sections
@@ -170,11 +175,12 @@ def _axes(sections: Sequence[int], *, in_turn: bool) -> list[slice]:
 
 
 class RopeTables:
-    """A step's positions and what belongs to them, for all layers; each form is made when it is first asked for."""
+    """The rotations of a step's tokens, for all layers. Each form is computed on first use."""
 
     def __init__(self, rope: Rope, positions: Tensor, length: int, dtype: torch.dtype) -> None:
-        """positions: int64 ``[tokens]``, rows of the tables, or ``[3, tokens]``: frames, rows and columns of images;
-        length: of the longest sequence. dtype: of `signed`."""
+        """positions: rows of the tables, int64 ``[tokens]``, or ``[3, tokens]``: frames, rows and columns of images.
+        length: of the longest sequence. dtype: of `signed`.
+        """
         self._rope = rope
         self._positions = positions
         self._length = length
@@ -186,16 +192,16 @@ class RopeTables:
 
     @property
     def sources(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All that the forms are made of: positions, cosines and sines."""
+        """Inputs of all forms: positions, cosines and sines."""
         return self._positions, *self._rope.upto(self._length)
 
     def afresh(self) -> RopeTables:
-        """The same with no form made yet."""
+        """A copy without computed forms."""
         return RopeTables(self._rope, self._positions, self._length, self._dtype)
 
     @cached_property
     def rows(self) -> RotaryRows:
-        """For kernels that look up the positions by themselves."""
+        """For kernels that look up positions themselves."""
         if self._positions.ndim > 1:
             cos, sin = self._halves()
             return RotaryRows(cos, sin, None)
@@ -203,7 +209,7 @@ class RopeTables:
 
     @cached_property
     def signed(self) -> tuple[Tensor, Tensor]:
-        """For `apply_rope`: cosines twice, sines with the sign of each half, ``[tokens, 1, size]``."""
+        """For `apply_rope`, ``[tokens, 1, size]``: cosines twice; negated sines, then sines."""
         cos, sin = self._halves()
         return torch.cat((cos, cos), -1)[:, None].to(self._dtype), torch.cat((-sin, sin), -1)[:, None].to(self._dtype)
 
@@ -221,8 +227,10 @@ class RopeTables:
 
 
 def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:
-    """Rotate the first `size` elements of heads ``[tokens, heads, head_size]``; element ``i`` pairs with
-    ``i + size / 2``."""
+    """Rotate the first `size` elements of heads ``[tokens, heads, head_size]``.
+
+    Element ``i`` pairs with ``i + size / 2``.
+    """
     cos, sin = tables.signed
     plain, kept = x[..., : tables.size], x[..., tables.size :]
     rotated = torch.addcmul(plain * cos, plain.roll(tables.size // 2, -1), sin)

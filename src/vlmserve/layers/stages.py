@@ -1,4 +1,4 @@
-"""Computing in stages, so that a step of the engine can stop between two of them and a later one can go on."""
+"""Compute in stages, so that an engine step can stop between stages and a later step can resume."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 T = TypeVar("T")
 
 Stages: TypeAlias = "Generator[None, None, T]"
-"""It yields where the budget is too small to go on; in the end it returns the result."""
+"""Yields when the budget is too small to continue, and returns the result."""
 
 
 class StageBudget:
-    """How many multiplications may be made before the next pause, and how many were made.
+    """MACs left until the next pause, and MACs made.
 
-    A stage is as large as the budget allows. least: multiplications of a stage that does not end its operation: smaller
-    ones use the processor badly, so what is left is kept until it is enough. rows: rows of such a stage, or a multiple
-    of them. A product reads its whole weight for so many rows at a time, and would read it for fewer as well.
+    A stage is as large as the budget allows. least: minimum MACs of a stage that does not end its operation, because
+    smaller stages use the processor badly. rows: such a stage has a multiple of this number of rows, because a matmul
+    reads its whole weight for each group of rows, however few.
     """
 
     def __init__(self, left: float = math.inf, *, least: int = 1, rows: int = 1) -> None:
@@ -28,9 +28,9 @@ class StageBudget:
         self.made = 0
 
     def take(self, units: int, products: int, multiple: int = 1) -> int:
-        """How many of the remaining units of an operation are the next stage; 0: the budget is too small for one.
+        """Return the number of units in the next stage of an operation; 0 if the budget is too small.
 
-        products: multiplications of a unit. multiple: of how many units a stage consists that does not end it.
+        units: remaining units. products: MACs of a unit. multiple: units of a stage that does not end the operation.
         """
         count = units if units * products <= self.left else int(self.left // products) // multiple * multiple
         if count < units and count * products < self.least:
@@ -41,7 +41,7 @@ class StageBudget:
 
 
 def run_stages(stages: Stages[T]) -> T:
-    """The result of all stages, whose budget has no bound."""
+    """Run all stages on an unlimited budget and return the result."""
     while True:
         try:
             next(stages)
@@ -51,13 +51,13 @@ def run_stages(stages: Stages[T]) -> T:
 
 
 def by_rows(compute: Callable[..., Tensor], products: int, budget: StageBudget, *inputs: Tensor) -> Stages[Tensor]:
-    """What `compute` makes of inputs ``[rows, ...]``, row by row. products: multiplications for each row."""
+    """Apply `compute` to inputs ``[rows, ...]`` in stages and concatenate. products: MACs for each row."""
     parts = yield from in_parts(compute, products, budget, *inputs)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def in_parts(compute: Callable[..., T], products: int, budget: StageBudget, *inputs: Tensor) -> Stages[list[T]]:
-    """As `by_rows`, one part for each stage."""
+    """Like `by_rows`, but returns one part for each stage."""
     rows, parts = len(inputs[0]), list[T]()
     done = 0
     while done < rows:

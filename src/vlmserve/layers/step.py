@@ -1,4 +1,4 @@
-"""The input that all layers of one step share."""
+"""The inputs that all layers of a step share."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from vlmserve.layers.rope import RopeTables
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """The input that all layers of one step share, besides rows and caches."""
+    """The inputs that all layers of a step share, besides rows and caches."""
 
     metadata: BatchMetadata
     ropes: Sequence[RopeTables]
-    """The rotations that layers use."""
+    """Rotary embeddings, for each kind that layers use."""
     plan: object
     """Result of `AttentionBackend.prepare`."""
     query_scale: Tensor | None = None
-    """``[tokens, 1]``, factor of queries. None: 1."""
+    """``[tokens, 1]``, factor of queries; None: 1."""
     adapters: AdapterRows | None = None
-    """Which rows have an adapter. None: no row has one."""
+    """The slot of each row's adapter; None: no row has one."""
     states: Sequence[StateCache] = ()
     """One for each layer with states."""
