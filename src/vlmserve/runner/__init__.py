@@ -1,1 +1,1 @@
-"""From a scheduled step to tensors, through the model, to tokens."""
+"""Convert scheduled steps to tensors, run the model, and sample tokens."""

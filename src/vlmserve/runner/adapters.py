@@ -21,15 +21,16 @@ from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.steps import AdapterLoad
 
 Observer = Callable[[str, int, Mixture, Tensor], None]
-"""Is told a request, its first token of a step, its mixture and the scalings of its tokens, ``[tokens, columns]``."""
+"""Called with a request, its first token of a step, its mixture, and the scalings of its tokens, ``[tokens, columns]``.
+"""
 AdapterSource = Callable[[bytes], Adapter]
-"""From a digest to the adapter, which is in memory when a step loads it."""
+"""Returns the adapter of a digest. It is in memory when a step loads it."""
 NO_CHANGES = b"no changes"
-"""The digest of an adapter that changes nothing, for steps at start. It is gone once adapters are loaded."""
+"""Digest of an empty adapter for warm-up steps. It is gone once adapters are loaded."""
 
 
 class RunnerAdapters:
-    """Owns the model's slots for adapters, and knows which adapter has which. observer: is told all scalings."""
+    """Owns the model's slots for adapters and maps digests to slots. observer: gets all scalings."""
 
     def __init__(self, model: LoadedModel, num_slots: int, source: AdapterSource, max_rank: int = 0) -> None:
         """max_rank: see `AdapterSlots`."""
@@ -41,12 +42,11 @@ class RunnerAdapters:
         self._device = model.device.torch_device
         self._by_digest = {NO_CHANGES: 0}
         self._mixtures: dict[bytes, Mixture] = {}
-        # Of a batch's rows with adapters, those of which tokens are sampled.
+        # Adapter slots of the batch's sampled rows.
         self._sampled: RowSlots | None = None
         self.observer: Observer | None = None
 
     def reserving(self) -> AbstractContextManager[None]:
-        """See `AdapterRows.reserving`."""
         return self._rows.reserving()
 
     def load(self, loads: Sequence[AdapterLoad]) -> None:
@@ -61,7 +61,7 @@ class RunnerAdapters:
                 self._mixtures[digest] = adapter.mixture
 
     def slots_of(self, batch: Sequence[ScheduledRequest]) -> list[int]:
-        """Of each request, the slot of its adapter, below 0 for none; empty: no request has one."""
+        """The slot of each request's adapter, negative for none; empty if no request has one."""
         if not any(request.state.adapter for request in batch):
             return []
         return [self._by_digest.get(request.state.adapter, -1) for request in batch]
@@ -69,7 +69,7 @@ class RunnerAdapters:
     def use_for_batch(
         self, scheduled: Sequence[ScheduledRequest], batch: Batch, scalings: Tensor | None = None
     ) -> None:
-        """Rows of a batch have their requests' adapters. scalings: see `AdapterRows`."""
+        """Select the adapters of a batch's rows. scalings: see `AdapterRows`."""
         self._sampled = None
         if batch.adapters is not None:
             counts = tuple([request.num_sampled for request in scheduled])
@@ -80,14 +80,14 @@ class RunnerAdapters:
             self._rows.clear()
 
     def slots_of_scaling_pass(self, mixed: Sequence[ScheduledRequest]) -> list[int]:
-        """As `slots_of`, of requests with X-LoRA; those that have the scaling 0 there have no adapter."""
+        """Like `slots_of`, for X-LoRA requests in the scaling pass. Adapters with scaling 0 count as none."""
         mixtures = [self._mixtures[request.state.adapter] for request in mixed]
         slots = zip(mixtures, self.slots_of(mixed), strict=True)
         found = [-1 if mixture.of_scaling_pass is None else slot for mixture, slot in slots]
         return found if any(slot >= 0 for slot in found) else []
 
     def use_for_scaling_pass(self, mixed: Sequence[ScheduledRequest], batch: Batch) -> None:
-        """Rows of a batch have those adapters, all mixed with one scaling."""
+        """Select the adapters of a scaling pass, with constant scalings."""
         if batch.adapters is None:
             self._rows.clear()
             return
@@ -105,10 +105,11 @@ class RunnerAdapters:
         hidden: Tensor,
         sums: dict[str, list[float]],
     ) -> Tensor:
-        """float32 ``[rows of the batch, columns]``: those of adapters in rows of `mixed` requests, a part of the batch,
-        by their final hidden states of the scaling pass, ``[rows of mixed, hidden_size]``.
+        """Compute scalings of the batch's rows, float32 ``[rows of the batch, columns]``.
 
-        sums: gets those of each adapter, their layers' mean, added up over a request's tokens.
+        mixed: the requests of the batch that have X-LoRA. hidden: their final hidden states of the scaling pass,
+        ``[rows of mixed, hidden_size]``. sums: receives each request's scalings by adapter, averaged over layers and
+        summed over tokens.
         """
         of_requests: dict[str, Tensor] = {}
         first = 0
@@ -141,10 +142,10 @@ class RunnerAdapters:
         return max(self._mixtures[request.state.adapter].num_columns for request in batch)
 
     def use_for_samples(self) -> None:
-        """So have the rows of which tokens are sampled."""
+        """Select the adapters of the sampled rows."""
         if self._sampled is not None:
             self._rows.use(self._sampled)
 
     def use_for_all(self, digest: bytes) -> None:
-        """All rows have one adapter; an empty digest: none."""
+        """Select one adapter for all rows; an empty digest: none."""
         self._rows.set_all(self._by_digest[digest] if digest else -1)

@@ -1,4 +1,4 @@
-"""From the requests of a step to the tensors of one flat batch."""
+"""Convert a step's requests to the tensors of one flat batch."""
 
 from __future__ import annotations
 
@@ -29,28 +29,31 @@ class Batch:
     """A step as tensors on the model's device."""
 
     token_ids: Tensor
-    """int64 ``[tokens]``. Placeholders of images have token id 0; `image_rows` says to which images they belong."""
+    """int64 ``[tokens]``. Image placeholders have id 0; `image_rows` names their images."""
     positions: Tensor
-    """int64 ``[tokens]``, or ``[3, tokens]`` (frames, rows and columns) where images have grids. Positions of long
-    requests come after those of short requests."""
+    """int64 ``[tokens]``, or ``[3, tokens]`` (frames, rows and columns) if images have grids. Positions of long
+    requests follow all positions of short requests.
+    """
     metadata: BatchMetadata
     image_rows: list[ImageRows]
     sampled_rows: Tensor
     """int64, the rows whose next token may be sampled, in the order of the requests."""
     drawn_rows: Tensor | None
-    """int64 ``[tokens]``, each row's place among the tokens that the previous step samples. None: tokens are known."""
+    """int64 ``[tokens]``, the index of each row's token among the tokens that the previous step samples. None: all
+    tokens are known.
+    """
     adapters: RowSlots | None
     """None: no row has an adapter. Padding rows have none."""
     is_repeatable: bool
-    """Whether the device may have captured such a step. The batch is padded then."""
+    """True if the device may have captured this kind of step. The batch is padded then."""
     extra: Sequence[Tensor] = ()
-    """What else was uploaded with the batch."""
+    """Other tensors that were uploaded with the batch."""
     scaling_pass: Batch | None = None
     """X-LoRA's scaling pass, which runs before this batch."""
 
 
 class BatchDevice(Protocol):
-    """What a `Device` does for batches."""
+    """The methods of `Device` that batches need."""
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]: ...
 
@@ -58,7 +61,7 @@ class BatchDevice(Protocol):
 
 
 class BatchBuilder:
-    """Packs a step's requests into one batch, in memory that it keeps: a batch is valid until the next is built."""
+    """Packs a step's requests into one batch. It reuses its memory: a batch is valid until the next `build`."""
 
     def __init__(
         self,
@@ -70,8 +73,9 @@ class BatchBuilder:
         *,
         has_states: bool = False,
     ) -> None:
-        """padding_block: the block that padding rows write to and read from. cross_states: those in memory, by key.
-        num_columns: see `CacheLayout`. has_states: layers have states, see `StateRows`."""
+        """padding_block: the block that padding rows read and write. cross_states: cross-attention states by key.
+        num_columns: see `CacheLayout`. has_states: layers have states, see `StateRows`.
+        """
         self._device = device
         self._passes = [
             BatchPacker(block_size, device, padding_block, cross_states, num_columns, number, has_states=has_states)
@@ -89,15 +93,16 @@ class BatchBuilder:
     ) -> Batch:
         """Pack at least one request.
 
-        drawn: by request, the place of its token among those that the previous step samples. Either all requests wait
-        for such tokens, or none. extra: arrays to upload too. adapters: the slot of each request's adapter, below 0 for
-        none; empty: no request has one. mixed: requests that are also in the scaling pass, and `mixed_adapters`: their
-        slots there.
+        Either all requests wait for tokens of the previous step, or none.
+
+        drawn: the index of each such request's token in the previous step. extra: other arrays to upload. adapters: the
+        slot of each request's adapter, negative for none; empty: no adapters. mixed: requests that also need the
+        scaling pass. mixed_adapters: their slots there.
         """
         packed = [self._passes[0].pack(scheduled, drawn, adapters, rounds_width=bool(mixed))]
         if mixed:
             packed.append(self._passes[1].pack(mixed, drawn, mixed_adapters, rounds_width=True))
-        # Captured steps find their arrays at the same addresses, so arrays of varying size come last.
+        # Captured steps find their arrays at fixed addresses, so arrays of varying size come last.
         arrays: list[np.ndarray] = []
         for level in range(3):
             for one in packed:
@@ -114,11 +119,12 @@ class BatchBuilder:
 
 @dataclass(slots=True)
 class PackedBatch:
-    """One pass's batch in host memory."""
+    """The batch of one pass, in host memory."""
 
     parts: tuple[dict[str, np.ndarray], ...]
-    """Arrays to upload: first those whose sizes depend on the numbers of rows and sequences alone, then the block
-    tables, then those of varying size."""
+    """Arrays to upload: arrays whose sizes depend only on the numbers of rows and sequences, then block tables, then
+    arrays of varying size.
+    """
     query_lens: list[int]
     context_lens: list[int]
     num_decodes: int
@@ -134,7 +140,7 @@ class PackedBatch:
     def batch(
         self, tensors: Mapping[str, Tensor], extra: Sequence[Tensor] = (), scaling_pass: Batch | None = None
     ) -> Batch:
-        """Make the batch of the uploaded arrays."""
+        """Make the batch from the uploaded arrays."""
         states, segments = None, self.segments
         if segments is not None:
             states = StateRows(**{name: tensors[f"segment {name}"] for name in Segments._fields}, host=segments)
@@ -170,7 +176,7 @@ class PackedBatch:
 class BatchPacker:
     """Packs one pass of a step.
 
-    Block tables stay where they are from step to step: while a request keeps its row, only its new blocks are written.
+    Block tables stay in place: while a request keeps its row, only its new blocks are written.
     """
 
     def __init__(
@@ -184,7 +190,7 @@ class BatchPacker:
         *,
         has_states: bool,
     ) -> None:
-        """number: of the pass. Others: see `BatchBuilder`."""
+        """number: index of the pass. Other arguments: see `BatchBuilder`."""
         self._number, self._has_states = number, has_states
         self._cross_states = cross_states
         self._num_columns, self._first_table = num_columns, number * num_columns
@@ -195,7 +201,7 @@ class BatchPacker:
         self._token_ids, self._positions = np.empty((2, 0), np.int64)
         self._slots = np.empty((num_columns, 0), np.int64)
         self._tables = np.zeros((num_columns, 0, 0), np.int32)
-        # Which tables each row holds, and how many blocks of them, in all and of each table.
+        # Each row's tables, with their total number of blocks and the number in each table.
         self._rows: list[tuple[list[array[int]] | None, int, list[int]]] = []
 
     def pack(
@@ -206,7 +212,7 @@ class BatchPacker:
         *,
         rounds_width: bool,
     ) -> PackedBatch:
-        """Pack requests. See `BatchBuilder.build`. rounds_width: block tables of padded decodes have few widths."""
+        """Pack requests, see `BatchBuilder.build`. rounds_width: round the block tables' width for decodes too."""
         counts = [request.num_tokens for request in scheduled]
         context_lens = [request.start + request.num_tokens for request in scheduled]
         states = [request.state for request in scheduled]
@@ -242,7 +248,7 @@ class BatchPacker:
         varying = {"sampled_rows": _sampled_rows(scheduled, ends)}
         if scheduled[0].pending:
             varying["drawn_rows"] = np.zeros(num_rows, np.int64)
-            # A request that failed in the previous step has no token, and is computed in vain.
+            # A request that failed in the previous step has no token; its result is discarded.
             varying["drawn_rows"][:num_tokens] = [drawn.get(state.request_id, 0) for state in states]
         return PackedBatch(
             parts=(shaped, {"block_tables": self._tables[:, : len(counts), :width]}, varying),
@@ -288,7 +294,7 @@ class BatchPacker:
                 self._keep_tables(row, state.block_tables, state.num_blocks)
 
     def _place(self, counts: list[int], context_lens: list[int], shifted: Sequence[RequestState]) -> None:
-        """Write positions and slots. shifted: the requests, if any of them may not count positions from 0."""
+        """Write positions and slots. shifted: requests whose positions may have an offset."""
         positions, slots = self._positions[: sum(counts)], self._slots[:, : sum(counts)]
         place_tokens(counts, context_lens, self._tables, self._block_size, positions, slots)
         if shifted and any(offsets := [state.position_offset for state in shifted]):
@@ -305,7 +311,7 @@ class BatchPacker:
         return -(-num_tokens // self._block_size)
 
     def _pad(self, num_tokens: int, num_sequences: int, counts: list[int]) -> None:
-        """Append padding sequences, which have `counts` rows and write to the padding block."""
+        """Append padding sequences with `counts` rows, which write to the padding block."""
         rows = slice(num_tokens, num_tokens + sum(counts))
         self._token_ids[rows] = self._positions[rows] = 0
         self._slots[:, rows] = self._padding_block * self._block_size
@@ -317,7 +323,7 @@ class BatchPacker:
             self._keep_tables(row, self._padding_tables[blocks], 0)
 
     def _reserve(self, num_tokens: int, num_rows: int, width: int) -> None:
-        """Allocate memory for a batch of these sizes, with some to spare for larger ones."""
+        """Allocate memory for a batch of these sizes, with 25% to spare."""
         if num_tokens > len(self._token_ids):
             self._token_ids, self._positions = np.empty((2, num_tokens * 5 // 4), np.int64)
             self._slots = np.empty((self._num_columns, num_tokens * 5 // 4), np.int64)
@@ -328,7 +334,7 @@ class BatchPacker:
             self._rows = [(None, 0, [])] * shape[0]
 
     def _keep_tables(self, row: int, tables: list[array[int]], num_blocks: int) -> None:
-        """Write the new blocks of a row's block tables in this pass. A preempted request has new tables.
+        """Write the new blocks of a row's block tables. A preempted request has new tables.
 
         tables, num_blocks: of all passes.
         """
@@ -365,7 +371,7 @@ class BatchPacker:
 def _padding_counts(counts: Sequence[int], num_decodes: int, padding: int) -> list[int]:
     """Return the rows of each padding sequence.
 
-    A sequence, if only of no rows, always follows chunks. Steps have few shapes, so few numbers of sequences.
+    At least one padding sequence, possibly empty, follows chunks. Captured steps have few numbers of sequences.
     """
     if num_decodes == len(counts):
         return [1] * padding
@@ -374,7 +380,7 @@ def _padding_counts(counts: Sequence[int], num_decodes: int, padding: int) -> li
 
 
 def _segments(scheduled: Sequence[ScheduledRequest], padding_counts: Sequence[int], of_pass: int) -> Segments:
-    """Cut the rows of each request at its checkpoints. Padding sequences have the padding slot."""
+    """Split each request's rows at its state checkpoints. Padding sequences use the padding slot."""
     steps = [(number, request.state_steps) for number, request in enumerate(scheduled)]
     known = [(number, step[of_pass]) for number, step in steps if step is not None]
     chunks = [(request.start, request.start + request.num_tokens) for request in scheduled]
@@ -404,7 +410,7 @@ def _sampling_once(scheduled: Sequence[ScheduledRequest]) -> list[int] | None:
 
 
 def _bidirectional_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> list[BidirectionalRows]:
-    """Rows of bidirectional spans, except the last row of each, which attends to all of its span anyway."""
+    """Rows of bidirectional spans. Each span's last row is left out, because it attends to the whole span anyway."""
     rows = []
     for number, (request, end) in enumerate(zip(scheduled, ends.tolist(), strict=True)):
         if not request.state.bidirectional_spans:
@@ -425,16 +431,16 @@ def _has_grid(state: RequestState) -> bool:
 def _in_grids(
     scheduled: Sequence[ScheduledRequest], positions: np.ndarray, *, decodes_only: bool
 ) -> tuple[np.ndarray, int]:
-    """Return positions in grids, and the highest position plus 1."""
+    """Return grid positions, and the highest position plus 1."""
     in_grids = _grid_positions(scheduled, positions)
     end = int(in_grids.max()) + 1
     if decodes_only and (in_grids == in_grids[0]).all():
-        return in_grids[0], end  # as in steps without images, so that one graph serves both
+        return in_grids[0], end  # 1-D, so that steps with and without images share a graph
     return in_grids, end
 
 
 def _grid_positions(scheduled: Sequence[ScheduledRequest], positions: np.ndarray) -> np.ndarray:
-    """int64 ``[3, tokens]`` from positions that count tokens; 0 for rows that only pad."""
+    """int64 ``[3, tokens]`` from token positions; 0 for padding rows."""
     result = np.zeros((3, len(positions)), np.int64)
     first = 0
     for request in scheduled:

@@ -1,4 +1,4 @@
-"""Images through the vision tower, whole or step by step, and what came of them."""
+"""Encode images with the vision tower, at once or in stages, and keep the embeddings."""
 
 from __future__ import annotations
 
@@ -28,14 +28,11 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_STAGES = 16
 WARM_UP_REPEATS = 2
-"""Timed repeats; the fastest counts."""
+"""Timed runs; the fastest counts."""
 
 
 class ImageEncoder:
-    """Owns the embeddings of cached images, cross-attention states, and the images that are being encoded.
-
-    embeddings: by key, what `VisionEncoder.encode` and `CrossEncoder.encode` gave.
-    """
+    """Owns image embeddings, cross-attention states, and images in progress."""
 
     def __init__(self, model: LoadedModel, adapters: RunnerAdapters | None = None) -> None:
         self._model = model
@@ -43,25 +40,25 @@ class ImageEncoder:
         self._device = model.device
         self._executor = model.device.tower_executor()
         self.embeddings: dict[bytes, Tensor] = {}
+        """Results of `VisionEncoder.encode` and `CrossEncoder.encode`, by key."""
         self.tier: DiskTier | None = None
-        """Keeps embeddings for later starts."""
+        """Stores embeddings for later starts."""
         self.unfinished: dict[bytes, _Encoding] = {}
 
     def run(self, step: SchedulerOutput) -> int:
-        """Evict and encode what a step says. Returns how many multiplications the tower made; of several ranks' towers,
-        the one that made most."""
+        """Evict and encode the images of a step. Returns the tower's MACs; with several ranks, the maximum."""
         for key in step.embeddings_to_evict:
             if self.unfinished.pop(key, None) is None:
-                self.embeddings.pop(key, None)  # Nothing is there if there was too little memory for it.
+                self.embeddings.pop(key, None)  # missing if its encoding ran out of memory
         for key, content in step.embeddings_to_place.items():
-            # A copy: what another process sent can be read only.
+            # A copy, because arrays from another process are read-only.
             rows = torch.from_numpy(np.array(content)).view(self._model.dtype).view(-1, self._width)
             self.embeddings[key] = to_device(rows, self._device.torch_device)
         products = self._encode(step.images_to_encode) if step.images_to_encode else 0
         for one in step.encodings:
             if one.image is not None:
                 self._begin(one.image)
-            # It may have been finished before the step in which the scheduler counts on it.
+            # The image may have finished before the step in which the scheduler expects it.
             if (encoding := self.unfinished.get(one.key)) is not None:
                 self._use_adapter(encoding.adapter)
                 with self._given_up(one.key) as given_up:
@@ -82,7 +79,7 @@ class ImageEncoder:
             self.unfinished[image.key] = begun
 
     def lacking(self, scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Return the requests whose images or cross-attention states are not there, for want of memory."""
+        """Return the requests whose images or cross-attention states are missing because memory ran out."""
         found = []
         for request in scheduled:
             state, start = request.state, request.start
@@ -98,10 +95,9 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def warm_up(self) -> tuple[int, float]:
-        """Send the beginning of an image through the tower, so that no request pays for what is done only once.
+        """Encode the beginning of a blank image, so that no request pays one-time costs.
 
-        Returns MACs and the seconds that they take when the tower is warm and nobody else computes; (0, 0.0) for a
-        tower that takes no made-up images.
+        Returns MACs and their seconds on a warm, idle device; (0, 0.0) for a tower without example images.
         """
         if self._model.vision is None or (shape := self._model.vision.example_shape) is None:
             return 0, 0.0
@@ -116,7 +112,7 @@ class ImageEncoder:
         return products, min(times[1:])
 
     def tiles_to_capture(self) -> Sequence[int]:
-        """Numbers of tiles that the device captures the tower over; empty: it captures none."""
+        """Numbers of tiles with a captured graph of the tower; empty: none."""
         vision = self._model.vision
         if not isinstance(vision, TileEncoder) or vision.example_shape is None:
             return ()
@@ -124,7 +120,7 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def encode_tiles(self, count: int) -> None:
-        """Send `count` blank tiles through the tower."""
+        """Encode `count` blank tiles."""
         vision = self._model.vision
         assert isinstance(vision, TileEncoder)
         assert vision.example_shape is not None
@@ -148,7 +144,7 @@ class ImageEncoder:
         return self._device.upload_pixels(image.pixels, self._model.dtype, image.levels)
 
     def _encode(self, images: list[ImageInput]) -> int:
-        """All of them that have the same adapter in one call, or divided among ranks, which have no adapters."""
+        """Encode images: one call for each adapter, or sharded across ranks, which have no adapters."""
         if self._model.ranks is not None and len(images) > 1:
             return self._encode_divided(images, self._model.ranks)
         for adapter in {image.adapter: None for image in images}:
@@ -162,7 +158,7 @@ class ImageEncoder:
         return sum(map(self._products, images))
 
     def _encode_divided(self, images: list[ImageInput], ranks: Ranks) -> int:
-        """Each rank encodes some, and gets the others' embeddings."""
+        """Encode this rank's images and gather the embeddings of all ranks."""
         costs = [self._products(image) for image in images]
         shares = divide(costs, ranks.size)
         own = self._encoded([images[index] for index in shares[ranks.rank]])
@@ -200,20 +196,22 @@ class ImageEncoder:
 
     def _keep(self, images: list[ImageInput], encoded: list[Tensor]) -> None:
         for image, embeddings in zip(images, encoded, strict=True):
-            # A copy: a view would keep the whole batch of images in memory until the last of them is evicted.
+            # A view would keep the embeddings of the whole batch alive.
             self._add(image.key, embeddings.clone())
 
     def _add(self, key: bytes, embeddings: Tensor) -> None:
         self.embeddings[key] = embeddings
         if self.tier is not None and embeddings.dtype == self._model.dtype and embeddings.shape[1:] == (self._width,):
-            # The device may compute later steps meanwhile, but nothing writes to the embeddings.
+            # The device may compute later steps meanwhile; none writes to these embeddings.
             on_host = embeddings.cpu().contiguous()
             self.tier.store(key, on_host.nbytes, lambda: on_host.view(torch.uint8).numpy().reshape(-1))
 
     @contextmanager
     def _given_up(self, *keys: bytes) -> Iterator[list[bytes]]:
-        """Images whose encoding may take more memory than there is: then they are in the list, and their requests fail.
-        Other ranks would go on with what this one has not."""
+        """Catch out-of-memory errors of an encoding. The keys are added to the list, and their requests fail.
+
+        With several ranks the error is raised, because the other ranks would continue.
+        """
         given_up: list[bytes] = []
         try:
             yield given_up
@@ -240,7 +238,7 @@ class ImageEncoder:
 
 
 class _Encoding:
-    """An image on its way through the tower, with an adapter's digest. result: its embeddings, once they are there."""
+    """An image that is encoded in stages. adapter: digest. result: embeddings, when done."""
 
     def __init__(
         self, tower: VisionEncoder, pixels: Tensor, tiling: TowerInputs | None, device: Device, adapter: bytes = b""
@@ -251,10 +249,7 @@ class _Encoding:
         self._stages = tower.in_stages([pixels], [tiling], self._budget)
 
     def advance(self, products: float) -> int:
-        """Make as many more multiplications; what is too little for the next stage is kept for later.
-
-        Returns how many were made.
-        """
+        """Compute up to `products` more MACs. Returns the MACs made; a rest too small for a stage is kept."""
         self._budget.left += products
         before = self._budget.made
         try:

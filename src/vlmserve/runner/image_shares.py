@@ -1,4 +1,4 @@
-"""Which rank encodes which images of a step, and how all ranks get the embeddings of all of them."""
+"""Shard a step's images across ranks, and gather the embeddings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vlmserve.layers.parallel import Ranks
 
 
 def divide(costs: Sequence[int], count: int) -> list[list[int]]:
-    """For each of `count` ranks the indices of its images, in order; the same in all ranks.
+    """Assign images to `count` ranks: indices of images in order, equal on all ranks.
 
-    The most expensive image goes first, each to the rank that has least to do (Graham 1969). costs: multiplications of
+    Images go from the most to the least expensive, each to the rank with the least work (Graham 1969). costs: MACs of
     each image.
     """
     shares: list[list[int]] = [[] for _ in range(count)]
@@ -35,15 +35,15 @@ def exchange(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    """The embeddings of all images, in their order, ``[lengths[i], width]`` each; views of what ranks have gathered.
+    """Gather the embeddings of all images in order, each ``[lengths[i], width]``, as views.
 
-    own: those of this rank's share, in its order. lengths: embeddings of each image.
+    own: embeddings of this rank's images, in the order of its share. lengths: number of embeddings of each image.
     """
     sizes = [[lengths[index] for index in share] for share in shares]
     padded = torch.zeros((max(map(sum, sizes)), width), dtype=dtype, device=device)
     if own:
         padded[: sum(sizes[ranks.rank])] = torch.cat(list(own))
-    # As bytes, which every backend exchanges, whatever the type is.
+    # As bytes, because every backend can exchange them.
     parts = [part.view(dtype) for part in ranks.gather(padded.view(torch.uint8))]
     found: dict[int, Tensor] = {}
     for part, share, size in zip(parts, shares, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""The tensors of the KV cache and of states, on the device and in host memory. Copies of blocks and states."""
+"""Tensors of the KV cache and of states, on the device and in host memory, and copies of their blocks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class PoolSizes(NamedTuple):
     block_size: int
     """Tokens of a block."""
     pages: int
-    """Pages on the device, see `CacheLayout`. Padding rows have pages of their own."""
+    """Pages on the device, see `CacheLayout`, without pages for padding rows."""
     host_pages: int = 0
     slots: int = 0
-    """Slots of states, besides the padding slot."""
+    """Slots of states, without the padding slot."""
     host_slots: int = 0
 
 
@@ -56,7 +56,7 @@ class KVTensors:
             self._host_states = model.device.host_blocks(self.states, sizes.host_slots, allocate_slots)
 
     def prepare(self, step: SchedulerOutput) -> None:
-        """Zero blocks, copy blocks, and copy states, in the order of a step's lists."""
+        """Zero blocks, then copy blocks, then copy states, in the order of a step's lists."""
         if step.blocks_to_zero:
             ids = to_device(torch.tensor(step.blocks_to_zero), self._device)
             for layer in self._distinct:
@@ -72,13 +72,13 @@ class KVTensors:
         return sum(tensor[:1].nbytes for layer in self._distinct for tensor in layer.tensors)
 
     def populate(self, num_bytes: int) -> None:
-        """Have the system give memory to as many blocks, those first that requests get first."""
+        """Have the system allocate the first `num_bytes` of blocks, which requests get first."""
         for layer in self._distinct:
             for tensor in layer.tensors:
                 populate(tensor, num_bytes // self.block_bytes)
 
     def contents(self, blocks: Sequence[int]) -> Bytes:
-        """``[blocks, bytes]``: contents in host memory, layer by layer."""
+        """Copy contents of blocks to the host, ``[blocks, bytes]``, layer by layer."""
         ids = to_device(torch.tensor(blocks), self._device)
         parts = [tensor.index_select(0, ids) for layer in self._distinct for tensor in layer.tensors]
         rows = torch.cat([part.reshape(len(blocks), -1).view(torch.uint8) for part in parts], 1)
@@ -89,8 +89,8 @@ def _copy(
     copies: Iterable[BlockCopy], layers: Sequence[Blocks], host: HostBlocks | None, contents: Sequence[Bytes] = ()
 ) -> None:
     for kind, group in itertools.groupby(copies, lambda copy: copy.kind):
-        # The last one of several copies into a block counts. All sources are read before a block is written; that
-        # equals copying in order, since no block that is written to is a source later in the same group.
+        # The last of several copies into a block wins. Reading all sources first equals copying in order, because no
+        # block that is written is a source later in the same group.
         by_target = {copy.target: copy.source for copy in group}
         sources, targets = list(by_target.values()), list(by_target)
         if kind == "copy":
@@ -109,7 +109,7 @@ def _copy(
 
 
 def _fill(layers: Sequence[Blocks], blocks: Sequence[int], contents: Sequence[Bytes]) -> None:
-    """Write contents, as from `KVTensors.contents`, to blocks. Blocks beside each other are copied at once."""
+    """Write contents from `KVTensors.contents` to blocks. Adjacent blocks are copied at once."""
     order = sorted(range(len(blocks)), key=blocks.__getitem__)
     places = [blocks[number] for number in order]
     rows, start = torch.from_numpy(np.stack([contents[number] for number in order])), 0

@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take."""
+"""Memory available for the KV cache."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from vlmserve.models.protocols import LoadedModel, TileEncoder
 def run_largest_step(
     model: LoadedModel, *, num_tokens: int, num_rows: int, max_model_len: int, block_size: int
 ) -> None:
-    """Run the largest step, so that the device can measure how much memory that takes.
+    """Run the largest step, so that the device can measure its memory.
 
-    Prompts of `num_tokens` tokens in all go through the decoder, over a cache of their own, then `num_rows` of them
-    through output head and sampling. max_model_len: tokens of the longest sequence.
+    Prompts of `num_tokens` tokens in total go through the decoder with their own cache; then `num_rows` rows go through
+    output head and sampling. max_model_len: tokens of the longest sequence.
     """
     language_model, device = model.language_model, model.device.torch_device
     lens = [max_model_len] * (num_tokens // max_model_len)
@@ -54,11 +54,10 @@ def run_largest_step(
 
 @torch.inference_mode()
 def run_longest_step(model: LoadedModel, *, num_seqs: int, max_model_len: int, block_size: int) -> None:
-    """Run a small step whose lengths on the host are the largest, so that the device allocates what depends on them:
-    memory for splits of contexts, and rotary tables. Captured steps keep reading both.
+    """Run a small step with the largest lengths on the host, to allocate memory for split-KV and rotary tables.
 
-    All sequences but the last one decode. The device reads that they have a few tokens. Other backends than those that
-    read lengths on the device keep nothing, and run no such step.
+    Captured steps keep reading both. All sequences but the last decode; on the device they have a few tokens. Backends
+    that do not read lengths on the device need no such step.
     """
     if not model.backend.reads_on_device:
         return
@@ -70,7 +69,7 @@ def run_longest_step(model: LoadedModel, *, num_seqs: int, max_model_len: int, b
 
 @torch.inference_mode()
 def run_largest_graphs(model: LoadedModel, *, num_decodes: int, block_size: int) -> None:
-    """Run the largest steps that are captured at start: `num_decodes` decodes, and tiles through the vision tower."""
+    """Run the largest steps to capture at start: `num_decodes` decodes, and tiles through the vision tower."""
     _run_short(model, [1] * num_decodes, block_size)
     if (shape := _tiles_shape(model)) is not None:
         assert isinstance(model.vision, TileEncoder)
@@ -78,20 +77,20 @@ def run_largest_graphs(model: LoadedModel, *, num_decodes: int, block_size: int)
 
 
 def graph_inputs_bytes(model: LoadedModel, num_decodes: int) -> int:
-    """Bytes of the inputs that graphs of decodes share, and of those that graphs of tiles share."""
+    """Bytes of the inputs that graphs of decodes share, plus the inputs that graphs of tiles share."""
     elements = num_decodes * model.language_model.hidden_size + math.prod(_tiles_shape(model) or (0,))
     return elements * model.dtype.itemsize
 
 
 def _tiles_shape(model: LoadedModel) -> tuple[int, ...] | None:
-    """Shape of the most tiles that are captured. None: the vision tower has no tiles."""
+    """Shape of the maximum number of captured tiles; None: the vision tower has no tiles."""
     if not isinstance(model.vision, TileEncoder) or (shape := model.vision.example_shape) is None:
         return None
     return (MOST_TILES, *shape[1:])
 
 
 def _run_short(model: LoadedModel, lens: list[int], block_size: int, **changes: Any) -> None:
-    """Run the layers over prompts of `lens` tokens, at most 2. changes: of the batch's metadata."""
+    """Run the layers over prompts of `lens` tokens, at most 2 each. changes: of the batch's metadata."""
     language_model, device = model.language_model, model.device.torch_device
     tables = [[0] * -(-2 // block_size)] * len(lens)
     metadata = BatchMetadata.of_chunks([(0, length) for length in lens], tables, block_size, device)
@@ -104,10 +103,10 @@ def _run_short(model: LoadedModel, lens: list[int], block_size: int, **changes: 
 
 @torch.inference_mode()
 def run_largest_encoding(model: LoadedModel, *, num_tokens: int, num_images: int) -> None:
-    """Send as many images through the vision tower as a step has room for, so that the device can measure how much
-    memory that takes. A tower that takes no made-up images is left out.
+    """Encode as many images as fit into a step, so that the device can measure the memory.
 
-    num_tokens: of a step, into which the embeddings have to fit. num_images: that a step encodes at most.
+    Skips towers without example images. num_tokens: of a step; the embeddings have to fit. num_images: maximum in a
+    step.
     """
     tower = model.vision
     if tower is None or (shape := tower.example_shape) is None:
@@ -117,7 +116,7 @@ def run_largest_encoding(model: LoadedModel, *, num_tokens: int, num_images: int
     times = max(1, num_tokens // len(embeddings))
     images = [small] * min(times, num_images)
     if isinstance(tower, LaidOutTower):
-        # One image has more patches that see each other than several.
+        # One large image has more patches that attend to each other than several small ones.
         images = [small.repeat(1, 1, math.isqrt(times), math.isqrt(times))]
     tower.encode(images, [None] * len(images))
 
@@ -125,10 +124,10 @@ def run_largest_encoding(model: LoadedModel, *, num_tokens: int, num_images: int
 def num_pages(
     *, budget: int, of_tokens: CacheBytes, max_model_len: int, max_num_seqs: int, max_chunk: int, passes: int = 1
 ) -> int:
-    """Pages that fit into `budget` bytes, at most as many as `max_num_seqs` full contexts can fill.
+    """Return the pages that fit into `budget` bytes, at most the pages of `max_num_seqs` full contexts.
 
-    max_chunk: maximum number of tokens in a step. passes: of the model, each of which has pages of its own.
-    Raises CapacityError if not even one block of all layers fits.
+    max_chunk: maximum tokens in a step. passes: of the model; each has its own pages. Raises CapacityError if not even
+    one block of all layers fits.
     """
     useful = passes * max_num_seqs * of_tokens.pages(max_model_len, max_chunk)
     pages = min(budget // of_tokens.page, useful)

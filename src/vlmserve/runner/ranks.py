@@ -20,46 +20,44 @@ from vlmserve.types import Grammar, SamplingParams
 
 
 class RankStep(msgspec.Struct, frozen=True):
-    """A step for a rank that follows, without what only sampling needs.
-
-    token_ids: what the step before sampled, by request.
-    """
+    """A step for a following rank, without data that only sampling needs."""
 
     step: SchedulerOutput
     token_ids: dict[str, list[int]]
+    """Tokens that the previous step sampled, by request."""
 
 
 class Followers(Protocol):
-    """All ranks but 0, as that has them. ranks: for exchanges with them."""
+    """All ranks but 0, seen from rank 0. ranks: exchanges tensors with them."""
 
     @property
     def ranks(self) -> Ranks: ...
 
     def send(self, frames: Frames) -> None:
-        """Send a `RankStep` to all. Raises EngineDeadError if one has ended."""
+        """Send a `RankStep` to all. Raises EngineDeadError if a rank has ended."""
         ...
 
     def explained(self) -> AbstractContextManager[None]:
-        """What raises within it ends all ranks; where one of them had ended before, the error says so instead."""
+        """An error in this block ends all ranks. If a rank had ended before, the error says so instead."""
         ...
 
     @property
     def watched(self) -> Sequence[int]:
-        """Files that become readable when one of them has ended."""
+        """Files that become readable when a rank ends."""
         ...
 
     @property
     def silence(self) -> float:
-        """Seconds without a heartbeat of one of them."""
+        """Seconds since the last heartbeat of the quietest rank."""
         ...
 
     def check(self) -> None:
-        """Raises EngineDeadError if one of them has ended."""
+        """Raises EngineDeadError if a rank has ended."""
         ...
 
 
 class LeadingRunner(ModelRunner):
-    """The runner of rank 0, which sends each step to the others before it runs it."""
+    """The runner of rank 0. It sends each step to the other ranks before it runs it."""
 
     def __init__(
         self,
@@ -73,7 +71,7 @@ class LeadingRunner(ModelRunner):
         self._sampled: dict[str, list[int]] = {}
 
     def submit(self, step: SchedulerOutput) -> RunningStep:
-        """See `ModelRunner.submit`. A step is to have ended before the next one is submitted."""
+        """Like `ModelRunner.submit`, but the previous step must have ended."""
         new_requests = [_unsampled(request) for request in step.new_requests]
         message = RankStep(msgspec.structs.replace(step, new_requests=new_requests), self._sampled)
         self._followers.send(pack(message))
@@ -88,14 +86,13 @@ class LeadingRunner(ModelRunner):
         return RunningStep(finish)
 
     def collect(self, timeout: float) -> ModelRunnerOutput:
-        """See `ModelRunner.collect`."""
         output = super().collect(timeout)
         self._sampled = {**self._sampled, **output.token_ids}
         return output
 
 
 class FollowingRunner(ModelRunner):
-    """The runner of another rank: it computes what rank 0 computes, and is told which tokens that samples."""
+    """The runner of another rank: it computes the same steps, and rank 0 tells it the sampled tokens."""
 
     def __init__(self, model: LoadedModel, sizes: PoolSizes) -> None:
         super().__init__(model, sizes, _no_matcher)
@@ -109,11 +106,11 @@ class FollowingRunner(ModelRunner):
         return False
 
     def _sample(self, run: Run, scheduled: list[ScheduledRequest], output: ModelRunnerOutput) -> None:
-        """Nothing: rank 0 does."""
+        """Do nothing, because rank 0 samples."""
 
 
 def _unsampled(request: NewRequest) -> NewRequest:
-    """A request without what only sampling needs."""
+    """Remove the data that only sampling needs."""
     kept = SamplingParams(prompt_logprobs=request.params.prompt_logprobs)
     return msgspec.structs.replace(request, params=kept, thoughts=None)
 

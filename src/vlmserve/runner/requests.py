@@ -1,4 +1,4 @@
-"""What the model runner keeps of each request, from the step that brings it to the one that says it is finished."""
+"""The model runner's state of each request, from its first step until it is finished."""
 
 from __future__ import annotations
 
@@ -24,23 +24,11 @@ from vlmserve.types import ImagePlacement
 
 _NOTHING_BANNED: frozenset[int] = frozenset()
 _IMAGE = -1
-"""No token: stands for an image, so that no n-gram is made of what comes before and after it."""
+"""Stands for an image, so that no n-gram spans it."""
 
 
 class RequestState:
-    """A request's tokens, its KV blocks, and how its next token is sampled.
-
-    token_ids: prompt and answer. block_tables: by pass of the model and column of the cache; they grow while the
-    request keeps its blocks, and new ones take their place after a preemption. num_blocks: blocks of all its tables.
-    slots: working slots of its states, by pass; the padding slot where the model has none, and in warm-up.
-    bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions. is_plain_text:
-    whether it has no images and no such spans, and its positions count its tokens.
-    adapter: the digest of its adapter; empty: none.
-    guide: follows its grammar; None: it has none. logits_processor: its biases and penalties. ngrams: those that it
-    must not repeat. thinking: where it stands in its thoughts, which no grammar holds for; None: it has none.
-    permitted: ``[vocabulary]``, the tokens that it may have at all; None: all. bad_words: words that it must not have.
-    num_scored: leading tokens of the prompt whose logprobs are known, while some are asked for that are not; else None.
-    """
+    """A request's tokens, KV blocks and sampling state."""
 
     __slots__ = (
         "_first_position",
@@ -78,16 +66,19 @@ class RequestState:
         guides: Guides | None = None,
         layers: OutputLayers | None = None,
     ) -> None:
-        """guides: for requests with grammars. layers: for vectors."""
+        """guides: for requests with grammars. layers: for embeddings."""
         self.request_id = request.request_id
         self.token_ids = list(request.token_ids)
+        """Prompt and answer."""
         self.num_prompt_tokens = request.num_prompt_tokens
         self.block_tables = [array("i", blocks) for blocks in request.block_ids]
+        """For each pass of the model and column of the cache. A preempted request gets new lists."""
         self.num_blocks = sum(map(len, self.block_tables))
         self.slots = [PADDING_SLOT] if request.states is None else [one.slot for one in request.states]
+        """Working slots of states, by pass; the padding slot without states and in warm-up."""
         self.params = request.params
         self.head = head_of(request.task, request.num_prompt_tokens, layers)
-        """Reads its states or logits in place of the sampler; None: its tokens are sampled."""
+        """Reads states or logits instead of the sampler; None: tokens are sampled."""
         self.seed = request.seed
         self.max_len = request.max_len
         self.end_token_ids = frozenset(request.end_token_ids)
@@ -96,10 +87,14 @@ class RequestState:
             self.images = tuple(msgspec.structs.replace(image, grid=None) for image in request.images)
         self.cross_key = request.cross_key
         self.adapter = request.adapter
+        """Digest; empty: none."""
         self.bidirectional_spans = bidirectional_spans(request.images, self.num_prompt_tokens, model.bidirectional)
+        """Tokens ``first <= i < last`` that attend to each other in both directions."""
         scores_prompt = self.params.prompt_logprobs is not None and self.num_prompt_tokens > 1
         self.num_scored = 1 if scores_prompt else None
+        """Leading prompt tokens with log-probabilities, while more are wanted; else None."""
         self.thinking = Thinking.of(request.thoughts, self.params)
+        """Tracks the reasoning, which the grammar does not apply to."""
         self.guide: Guide | None = None
         if self.params.grammar is not None and guides is not None:
             measures = self.thinking is not None
@@ -108,10 +103,12 @@ class RequestState:
         if self.params.logit_bias or self.params.penalizes:
             self.logits_processor = LogitsProcessor(self.params, self._text_tokens())
         self.ngrams: RepeatedNgrams | None = None
+        """N-grams that the answer must not repeat."""
         if size := self.params.no_repeat_ngram_size:
             self.ngrams = RepeatedNgrams(self._text_tokens([_IMAGE]), size, self.params.no_repeat_ngram_window)
         self.bad_words = BadWords(self.params.bad_token_ids) if self.params.bad_token_ids else None
         self.permitted: Allowed | None = None
+        """Tokens that the request allows at all, ``[vocabulary]``; None: all."""
         if self.params.allowed_token_ids is not None:
             self.permitted = np.zeros(model.vocab_size, np.bool_)
             self.permitted[[*self.params.allowed_token_ids, *(self.end_token_ids if self.guide else ())]] = True
@@ -120,10 +117,11 @@ class RequestState:
         self._max_short_len = model.max_short_len
         is_special = bool(self.images or self.bidirectional_spans) or self.cross_key is not None
         self.is_plain_text = not is_special and not self._first_position and self._max_short_len is None
+        """True without images, bidirectional spans and position offsets."""
 
     @property
     def position_offset(self) -> int:
-        """What is added to positions: those of long requests come after all positions of short ones."""
+        """Added to positions: positions of long requests follow all positions of short ones."""
         if self._max_short_len is not None and len(self.token_ids) > self._max_short_len:
             return self._max_short_len
         return self._first_position
@@ -133,7 +131,7 @@ class RequestState:
         return [image for image in self.images if image.start < end and image.end > start]
 
     def sampling_row(self, pending: int = 0) -> SamplingRow:
-        """How the next token is sampled. pending: tokens before it that are not known here yet."""
+        """How to sample the next token. pending: earlier tokens that are not known here yet."""
         num_generated = len(self.token_ids) - self.num_prompt_tokens + pending
         if self.thinking is not None and (forced := self.forced) is not None:
             return SamplingRow(self.params, self.seed, num_generated, forced=forced)
@@ -158,12 +156,12 @@ class RequestState:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether it is in the middle of its thoughts."""
+        """True inside the reasoning."""
         return self.thinking is not None and self.thinking.is_inside
 
     @property
     def forced(self) -> int | None:
-        """The only token that may come next, if its thoughts have to end."""
+        """The only allowed next token, if the reasoning has to end."""
         return None if self.thinking is None else self.thinking.forced(self._left, self._shortest_answer)
 
     @property
@@ -172,17 +170,17 @@ class RequestState:
 
     @property
     def _left(self) -> int:
-        """Tokens that may still come."""
+        """Tokens left for the answer."""
         return self.max_len - len(self.token_ids)
 
     def settles(self, token_id: int) -> bool:
-        """Return whether the guide decides about a sampled token."""
+        """Return whether the guide may replace a sampled token."""
         if self.guide is None or not self.guide.searches:
             return False
         return self.thinking is None or not self.thinking.takes(token_id)
 
     def append(self, token_id: int) -> None:
-        """A new token of the answer."""
+        """Append a new token of the answer."""
         self.token_ids.append(token_id)
         if self.logits_processor is not None:
             self.logits_processor.append(token_id)
@@ -200,7 +198,7 @@ class RequestState:
                 self.guide.expect(mask, self._left)
 
     def _next_mask(self) -> ComputeMask | None:
-        """Return a function that computes the mask of the next token; None if the grammar does not hold for it."""
+        """Return a function that computes the mask of the next token; None during reasoning."""
         if self.is_thinking:
             return None
         ends, left = self.end_token_ids, self._left
@@ -221,7 +219,7 @@ class RequestState:
             self.num_blocks += len(blocks)
 
     def _unwanted(self, allowed: Allowed | None) -> frozenset[int]:
-        """Tokens that would repeat an n-gram or complete a bad word; none where nothing else is allowed."""
+        """Tokens that would repeat an n-gram or complete a bad word; empty if no other token is allowed."""
         unwanted = _NOTHING_BANNED if self.ngrams is None else self.ngrams.repeating()
         if self.bad_words is not None:
             first = max(self.num_prompt_tokens, len(self.token_ids) - self.bad_words.longest)
@@ -231,7 +229,7 @@ class RequestState:
         return unwanted
 
     def _text_tokens(self, instead: Sequence[int] = ()) -> list[int]:
-        """The prompt without the tokens of images. instead: what stands for an image."""
+        """The prompt without image tokens. instead: replaces each image."""
         token_ids, start = [], 0
         for image in self.images:
             token_ids += [*self.token_ids[start : image.start], *instead]
@@ -240,21 +238,18 @@ class RequestState:
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
-    """Tokens ``start <= i < start + num_tokens`` of a request, the last of which are drafts.
-
-    num_sampled: how many of the last of them have logits, after which a token may be sampled: 0 in a chunk of a prompt
-    but the last, and for heads that read none.
-    pending: its only token is the one that the step before draws, which is not known here yet. state_steps: by pass;
-    None: its states go on in their working slots.
-    """
+    """Tokens ``start <= i < start + num_tokens`` of a request, ending with its drafts."""
 
     state: RequestState
     start: int
     num_tokens: int
     draft_token_ids: list[int]
     num_sampled: int
+    """Number of last tokens with logits; 0 in all but the last chunk of a prompt, and for heads that read none."""
     pending: bool = False
+    """True if its only token is still being sampled by the previous step."""
     state_steps: tuple[StateStep, ...] | None = None
+    """By pass; None: states stay in their working slots."""
 
     @property
     def end(self) -> int:
@@ -262,7 +257,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestStates:
-    """The states of all requests that are not finished."""
+    """The states of all unfinished requests."""
 
     def __init__(self, model: LanguageModel, make_matcher: MakeMatcher, layers: OutputLayers | None = None) -> None:
         self._model, self._layers = model, layers
@@ -274,7 +269,7 @@ class RequestStates:
         return len(self._states)
 
     def append(self, token_ids: Mapping[str, Sequence[int]]) -> None:
-        """Tokens that another runner sampled, by request."""
+        """Append tokens that another runner sampled, by request."""
         for request_id, tokens in token_ids.items():
             state = self._states[request_id]
             for token in tokens:
@@ -282,10 +277,10 @@ class RequestStates:
                     state.append(token)
 
     def update(self, step: SchedulerOutput) -> list[ScheduledRequest]:
-        """Update the states from a step.
+        """Update the states from a step and return its batch.
 
-        Returns its batch, decodes (one token) first, as attention needs them, and of both those with the same adapter
-        one after another.
+        Decodes (one token) come first, because attention needs this order. Within each part, requests of an adapter are
+        adjacent.
         """
         states = self._states
         for request_id in step.finished_request_ids:

@@ -1,4 +1,4 @@
-"""Runs scheduled steps: images through the vision encoder, one flat batch through the decoder, then sampling."""
+"""Run scheduled steps: images through the vision encoder, one flat batch through the decoder, then sampling."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Run(NamedTuple):
 
     batch: Batch
     hidden: Tensor
-    """Final states, of all rows where a prompt is scored."""
+    """Final hidden states; of all rows if a prompt is scored."""
     of_heads: Tensor | None
-    """Final states of the rows of `head_rows`; None without heads."""
+    """Final hidden states of the rows of `head_rows`; None without heads."""
     logits: Tensor
     later: DrawLater | None
-    """Draws tokens without waiting for them, one for each of `sampled`."""
+    """Samples asynchronously, one token for each of `sampled`."""
     sampled: list[ScheduledRequest]
     """Empty without `later`."""
     scalings: dict[str, list[float]]
@@ -51,14 +51,14 @@ class Run(NamedTuple):
 
 
 def _costliest(scheduled: list[ScheduledRequest]) -> ScheduledRequest:
-    """What is given up first for want of memory: the request with the most tokens in a step, of several the last."""
+    """The request to drop first when memory runs out: it has the most tokens in the step; on ties, the last."""
     return max(reversed(scheduled), key=lambda request: request.num_tokens)
 
 
 def _fail(
     output: ModelRunnerOutput, scheduled: list[ScheduledRequest], failing: list[ScheduledRequest]
 ) -> list[ScheduledRequest]:
-    """The requests without those that fail for want of memory, which are output as such."""
+    """Output out-of-memory failures, and return the other requests."""
     for request in failing:
         output.token_ids[request.state.request_id] = []
         output.failures[request.state.request_id] = RequestFailure("out_of_memory")
@@ -69,8 +69,8 @@ def _fail(
 def _wanted_rows(batch: Batch, scheduled: list[ScheduledRequest], of_heads: Tensor | None) -> Tensor | None:
     """The rows whose hidden states are needed: sampled rows, then the rows of heads.
 
-    None: all, since all are sampled from, a prompt is scored, or the device repeats such a step. With adapters only
-    sampled rows can be picked.
+    None means all rows: all are sampled, a prompt is scored, the device repeats the step, or heads read rows with
+    adapters.
     """
     decodes_only = batch.metadata.num_decodes == len(batch.metadata.query_lens)
     if decodes_only or batch.is_repeatable or (of_heads is not None and batch.adapters is not None):
@@ -83,7 +83,7 @@ def _wanted_rows(batch: Batch, scheduled: list[ScheduledRequest], of_heads: Tens
 def _parted(
     hidden: Tensor, batch: Batch, wanted: Tensor | None, of_heads: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The hidden states of sampled rows, and of the rows of heads. wanted: which rows `hidden` has."""
+    """Split hidden states into sampled rows and rows of heads. wanted: the rows of `hidden`."""
     if wanted is None:
         return hidden[batch.sampled_rows], None if of_heads is None else hidden[of_heads]
     count = len(batch.sampled_rows)
@@ -91,13 +91,13 @@ def _parted(
 
 
 class RunningStep:
-    """A step that was submitted."""
+    """A submitted step."""
 
     def __init__(self, finish: Callable[[], ModelRunnerOutput]) -> None:
         self._finish = finish
 
     def result(self) -> ModelRunnerOutput:
-        """Its output, once the device has computed it; to be asked for once. Raises what went wrong in it."""
+        """Wait for the output. Call it once. Raises the step's error."""
         return self._finish()
 
 
@@ -109,11 +109,10 @@ def _raising(error: Exception) -> Callable[[], NoReturn]:
 
 
 class ModelRunner:
-    """Owns the model, the KV cache's tensors, the embeddings of images, and the states of requests. All that it knows
-    of requests comes from the steps that it runs.
+    """Owns the model, the KV tensors, image embeddings, and request states.
 
-    make_matcher: starts a matcher of a request's grammar. padding_block: the KV block after all others, which rows that
-    only pad a batch write to, where the device pads.
+    It knows requests only from the steps that it runs. make_matcher: starts a matcher for a request's grammar.
+    padding_block: the KV block after all others, which padding rows write to.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class ModelRunner:
         make_matcher: MakeMatcher,
         adapters: RunnerAdapters | None = None,
     ) -> None:
-        """adapters: the model's slots for them; None: it has none."""
+        """adapters: the model's slots; None: it has none."""
         self.model = model
         self.block_size, self.padding_block = sizes.block_size, sizes.pages
         self._adapters = adapters
@@ -136,7 +135,7 @@ class ModelRunner:
             sizes.block_size, model.device, sizes.pages, self.images.embeddings, columns, has_states=self._has_states
         )
         self._kv = KVTensors(model, sizes)
-        # What the last step drew, at least one token, and which request each is of.
+        # The tokens that the last step sampled asynchronously (at least one element), and each request's index there.
         self._drawn = torch.zeros(1, dtype=torch.int32, device=model.device.torch_device)
         self._drawn_rows: dict[str, int] = {}
 
@@ -145,7 +144,7 @@ class ModelRunner:
         return self._adapters is not None
 
     def reserving_adapters(self) -> AbstractContextManager[None]:
-        """Launch kernels of adapters also where the slots have none that changes a layer."""
+        """Launch adapter kernels even if no slot changes a layer."""
         return nullcontext() if self._adapters is None else self._adapters.reserving()
 
     @property
@@ -153,12 +152,11 @@ class ModelRunner:
         return self._kv
 
     def keep_images(self, tier: DiskTier) -> None:
-        """Write embeddings of images to a disk tier from now on."""
+        """Write image embeddings to a disk tier from here on."""
         self.images.tier = tier
 
     def keep_blocks(self, tier: DiskTier, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Write KV blocks, with their keys, to a disk tier, as many as it takes. No later step may have begun to
-        change them."""
+        """Write KV blocks with their keys to a disk tier, as many as fit, before a later step changes them."""
         size = self._kv.block_bytes
         taken = blocks[: tier.room // size]
         contents = self._kv.contents([block for block, _ in taken]) if taken else ()
@@ -176,8 +174,10 @@ class ModelRunner:
         self.images.encode_tiles(count)
 
     def submit(self, step: SchedulerOutput) -> RunningStep:
-        """Run a step. Where the device draws tokens by itself, this returns before it has; steps run in the order in
-        which they are submitted, and their results are to be taken in that order."""
+        """Run a step. Returns early if the device samples asynchronously.
+
+        Steps run in the order of submission; take their results in this order.
+        """
         try:
             return RunningStep(self._launch(step))
         except Exception as error:
@@ -185,15 +185,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def collect(self, timeout: float) -> ModelRunnerOutput:
-        """Return tokens that earlier steps could not sample, because grammars were slow. timeout: seconds to wait for
-        one of them."""
+        """Return tokens of earlier steps that waited for slow grammars. timeout: seconds to wait for one of them."""
         output = ModelRunnerOutput()
         self._sampler.collect(timeout, output)
         return output
 
     @torch.inference_mode()
     def _launch(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Start a step; what is returned waits for its output."""
+        """Start a step. The returned function waits for its output."""
         device = self.model.device
         clock = device.clock()
         if self._adapters is not None:
@@ -205,9 +204,9 @@ class ModelRunner:
         output = ModelRunnerOutput()
         scheduled = self.requests.update(step)
         if device.draw_later is not None and not self._drawn_rows:
-            # The step before had too little memory to draw the tokens that such requests continue on.
+            # The previous step ran out of memory before it could sample these requests' tokens.
             scheduled = [request for request in scheduled if not request.pending]
-        # Requests with late rows were preempted since.
+        # Requests with late rows that are scheduled again were preempted.
         self._sampler.drop(step.finished_request_ids, scheduled)
         if lacking := self.images.lacking(scheduled):
             scheduled = _fail(output, scheduled, lacking)
@@ -215,7 +214,7 @@ class ModelRunner:
         while scheduled and run is None:
             scheduled = _fail(output, scheduled, [_costliest(scheduled)])
             if self._has_states:
-                # Layers that were computed have changed states already.
+                # Computed layers have already changed states.
                 output.undone = [request.state.request_id for request in scheduled]
                 break
             run = self._compute(scheduled, None) if scheduled else None
@@ -248,8 +247,7 @@ class ModelRunner:
     def _sample(
         self, run: Run, scheduled: list[ScheduledRequest], output: ModelRunnerOutput
     ) -> Callable[[], list[int]] | None:
-        """Sample the step's tokens, and late rows. Return a function that waits for tokens that the device samples
-        asynchronously."""
+        """Sample the step's tokens and late rows. Returns a function that waits for asynchronously sampled tokens."""
         device = self.model.device
         if run.later is None:
             self._sampler.sample(run.logits, scheduled, output)
@@ -261,12 +259,11 @@ class ModelRunner:
         return device.download(drawn)
 
     def _draws_later(self, scheduled: list[ScheduledRequest]) -> bool:
-        """Whether the device may draw a step's tokens by itself."""
+        """Return whether the device may sample a step's tokens asynchronously."""
         return can_draw_later(scheduled)
 
     def _compute(self, scheduled: list[ScheduledRequest], clock: Clock | None) -> Run | None:
-        """Hidden states and logits of a batch; None if they take more memory than there is. clock: is told when the
-        batch is built."""
+        """Compute hidden states and logits of a batch; None if memory runs out. clock: marked after building."""
         device = self.model.device
         later = device.draw_later
         if later is not None and not self._draws_later(scheduled):
@@ -294,7 +291,7 @@ class ModelRunner:
             logits = self.logits_of(own)
         except RuntimeError as error:
             if self.model.ranks is not None or not is_out_of_memory(error):
-                raise  # other ranks continue with the step that this rank has no memory for
+                raise  # other ranks continue with the step
             logger.warning("A step of %d tokens ran out of memory: %s", len(batch.token_ids), error)
             return None
         return Run(batch, hidden, read, logits, later, sampled, sums)
@@ -307,13 +304,14 @@ class ModelRunner:
         return self._batches.build(scheduled, self._drawn_rows, extra, slots, mixed, mixed_slots)
 
     def _mixed(self, scheduled: list[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Return the requests of X-LoRA adapters, which have block tables for the scaling pass as well."""
+        """Return the X-LoRA requests, which also have block tables for the scaling pass."""
         return [request for request in scheduled if len(request.state.block_tables) > self.num_columns]
 
     def _scalings(
         self, scheduled: list[ScheduledRequest], batch: Batch | None, sums: dict[str, list[float]]
     ) -> Tensor | None:
-        """The scalings of all rows, by the scaling pass. None: no request needs one. sums: see `ModelRunnerOutput`."""
+        """Run the scaling pass and return the scalings of all rows. None: no request needs it. sums: see
+        `ModelRunnerOutput`."""
         if batch is None:
             return None
         assert self._adapters is not None
@@ -322,11 +320,11 @@ class ModelRunner:
         return self._adapters.scalings(scheduled, mixed, self.hidden_states(batch), sums)
 
     def hidden_states(self, batch: Batch, wanted: Tensor | None = None) -> Tensor:
-        """``[tokens, hidden_size]``: the final hidden states; wanted: of these rows only."""
+        """Run the decoder: final hidden states, ``[tokens, hidden_size]``. wanted: only these rows."""
         language_model = self.model.language_model
         token_ids = batch.token_ids
         if batch.drawn_rows is not None:
-            # Where nothing could be drawn, -1 is no token, and what follows on it is for nobody.
+            # A request that could not be sampled has -1; its result is discarded.
             token_ids = self._drawn.clamp(min=0)[batch.drawn_rows].long()
         embeddings = language_model.embed(token_ids)
         features = place_images(embeddings, batch.image_rows, self.images.embeddings)

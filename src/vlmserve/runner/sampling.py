@@ -1,4 +1,4 @@
-"""From logits to tokens: sampling, verifying draft tokens, logprobs."""
+"""Convert logits to tokens: sample, verify drafts, and compute log-probabilities."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from vlmserve.sampling.sampler import sample
 from vlmserve.steps import ModelRunnerOutput, RequestFailure
 
 PATIENCE = 0.005
-"""Seconds that a step waits for grammars. Ordinary masks are computed by then."""
+"""Seconds that a step waits for grammars. Ordinary masks are ready by then."""
 
 
 class _Row(NamedTuple):
-    """A row of logits to sample from. place: its number in the logits of the step; None: the logits are `kept`."""
+    """A row of logits to sample from. place: its row in the step's logits; None: the logits are `kept`."""
 
     state: RequestState
     place: int | None = None
@@ -32,36 +32,36 @@ class _Row(NamedTuple):
 
     @property
     def pending(self) -> Future[Any] | None:
-        """Work of its grammar that is not done."""
+        """Unfinished work of its grammar."""
         return None if self.state.guide is None else self.state.guide.pending
 
 
 class TokenSampler:
     """Samples the next tokens of requests.
 
-    A row whose grammar is slow keeps its logits in host memory and gets its token in a later step, so other requests do
-    not wait. A request has at most one such row.
+    A row with a slow grammar keeps its logits in host memory and is sampled in a later step, so other requests do not
+    wait. A request has at most one such late row.
     """
 
     def __init__(self, draw: Draw, device: torch.device) -> None:
-        """draw: samples on that device."""
+        """draw: the device's sampling kernel."""
         self._draw, self._device = draw, device
         self._late: dict[str, _Row] = {}
 
     def drop(self, finished: Iterable[str], scheduled: Sequence[ScheduledRequest]) -> None:
-        """Forget late rows of requests that are finished, or whose logits a step computes again."""
+        """Drop late rows of finished requests, and of requests whose logits a step computes again."""
         if self._late:
             for request_id in (*finished, *(request.state.request_id for request in scheduled)):
                 self._late.pop(request_id, None)
 
     def sample(self, logits: Tensor, batch: Sequence[ScheduledRequest], output: ModelRunnerOutput) -> None:
-        """Sample the next tokens of each request and of late rows. Append them to the requests' states and to `output`.
+        """Sample the next tokens of each request and of late rows. Appends them to request states and to `output`.
 
         logits: float32 ``[rows, vocabulary]``, `num_sampled` rows of each request in order; overwritten.
 
-        A draft is accepted if it equals the token that is sampled in its place; then the row after it is sampled as
-        well. Rows are sampled in rounds, one row of each request in each, because penalties, grammars and random
-        numbers depend on the tokens before. So answers are the same with and without drafts.
+        A draft is accepted if it equals the token sampled in its place; then the row after it is sampled too. Each
+        round samples one row of each request, because penalties, grammars and random numbers depend on earlier tokens.
+        So answers are the same with and without drafts.
         """
         first = 0
         rows: list[_Row] = []
@@ -77,7 +77,7 @@ class TokenSampler:
             rows = self._round(rows, logits, output, deadline)
 
     def collect(self, timeout: float, output: ModelRunnerOutput) -> None:
-        """Sample late rows. timeout: seconds to wait until one of them is ready."""
+        """Sample late rows. timeout: seconds to wait for one of them."""
         if not self._late:
             return
         pending = [row.pending for row in self._late.values()]
@@ -90,7 +90,7 @@ class TokenSampler:
     def _round(
         self, rows: Sequence[_Row], logits: Tensor | None, output: ModelRunnerOutput, deadline: float
     ) -> list[_Row]:
-        """Sample a token of each row. Returns the rows after drafts that were right."""
+        """Sample a token of each row. Returns the rows after accepted drafts."""
         if any([row.state.guide for row in rows]):
             _wait(rows, deadline)
         ready = []
@@ -122,7 +122,7 @@ class TokenSampler:
         return drafted
 
     def _keep(self, state: RequestState, logits: Tensor, output: ModelRunnerOutput) -> None:
-        """Sample from ``[vocabulary]`` logits later. Logits after an accepted draft are computed again instead."""
+        """Sample these ``[vocabulary]`` logits later. Logits after an accepted draft are recomputed instead."""
         if state.request_id not in output.token_ids:
             self._late[state.request_id] = _Row(state, kept=logits.to("cpu", copy=True))
 
@@ -139,7 +139,7 @@ class TokenSampler:
 
 
 def can_draw_later(batch: Sequence[ScheduledRequest]) -> bool:
-    """Whether at most one token of each request is wanted, and the host does not take part in sampling it."""
+    """Return whether at most one token of each request is sampled, without the host."""
     return all(
         request.num_sampled <= 1
         and not request.draft_token_ids
@@ -151,7 +151,7 @@ def can_draw_later(batch: Sequence[ScheduledRequest]) -> bool:
 
 
 def append_drawn(tokens: Sequence[int], drawn: Sequence[ScheduledRequest], output: ModelRunnerOutput) -> None:
-    """Append tokens that were drawn later, one of each request in order, to their states and to `output`."""
+    """Append asynchronously sampled tokens, one for each request in order, to request states and to `output`."""
     for request, token in zip(drawn, tokens, strict=True):
         _append(request.state, None if token < 0 else token, output)
 
@@ -166,9 +166,9 @@ def _wait(rows: Iterable[_Row], deadline: float) -> None:
 def _settle(
     rows: Sequence[_Row], drawn: Sequence[int | None], deadline: float
 ) -> tuple[list[int | None], frozenset[int]]:
-    """Replace tokens that would keep an answer from being completed.
+    """Replace tokens after which an answer could not be completed in time.
 
-    Also returns the rows that have to wait longer for this decision.
+    Returns also the rows whose decision takes longer.
     """
     tokens = list(drawn)
     searching: dict[int, Guide] = {}
@@ -191,7 +191,7 @@ def _add_logprobs(
     undecided: frozenset[int],
     output: ModelRunnerOutput,
 ) -> None:
-    """Output the logprobs of tokens. asking: the rows that `logits` belong to."""
+    """Output the log-probabilities of tokens. asking: the rows of `logits`."""
     params = [rows[index].state.params for index in asking]
     chosen = [tokens[index] or 0 for index in asking]
     num_top = [one.logprobs or 0 for one in params]
@@ -204,7 +204,7 @@ def _add_logprobs(
 
 
 def _append(state: RequestState, token: int | None, output: ModelRunnerOutput) -> bool:
-    """Append a sampled token; None: no token could be sampled. Returns whether another one may follow."""
+    """Append a sampled token; None: sampling failed. Returns whether another token may follow."""
     request_id, guide = state.request_id, state.guide
     tokens = output.token_ids.setdefault(request_id, [])
     if token is None:

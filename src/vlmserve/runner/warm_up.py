@@ -1,4 +1,4 @@
-"""Runs first steps, compiles kernels and captures graphs at start, so that no request waits for them."""
+"""Run first steps at start, so that no request waits for kernel compilation and graph capture."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ from vlmserve.types import SamplingParams
 logger = logging.getLogger(__name__)
 
 PROMPT_ROWS = (8, 16, 32, 64, 128, 192, 512, 1024, 2048, 8192)
-"""Rows of chunks with different kernels or tilings: by Triton up to 128, by the library from there on. Experts have
-other tiles from 32 rows of each expert on."""
+"""Rows of chunks with different kernels or tilings: Triton up to 128 rows, the library above. MoE kernels use other
+tiles from 32 rows of an expert on.
+"""
 FIRST_ROWS = (16, 1)
-"""Rows of the prompts that run where nothing is captured: they touch all weights and start the threads."""
+"""Rows of the prompts to run if nothing is captured. They touch all weights and start the threads."""
 MIXED_ROWS = 512
-"""Maximum rows of chunks beside decodes that are warmed up."""
+"""Maximum rows of warm-up steps that mix decodes and chunks."""
 _LEAST_ROWS_BESIDE = 3
-"""A decode, and a chunk of two rows: one row would be a decode as well."""
+"""A decode and a chunk of two rows; a chunk of one row would be a decode."""
 ROWS_OF_DRAFTS = (1, 2, 4, 8, 16, 32)
 _ROUNDS_OF_DRAFTS = 3
 _SECONDS_OF_DRAFTS = 1.0
-"""Time after which no more round of `time_rows` begins."""
+"""No round of `time_rows` begins after this time."""
 _PROGRESS_SECONDS = 5.0
 _STEPS_OF_DECODES = 2
 _GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 _CHANGING = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logit_bias={0: 1.0}, repetition_penalty=2.0)
-"""Logits are changed before a token is sampled."""
+"""Changes logits before sampling."""
 
 
 def warm_up_steps(
     runner: ModelRunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, seconds: float
 ) -> None:
-    """Run steps of each kind, and capture batches of decodes of each size, until `seconds` are over.
+    """Run steps of each kind and capture decode batches of each size, for at most `seconds`.
 
-    The steps write to the padding block only. Devices that capture nothing run `FIRST_ROWS`. Ranks run none: they
-    would have to capture together. Models with cross-attention run none: they need an image.
+    The steps write only to the padding block. Devices that capture nothing run `FIRST_ROWS`. Skipped with several
+    ranks, which would have to capture together, and for models with cross-attention, which need an image.
     """
     if not seconds or runner.model.ranks is not None or runner.model.cross is not None:
         return
@@ -60,7 +61,7 @@ def warm_up_steps(
     started = time.monotonic()
     logger.info("warm-up: compiling kernels and capturing graphs of %d batch sizes, up to %g s", len(sizes), seconds)
     run_longest_step(runner.model, num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=runner.block_size)
-    # The largest graph first, whose memory the others reuse, then small batches, which come first.
+    # The largest graph first, because the others reuse its memory; then small batches, which requests need first.
     steps: list[Callable[[], None]] = [
         partial(_decode, runner, size, max_model_len, adapter)
         for adapter in ((b"", NO_CHANGES) if runner.takes_adapters else (b"",))
@@ -85,8 +86,10 @@ def warm_up_steps(
 
 
 def _prompts(runner: ModelRunner, most: int, max_model_len: int) -> list[Callable[[], None]]:
-    """Steps with chunks of up to `most` rows, one for each kind of kernels: alone, beside a decode, with adapters, with
-    changed logits, and few rows after a long context, which is split."""
+    """Steps with chunks of up to `most` rows, one for each kind of kernels.
+
+    Chunks run alone, with a decode, with adapters, with changed logits, and after a long context, which uses split-KV.
+    """
     sizes = sorted({min(rows, most) for rows in PROMPT_ROWS})
     steps: list[Callable[[], None]] = []
     for rows in sizes:
@@ -103,9 +106,9 @@ def _prompts(runner: ModelRunner, most: int, max_model_len: int) -> list[Callabl
 
 
 def time_rows(runner: ModelRunner, max_rows: int) -> list[tuple[int, float]]:
-    """Measure steps of one request that check drafts: numbers of rows, in order, and seconds.
+    """Measure steps of one request that verify drafts. Returns numbers of rows, in order, and seconds.
 
-    max_rows: maximum number of rows that a step can have.
+    max_rows: maximum rows of a step.
     """
     fastest: dict[int, float] = {}
     started = time.perf_counter()
@@ -120,7 +123,7 @@ def time_rows(runner: ModelRunner, max_rows: int) -> list[tuple[int, float]]:
 
 
 def _check_drafts(runner: ModelRunner, rows: int) -> float:
-    """Check one draft less than `rows`, and return the time that it takes."""
+    """Verify `rows - 1` drafts and return the seconds."""
     request = msgspec.structs.replace(_request(runner, 0, 1, max_tokens=rows), num_tokens=rows, max_len=rows + 1)
     drafts = {request.request_id: [0] * (rows - 1)} if rows > 1 else {}
     started = time.perf_counter()
@@ -154,7 +157,7 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _encode(runner: ModelRunner, tiles: int) -> None:
-    """Capture the vision tower over a number of tiles."""
+    """Capture the vision tower for a number of tiles."""
     with runner.model.device.capturing("first"):
         runner.encode_tiles(tiles)
 
@@ -162,11 +165,11 @@ def _encode(runner: ModelRunner, tiles: int) -> None:
 def _decode(runner: ModelRunner, size: int, max_model_len: int, adapter: bytes) -> None:
     """Capture a batch of `size` decodes, and submit the next step before it ends, as the engine does.
 
-    Once with short contexts and once with a context of the maximum length among them, since a large batch has other
-    launches where it splits contexts. adapter: of all requests; empty: none.
+    Runs with short contexts, and with one context of the maximum length, because large batches with split-KV launch
+    other kernels. adapter: of all requests; empty: none.
     """
     for longest in (1, max(1, max_model_len - _STEPS_OF_DECODES)):
-        # The first table has all blocks that there can be, so that memory for uploads grows before captures.
+        # The first table has the maximum number of blocks, so that upload memory grows before captures.
         requests = [_request(runner, 0, 1, start=longest - 1, max_tokens=max_model_len, adapter=adapter)]
         requests += [_request(runner, number, 1, adapter=adapter) for number in range(1, size)]
         with runner.model.device.capturing("first"):
@@ -187,7 +190,7 @@ def _prefill(
     adapter: bytes = b"",
     params: SamplingParams = _GREEDY,
 ) -> None:
-    """Run a step of `rows` rows: a decode for each context of `beside`, and a chunk after `start` tokens.
+    """Run a step of `rows` rows: a decode for each context length in `beside`, and a chunk after `start` tokens.
 
     adapter, params: of the chunk.
     """
@@ -213,9 +216,9 @@ def _request(
     adapter: bytes = b"",
     params: SamplingParams = _GREEDY,
 ) -> NewRequest:
-    """A request whose tokens all have the padding block; without one, the first block, which nobody owns at start.
+    """A request that uses only the padding block, or block 0, which is free at start, if the device has none.
 
-    num_tokens: after `start` earlier ones. max_tokens: that the block table has room for.
+    num_tokens: after `start` earlier ones. max_tokens: capacity of the block table.
     """
     block = runner.padding_block if runner.model.device.padding_blocks else 0
     length = start + num_tokens

@@ -1,4 +1,4 @@
-"""How likely the last tokens of a sequence are."""
+"""Log-probability of a sequence's last tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmserve.tasks import ScoreBranch
 
 
 class BranchHead(Head):
-    """Adds up log probabilities. `take` gets the log probability of the token after each place, in place of states."""
+    """Sums log-probabilities. `take` gets the log-probability of the token after each place instead of states."""
 
     def __init__(self, task: ScoreBranch, num_tokens: int) -> None:
         super().__init__(task, num_tokens)
@@ -33,9 +33,9 @@ class BranchHead(Head):
 
 
 def follower_logprobs(hidden: Tensor, followers: Sequence[int], model: LanguageModel) -> Tensor:
-    """Return float32 ``[tokens]``: the log probability of one token after each of the ``[tokens, hidden_size]`` states.
+    """Return the log-probability of one follower for each state, float32 ``[tokens]``.
 
-    Logits of a limited number of states are in memory at a time.
+    hidden: ``[tokens, hidden_size]``. Computes at most `MAX_LOGITS` logits at a time.
     """
     at_once = max(1, MAX_LOGITS // model.vocab_size)
     token_ids = torch.tensor(followers, device=hidden.device).unsqueeze(1)

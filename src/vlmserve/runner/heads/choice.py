@@ -1,4 +1,4 @@
-"""The head of each task."""
+"""Choose the head of a task."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlmserve.tasks import Embed, Generate, Prefill, Score, ScoreBranch, Task
 
 
 def head_of(task: Task, num_tokens: int, layers: OutputLayers | None = None) -> Head | None:
-    """Make the head of a request; None: its tokens are sampled. num_tokens: of its prompt. layers: of the model."""
+    """Make a request's head; None: it samples tokens. num_tokens: of its prompt. layers: of the model."""
     match task:
         case Generate():
             return None

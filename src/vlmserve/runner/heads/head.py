@@ -1,4 +1,4 @@
-"""Computes the result of a task from the final hidden states or the logits of one request."""
+"""Compute a task's result from one request's final hidden states or logits."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from vlmserve.tasks import Task
 
 
 class Head(ABC):
-    """Collects what a task reads while the chunks of a prompt are computed."""
+    """Collects a task's input while the chunks of a prompt are computed."""
 
     reads_logits = False
-    """True if `take` gets the logits after the last token, instead of hidden states."""
+    """True if `take` gets the logits after the last token instead of hidden states."""
 
     def __init__(self, task: Task, num_tokens: int) -> None:
         """num_tokens: of the prompt."""
@@ -21,14 +21,12 @@ class Head(ABC):
         self._next = task.reads_from(num_tokens) or 0
 
     def places(self, start: int, end: int) -> range:
-        """Tokens ``start <= i < end`` whose states it reads. A token that is computed again is read once."""
+        """Tokens of ``start <= i < end`` whose states the head reads. Recomputed tokens are read once."""
         return range(min(end, max(start, self._next)), end)
 
     def take(self, rows: Tensor) -> None:
-        """Read the states of the next tokens, ``[tokens, hidden_size]``, or what replaces them.
-
-        rows: logits ``[1, vocabulary]`` with `reads_logits`.
-        """
+        """Read the states of the next tokens, ``[tokens, hidden_size]``; with `reads_logits`, logits ``[1,
+        vocabulary]``."""
         self._next += len(rows)
         self._add(rows.float())
 
@@ -37,4 +35,4 @@ class Head(ABC):
 
     @abstractmethod
     def result(self) -> Tensor:
-        """Return the float32 values of `TaskResult`, once all of the prompt was taken."""
+        """Return the float32 values of `TaskResult` after the whole prompt."""

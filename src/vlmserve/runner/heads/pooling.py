@@ -1,4 +1,4 @@
-"""Vectors of prompts, as sentence-transformers pools them, and of tokens."""
+"""Embeddings of prompts, pooled like in sentence-transformers, and of tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from vlmserve.tasks import Embed
 
 
 class EmbedHead(Head):
-    """Pools hidden states. Mean pooling keeps a sum, so a prompt may be computed in any chunks."""
+    """Pools hidden states. Mean pooling keeps a running sum, so prompts may be chunked."""
 
     def __init__(self, task: Embed, num_tokens: int, layers: OutputLayers | None = None) -> None:
-        """layers: read what was pooled."""
+        """layers: applied to pooled states."""
         super().__init__(task, num_tokens)
         self._task, self._layers = task, layers
         self._pooled: Tensor | None = None
@@ -39,7 +39,7 @@ class EmbedHead(Head):
         return self._finished(vector[None])[0]
 
     def _finished(self, rows: Tensor) -> Tensor:
-        """The vectors of pooled states."""
+        """Convert pooled states to embeddings."""
         rows = rows if self._layers is None else self._layers(rows)
         rows = rows[:, : self._task.dimensions]
         return torch.nn.functional.normalize(rows, dim=1) if self._task.normalize else rows

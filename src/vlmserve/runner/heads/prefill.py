@@ -1,4 +1,4 @@
-"""No result: the keys and values of a prompt are for other requests."""
+"""Prefill without a result: other requests use the prompt's keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How likely continuations of a prompt begin."""
+"""Probability of continuations by their first tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vlmserve.tasks import Score
 
 
 class ScoreHead(Head):
-    """Reads the log probabilities of the continuations' first tokens."""
+    """Reads the log-probabilities of the continuations' first tokens."""
 
     reads_logits = True
 
