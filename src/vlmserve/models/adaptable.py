@@ -1,4 +1,4 @@
-"""A loaded model as adapters see it: its layers by the names that they have in checkpoints, and their weights."""
+"""A loaded model with the names and weights of its layers in checkpoints, for adapters."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ EMBEDDINGS, HEAD = "language_model.embed_tokens", "language_model.lm_head"
 
 
 class Place(NamedTuple):
-    """Where a checkpoint's layer is: outputs ``start <= i < start + size`` of the module at `path`.
-
-    name: its canonical name. is_table: as a table of embeddings, of `size` entries.
-    """
+    """Position of a checkpoint's layer: outputs ``start <= i < start + size`` of the module at `path`."""
 
     name: str
+    """Canonical name."""
     path: str
     start: int
     size: int
     in_features: int
     is_table: bool = False
+    """True for an embedding table with `size` entries."""
 
 
 @dataclass(frozen=True)
 class AdaptableModel:
-    """A model whose layers can have adapters.
-
-    modules: all of them, under the names of weights. checkpoint: that they were loaded from. layouts: how it holds
-    weights of few bits. quantization: of weights that were rounded at load. dtype: of inputs of layers.
-    """
+    """A model whose layers can have adapters."""
 
     modules: nn.Module
+    """All modules, under the names of weights."""
     checkpoint: Checkpoint
+    """The source of the weights."""
     layouts: Sequence[Layout]
+    """The checkpoint's formats of quantized weights."""
     quantization: QuantizationConfig | None
+    """Settings of weights that were quantized at load."""
     dtype: torch.dtype
+    """The dtype of the layers' inputs."""
     device: torch.device
 
     def canonical(self, name: str) -> str:
-        """The canonical name of a module that transformers calls so, in any of its releases."""
+        """Return the canonical name for a module name of any transformers release."""
         return self.checkpoint.canonical(f"{name}.weight").removesuffix(".weight")
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """By canonical name, the layers that can have adapters."""
+        """Layers that can have adapters, by canonical name."""
         found: dict[str, Place] = {}
         for path, module in self.modules.named_modules():
             if isinstance(module, TiedEmbedding):
@@ -74,7 +74,7 @@ class AdaptableModel:
         return found
 
     def repetition(self, place: Place) -> Place | None:
-        """The part of the same layer that repeats a part, see `MergedLinear.repeated`."""
+        """The part of the same layer that reuses this part's tensors, see `MergedLinear.repeated`."""
         module = self.weight_at(place.path)
         before, _, part = place.name.rpartition(".")
         if not isinstance(module, MergedLinear) or part not in module.repeated:
@@ -82,7 +82,8 @@ class AdaptableModel:
         return self.places[f"{before}.{module.repeated[part]}"]
 
     def base_weight(self, name: str) -> Tensor:
-        """A layer's weight by its canonical name, as the model computes with it, float32 ``[outputs, in_features]``."""
+        """A layer's weight by canonical name, float32 ``[outputs, in_features]``, dequantized as the model computes
+        with it."""
         place = self.places[name]
         stored = EMBEDDINGS if name == HEAD and place.path == EMBEDDINGS else name
         weight = read_weight(self.checkpoint, self.layouts, f"{stored}.weight").flatten(1)
@@ -100,19 +101,18 @@ class AdaptableModel:
         return rounded.dequantize()
 
     def base_bias(self, place: Place) -> Tensor:
-        """A layer's bias in the order of checkpoints, float32."""
+        """A layer's bias in the checkpoint's order, float32."""
         return self.checkpoint.read(f"{place.name}.bias").float()
 
     @property
     def is_tied(self) -> bool:
-        """Whether the table of embeddings is the output head as well."""
+        """True if the output head shares the embedding table."""
         return isinstance(self.weight_at(EMBEDDINGS), TiedEmbedding)
 
     def weight_at(self, path: str) -> nn.Module:
         return self.modules.get_submodule(path)
 
     def lacks(self, name: str) -> bool:
-        """Whether the checkpoint has a layer that the model does not compute, like those of a vision tower whose output
-        nobody reads."""
+        """Return whether the checkpoint has a layer that the model does not compute, such as an unused vision tower."""
         known = {path for path, _ in self.modules.named_modules()}
         return name not in known and name not in self.places and f"{name}.weight" in self.checkpoint.names

@@ -1,4 +1,4 @@
-"""The states that a decoder's cross-attention reads: an image's features, or a question's, encoded beside the image."""
+"""States for a decoder's cross-attention: image features, or a question that was encoded with them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from vlmserve.types import CrossInput
 
 
 def make_text_encoder(spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """An encoder of questions, of the decoder's own shape, with bidirectional attention and cross-attention to the
-    image.
+    """Make an encoder of questions: bidirectional, with the decoder's shape and cross-attention to the image.
 
     Raises ModelLoadError if its states do not have the size that the decoder attends to.
     """
@@ -35,8 +34,7 @@ class CrossStateEncoder:
     """Makes `CrossRows.states` of images, or of questions about them. A `CrossEncoder`."""
 
     def __init__(self, decoder: Decoder, text_encoder: Decoder | None) -> None:
-        """text_encoder: of the questions that come with images; None: there are none, and the decoder attends to the
-        image itself."""
+        """text_encoder: encodes questions; None: the decoder attends to the image itself."""
         attention = decoder.spec.attention[0]
         self._decoder = decoder
         self._text_encoder = text_encoder
@@ -44,8 +42,7 @@ class CrossStateEncoder:
         self.state_size = 2 * len(decoder.layers) * attention.num_kv_heads * attention.head_size
 
     def check(self, cross: CrossInput) -> None:
-        """Raises InvalidRequestError for an input that lacks a text or has one too many, or one too long, or with token
-        ids that there are not."""
+        """Raises InvalidRequestError for a missing, unexpected or too long text, and for unknown token ids."""
         if self._text_encoder is None and cross.token_ids:
             raise InvalidRequestError("this model takes an image and no question", param="messages")
         if self._text_encoder is None:
@@ -61,11 +58,11 @@ class CrossStateEncoder:
             raise InvalidRequestError(f"a token id is not in the vocabulary of {spec.vocab_size}", param="prompt")
 
     def encode(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The states of each input, from the features of its image and the token ids of its text."""
+        """Return the states of each input. features: of its image. texts: token ids."""
         return [_states(self._decoder, rows) for rows in self.sources(features, texts)]
 
     def sources(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """As `encode`, but what keys and values are made of: ``[states, cross_size]`` each."""
+        """Like `encode`, but return the source of keys and values, each ``[states, cross_size]``."""
         if self._text_encoder is None or not features:
             return list(features)
         return self._encode_texts(self._text_encoder, features, texts)

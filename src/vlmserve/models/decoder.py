@@ -1,4 +1,4 @@
-"""One decoder for every family: configured by an `ArchSpec`. Implements `LanguageModel`."""
+"""The decoder of all families, configured by an `ArchSpec`. Implements `LanguageModel`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class HeadTransform(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A stack of layers over a flat batch and a paged cache. Parameters are empty until weights are loaded."""
+    """Decoder layers over a flat batch and a paged cache. Parameters are empty until weights are loaded."""
 
     def __init__(
         self,
@@ -103,12 +103,14 @@ class Decoder(nn.Module):
             )
         else:
             self.lm_head = Bias(spec.vocab_size, dtype=dtype, device=device) if spec.head_bias else None
-        # Rounded as transformers rounds it.
+        # Rounded like in transformers.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
     def split_cross_states(self) -> None:
-        """Before weights are loaded: have each layer make the keys and values that it attends to by itself, so that
-        layers can be computed one by one. Tensors keep their names."""
+        """Have each layer compute its own cross-attention keys and values, so that layers can run one by one.
+
+        Call it before weights are loaded. Tensor names stay.
+        """
         for block in self.modules():
             if isinstance(block, CrossAttention):
                 block.own_states(self.spec.cross_size)
@@ -119,36 +121,35 @@ class Decoder(nn.Module):
         return self.spec.hidden_size * (1 + self.spec.deepstack)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """``[tokens]`` int64 to ``[tokens, hidden_size]``, followed by the embeddings of all layers if these have
-        some."""
+        """int64 ``[tokens]`` to ``[tokens, hidden_size]``, followed in each row by per-layer embeddings if there are
+        any."""
         embeddings: Tensor = self.embed_tokens(token_ids)
         embeddings = embeddings if self._embedding_scale == 1 else embeddings * self._embedding_scale
         return embeddings if self.per_layer is None else torch.cat((embeddings, self.per_layer.of_tokens(token_ids)), 1)
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """Which layers share tensors of the KV cache."""
+        """Groups of layers that share tensors of the KV cache."""
         return CacheLayout.of(self.spec.attention)
 
     @property
     def max_short_len(self) -> int | None:
-        """Sequences of more tokens are rotated by other frequencies; None: all by the same."""
+        """Maximum length of sequences with the short frequencies; None: all have the same frequencies."""
         return next((rope.switch for rope in self.spec.ropes if rope is not None), None)
 
     def first_position(self, prompt_len: int) -> int:
-        """Where the positions of a sequence with a prompt of that length begin."""
+        """The first position of a sequence with this prompt length."""
         return next((rope.level(prompt_len) * rope.max_position for rope in self.spec.ropes if rope is not None), 0)
 
     @property
     def bidirectional(self) -> Bidirectional | None:
-        """Which tokens of a prompt attend to each other, so that they must be computed in one step; None: none."""
+        """Tokens of a prompt that attend to each other, and so need one step; None: none."""
         return self.spec.bidirectional
 
     def allocate_cache(
         self, num_blocks: int, block_size: int, device: torch.device | None = None, layout: CacheLayout | None = None
     ) -> list[LayerCache]:
-        """The KV cache of all layers with attention, on the model's device or another one. layout: see
-        `allocate_layers`."""
+        """Allocate the KV cache of all attention layers. layout: see `allocate_layers`."""
 
         def allocate(spec: AttentionSpec) -> LayerCache:
             return self.backend.allocate(num_blocks, block_size, spec, self.dtype, device or self.device)
@@ -171,7 +172,7 @@ class Decoder(nn.Module):
         wanted: Tensor | None = None,
         states: Sequence[StateCache] = (),
     ) -> Tensor:
-        """See `LanguageModel.forward`. features: for the outputs of the first `ArchSpec.deepstack` layers."""
+        """Like `LanguageModel.forward`. features: for the outputs of the first `ArchSpec.deepstack` layers."""
         if self.position_embeddings is not None:
             embeddings = embeddings + self.position_embeddings(positions)
         if self.embedding_norm is not None:
@@ -188,7 +189,7 @@ class Decoder(nn.Module):
         for layer in range(self.spec.deepstack) if features else ():
             x, first = self._part(x, caches, step, layer, layer + 1), layer + 1
             add_features(x, features, layer)
-        # The last layer may compute some rows only, but cross-attention is told about all of them.
+        # The last layer may compute only some rows, but cross-attention needs all of them.
         if wanted is None or first == count or self.spec.cross_size:
             hidden = self._part(x, caches, step, first, count)
             return hidden if wanted is None else hidden[wanted]
@@ -217,7 +218,7 @@ class Decoder(nn.Module):
         first: int,
         wanted: Tensor,
     ) -> Tensor:
-        """All layers. Those from `first` on, which write no keys and values, compute the wanted rows alone."""
+        """Run all layers. Layers from `first` on write no keys and values, so they compute only the wanted rows."""
         rows = self._part(x, caches, step, 0, first)[wanted]
         if not len(wanted):
             return rows[:, : self.hidden_size]
@@ -227,8 +228,10 @@ class Decoder(nn.Module):
         return self._part(rows, caches, last, first, len(self.layers))
 
     def _part(self, x: Tensor, caches: Sequence[LayerCache], step: StepContext, first: int, last: int) -> Tensor:
-        """Layers ``first <= i < last`` by an executor of their own, and the norm after the model's last layer. Before
-        other layers, rows keep the embeddings of all layers."""
+        """Run layers ``first <= i < last`` with their own executor, and the norm after the model's last layer.
+
+        Before other layers, rows keep their per-layer embeddings.
+        """
         count = len(self.layers)
         if (first, last) == (0, count):
             return self._executor.run(self._through_layers, x, caches, step)
@@ -249,8 +252,10 @@ class Decoder(nn.Module):
         last: int | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Layers ``first <= i < last``, and the norm after the model's last layer. last: None: all others. wanted: of a
-        last layer, the rows whose states are used. None: all."""
+        """Run layers ``first <= i < last`` (None: to the end), and the norm after the model's last layer.
+
+        wanted: rows that the last layer must compute; None: all.
+        """
         rows, embeddings = (x, None) if self.per_layer is None else _divided(x, self.hidden_size)
         stream = self._stream(rows)
         for layer in list(self.layers)[first:last]:
@@ -259,7 +264,7 @@ class Decoder(nn.Module):
         return stream.normed(self.norm) if is_end and (wanted is None or len(wanted)) else stream.rows
 
     def through_layer(self, index: int, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
-        """One layer by itself."""
+        """Run a single layer."""
         stream = self._stream(x)
         self.layers[index](stream, caches, step)
         return stream.rows
@@ -268,7 +273,7 @@ class Decoder(nn.Module):
         return ResidualStream(x, post_norm=self.spec.norms == "post")
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``; out: contiguous memory that it may take."""
+        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``. out: contiguous memory to use for the result."""
         if self.head_transform is not None:
             hidden = self.head_transform(hidden)
         if isinstance(self.lm_head, OutputLinear):
@@ -286,7 +291,11 @@ class Decoder(nn.Module):
 def _query_scale(
     growth: QueryGrowth, metadata: BatchMetadata, longest: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """``[tokens, 1]``. None: no token is beyond `growth.context`."""
+    """Return factors of queries, ``[tokens, 1]``; None if no token is beyond `growth.context`.
+
+    With ``pos`` counted from 0: ``max(1, log(pos + 1) / log(context))``, or with `beta`: ``1 + beta * ln(1 + floor(pos
+    / context))``.
+    """
     if longest <= growth.context:
         return None
     lens = zip(metadata.host_context_lens, metadata.query_lens, strict=True)
@@ -299,5 +308,5 @@ def _query_scale(
 
 
 def _divided(x: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
-    """Rows and the embeddings of all layers, from rows as `Decoder.embed` makes them."""
+    """Split rows of `Decoder.embed` into hidden states and per-layer embeddings."""
     return x[:, :hidden_size].contiguous(), x[:, hidden_size:]

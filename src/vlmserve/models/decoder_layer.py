@@ -1,4 +1,4 @@
-"""A layer of a decoder, for every family."""
+"""A decoder layer of any family."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vlmserve.quant.calibration import Fold
 
 
 class DecoderLayer(nn.Module):
-    """A mixer and a feed-forward block, and cross-attention between them if the family has it."""
+    """A mixer and a feed-forward block, with cross-attention between them if the family has it."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """rope: the decoder's rotation that this layer uses. None: none."""
+        """rope: index of the decoder's rotary embedding; None: no rotation."""
         super().__init__()
         norm = partial(make_norm, spec.norm, spec.hidden_size, dtype=dtype, device=device)
         of_inputs, of_outputs = spec.norms in ("pre", "sandwich"), spec.norms != "pre"
@@ -84,8 +84,7 @@ class DecoderLayer(nn.Module):
         wanted: Tensor | None = None,
         embeddings: Tensor | None = None,
     ) -> None:
-        """caches: of all layers with attention. wanted: int64, the rows whose results are used. None: all.
-        embeddings: of all layers, where layers have some."""
+        """caches: of all attention layers. wanted: int64, rows to compute; None: all. embeddings: per-layer."""
         mixer: Block = self._modules[self._mixer]  # type: ignore[assignment]
         x = stream.normed(self.attention_norm, None if self._parallel else mixer.reader)
         cache = caches[self._number] if self._has_attention else step.states[self._number]
@@ -113,14 +112,14 @@ class DecoderLayer(nn.Module):
             stream.scale(self.layer_scalar)
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
-        """As `Block.split`."""
+        """Like `Block.split`."""
         for block in self.children():
             if isinstance(block, Block):
                 block.split(whole, index, ranks)
 
     def folds(self) -> Iterator[Fold]:
-        """Yield the linear layers that can take factors of their inputs, by their names in this layer. Norms take the
-        factors of the linear layers that read them."""
+        """Yield linear layers whose inputs can be scaled, by name in this layer. Norms fold the factors of their
+        readers."""
         both = self._readers(self._mixer) + (self._readers("mlp") if self._parallel else ())
         for norm, readers in ((self.attention_norm, both), (self.mlp_norm, self._readers("mlp"))):
             if norm is not None:

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub in this machine's cache: list them, and remove one. Imports no torch."""
+"""List and remove models in the local Hugging Face cache. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class Download:
 
     repository: str
     name: str
-    """Its short name, or else the repository's."""
+    """Its short name, else the repository's."""
     num_bytes: int
     used: float
-    """Seconds since the epoch at which a file was last read."""
+    """Last time a file was read, in seconds since the epoch."""
     folder: Path
 
 
 def downloads() -> list[Download]:
-    """All repositories in the cache with weights, most recently used first."""
+    """All cached repositories with weights, most recently used first."""
     found = (_download(entry) for entry in _repositories(_cache()))
     return sorted(found, key=lambda download: download.used, reverse=True)
 
 
 def remove(name: str, confirm: Callable[[Download], bool] = lambda download: True) -> Download | None:
-    """Remove every revision of a model from the cache. Returns None if `confirm` says no.
+    """Remove all revisions of a model from the cache. Returns None if `confirm` declines.
 
-    name: a short name or a repository. Raises CheckpointNotFoundError if the cache does not have it, and for a choice
-    among the GGUF files of a repository, since the cache removes whole repositories.
+    name: a short name or a repository. Raises CheckpointNotFoundError if the cache does not have it, and for a single
+    GGUF file, because the cache removes whole repositories.
     """
     repository = repository_of(name) or name
     cache = _cache()
@@ -61,7 +61,7 @@ def remove(name: str, confirm: Callable[[Download], bool] = lambda download: Tru
 
 
 def _cache() -> HFCacheInfo | None:
-    """The cache; None if there is no folder of downloads yet."""
+    """The cache; None if its folder does not exist."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -72,7 +72,7 @@ def _cache() -> HFCacheInfo | None:
 
 
 def _repositories(cache: HFCacheInfo | None) -> list[CachedRepoInfo]:
-    """Models with weights. Others have only a config or a tokenizer that some library read."""
+    """Models with weights. Other entries only have a config or a tokenizer."""
     return [
         entry
         for entry in (cache.repos if cache is not None else ())

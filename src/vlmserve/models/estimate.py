@@ -1,4 +1,4 @@
-"""How much memory a checkpoint will take, from its configuration and the shapes of its weights."""
+"""Estimate a checkpoint's memory from its configuration and the shapes of its weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from vlmserve.quant.model import expected_memory
 from vlmserve.quantization import QuantizationConfig
 
 BLOCK_SIZE = 16
-"""Tokens of the block of keys and values that is measured."""
+"""Tokens of the KV block that is measured."""
 
 
 class MemoryEstimate:
-    """The memory of a checkpoint that is not loaded, on a device by its kernels (see `check_kernels`).
+    """The memory of a checkpoint on a device, without loading it. kernels: see `check_kernels`.
 
-    folder: in Hugging Face layout, not quantized, or GGUF, as if it were dequantized.
-    dtype: in which the model would run. max_position: the longest context.
-    Raises what `load_model` raises, and ConfigurationError for a checkpoint that is quantized already.
+    folder: in Hugging Face layout, not quantized, or GGUF, which counts as dequantized. Raises like `load_model`, and
+    ConfigurationError for a quantized checkpoint.
     """
 
     def __init__(self, folder: Path, device: torch.device, kernels: str = "auto") -> None:
@@ -41,9 +40,9 @@ class MemoryEstimate:
         return self._decoder.cache_bytes(BLOCK_SIZE).block / BLOCK_SIZE
 
     def weights(self, config: QuantizationConfig | None) -> int:
-        """Bytes of the weights; config: how they are quantized; None: they are not."""
+        """Bytes of the weights. config: quantization at load; None: none."""
         return expected_memory(self.model, self.device, config)
 
     def cache(self, weights: int, fraction: float) -> int:
-        """Bytes that the KV cache can take beside so many bytes of weights; fraction: `memory_fraction`."""
+        """Bytes left for the KV cache next to `weights` bytes. fraction: `memory_fraction`."""
         return max(0, self.device.expected_cache(fraction, weights))

@@ -1,7 +1,7 @@
-"""Records which experts a pass of a model chose, so that another pass can use the same.
+"""Record the experts that one pass chooses, so that another pass can replay them.
 
-Two experts of nearly the same score change places by rounding alone, and then a token's logits are those of another
-expert. Two passes can only be compared where both take the same ones.
+Rounding can swap two experts with nearly equal scores, which changes a token's logits. Two passes are comparable only
+with the same experts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.overrides import TorchFunctionMode
 
 
 class ExpertChoices:
-    """What `torch.topk`, by which routers choose, chose for each token of some sequences."""
+    """Recorded results of `torch.topk`, which routers use, for the tokens of some sequences."""
 
     def __init__(self) -> None:
         self._chosen: list[list[Tensor]] = []
-        """Of each sequence, for each call: ``[tokens, k]``."""
+        """For each sequence and call: ``[tokens, k]``."""
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record what a pass over the next sequence chooses."""
+        """Record the choices of a pass over the next sequence."""
         chosen: list[Tensor] = []
         with _Recording(chosen):
             yield
@@ -32,7 +32,7 @@ class ExpertChoices:
 
     @contextmanager
     def replay(self, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Have a pass choose what was recorded. spans: the tokens of each sequence that it computes, in one batch."""
+        """Replay the recorded choices in a pass. spans: tokens of each sequence in its batch."""
         parts = [
             [indices[first:last] for indices in chosen]
             for chosen, (first, last) in zip(self._chosen, spans, strict=True)
@@ -68,7 +68,7 @@ class _Replaying(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk):
             return result
         shape = result.indices.shape
-        # The other pass may have run a vision tower before, which chooses as well.
+        # The other pass may have run a vision tower first, which also calls topk.
         alike = (
             place
             for place, recorded in enumerate(self._calls)

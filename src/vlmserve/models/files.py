@@ -1,6 +1,6 @@
-"""The files that tensors are in: safetensors, GGUF, or PyTorch's pickles, of which nothing but tensors is read.
+"""Files with tensors: safetensors, GGUF, or PyTorch pickles, which may contain only tensors.
 
-torch is imported when a file is opened, not before.
+Opening a file imports torch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SAFETENSORS_INDEX = "model.safetensors.index.json"
 INDEX_NAMES = (SAFETENSORS_INDEX, "pytorch_model.bin.index.json")
 PICKLES = (".bin", ".pth", ".pt")
 WEIGHT_FILES = {".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", *PICKLES}
-"""How the names of files with weights end, whichever library reads them."""
+"""Suffixes of weight files of all libraries."""
 
 
 class Slice(Protocol):
-    """A tensor of which rows can be read."""
+    """A tensor whose rows can be read."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -36,7 +36,7 @@ class Slice(Protocol):
 
 
 class WeightFile(Protocol):
-    """An open file, as `safetensors.safe_open` gives it."""
+    """An open file with the interface of `safetensors.safe_open`."""
 
     def __enter__(self) -> Self: ...
 
@@ -50,7 +50,7 @@ class WeightFile(Protocol):
 
 
 def open_weights(path: Path) -> WeightFile:
-    """Open a file for reading. Raises ModelLoadError for a broken one, MissingWeightsError for an absent one."""
+    """Open a file. Raises ModelLoadError if it is broken, MissingWeightsError if it is missing."""
     try:
         if path.suffix in PICKLES:
             return _PickledFile(path)
@@ -76,9 +76,9 @@ def open_weights(path: Path) -> WeightFile:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint: those that an index names, or else all, safetensors rather than pickles.
+    """The weight files of a checkpoint: files in its index, else all, preferring safetensors to pickles.
 
-    folder: or one file that is the whole checkpoint, or a part of it. Raises MissingWeightsError if there are none,
+    folder: or one file that is all or a part of a checkpoint. Raises MissingWeightsError if there are none,
     ModelLoadError for a broken index.
     """
     if folder.is_file():
@@ -105,7 +105,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 class _PickledFile:
-    """Tensors of a PyTorch file, mapped where the file's format allows."""
+    """Tensors of a PyTorch file, mapped if its format allows."""
 
     def __init__(self, path: Path) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""Weights into an empty model: from the checkpoint, or from packed weights that an earlier start kept."""
+"""Fill an empty model with weights, from the checkpoint or from the packed weights of an earlier start."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from vlmserve.quant.formats.layout import Layout
 from vlmserve.quant.model import Quantizer
 
 LARGE_BYTES = 1024**2
-"""Bytes of a layer. After a larger one, freed memory is returned to the system at once."""
+"""Bytes of a large layer. After each one, freed memory is returned to the system."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Filling:
-    """How a model gets its weights."""
+    """Fills a model with its weights."""
 
     checkpoint: Checkpoint
     device: Device
     settings: LoadSettings
-    """With the types, kernels and implementation that were chosen."""
+    """With the chosen dtype, kernels and implementation."""
     layouts: Sequence[Layout] = ()
     """Formats of a quantized checkpoint."""
     keeps_blocks: bool = False
@@ -44,7 +44,7 @@ class Filling:
     cache: WeightsCache | None = None
 
     def fill(self, model: nn.Module, decoder: Decoder) -> bytes:
-        """Fill a model and arrange its layers. decoder: its language model. Returns its `model_identity`."""
+        """Fill a model and pack its layers. decoder: its language model. Returns its `model_identity`."""
         self.checkpoint.repeat(model)
         cache = self.cache if self.device.torch_device.type == "cpu" and self.device.keeps_packed else None
         if cache is None or not cache.is_usable():
@@ -72,12 +72,12 @@ class Filling:
         in_decoder = set(decoder.modules())
 
         def settle(module: nn.Module) -> None:
-            """Bring a module that has its weights into the form in which the device keeps it, before more is read."""
+            """Quantize and pack a module that has all its weights, before more is read."""
             if isinstance(module, Weight):
                 module.settle()
             if quantizer is not None:
                 quantizer.quantize(module)
-            # Layers of towers may depend on each other (`Linear.widen_for`), and `arrange_layers` respects their order.
+            # Tower layers may depend on each other (`Linear.widen_for`); `arrange_layers` handles their order.
             if isinstance(module, Layer) and module in in_decoder:
                 module.arrange(device)
             if isinstance(module, Weight) and module.num_bytes > LARGE_BYTES:

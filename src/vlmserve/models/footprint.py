@@ -1,6 +1,6 @@
-"""Memory that the weights of a checkpoint will take, from the headers of its files. Imports no torch.
+"""Estimate the memory of a checkpoint's weights from file headers. Imports no torch.
 
-An engine asks before it imports anything large, so that a model that does not fit costs seconds and no memory.
+An engine checks it before it imports large libraries, so a model that does not fit fails within seconds.
 """
 
 from __future__ import annotations
@@ -25,35 +25,38 @@ from vlmserve.models.files import PICKLES, weight_files
 from vlmserve.quantization import Scheme
 
 LIBRARIES = 320 * 2**20
-"""Bytes that an engine's process takes for Python, torch and the smallest caches, whatever the model."""
+"""Bytes that Python, torch and the smallest caches take in an engine's process."""
 _REPACKED = {
     **dict.fromkeys((2, 20), 0.5625),
     **dict.fromkeys((3, 12), BYTES["int4"]),
     **dict.fromkeys((6, 8), 1.0625),
     **dict.fromkeys((7, 13, 14), 1.125),
 }
-"""Bytes of a repacked weight by GGUF type. Q4_0 and IQ4_NL become 4-bit with a scale, Q4_1 and Q4_K with a minimum
-besides, Q5_0 and Q8_0 8-bit with a scale, Q5_1, Q5_K and Q6_K 8-bit with more."""
+"""Bytes of a repacked weight, by GGUF type.
+
+Q4_0 and IQ4_NL become 4-bit with a scale, Q4_1 and Q4_K also with a minimum; Q5_0 and Q8_0 become 8-bit with a scale,
+Q5_1, Q5_K and Q6_K 8-bit with more.
+"""
 _HEADS = re.compile(r"(^|\.)(lm_head|output|embed_out)\.weight$")
 _TABLES = re.compile(r"(embed_tokens|token_embd|word_embeddings|wte|tok_embeddings)\.weight$")
 _ROUTERS = re.compile(r"(mlp|block_sparse_moe)\.gate\.weight$|\.router\.proj\.weight$|\.ffn_gate_inp\.weight$")
 """Names of tensors that stay float32."""
 _EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj$|_exps\.weight$")
-"""Names of tensors with the weights of all experts of a layer, which are read one by one."""
+"""Names of tensors that hold all experts of a layer, which are read one by one."""
 _OUTSIDE = re.compile(r"vision|visual|projector|connector|image|(^|\.)(v|mm)\.|patch|position|wpe")
-"""Names of tensors outside of the language model, which are not quantized by default."""
+"""Names of tensors outside the language model, which are not quantized by default."""
 _STAYS_PLAIN = re.compile(
     r"per_layer|\.mlp\.(gate|shared_expert_gate)\.weight$|block_sparse_moe\.gate\.|in_proj_[ab]\.|ssm_(alpha|beta)\."
 )
-"""Names of tensors that are never quantized by default: embeddings of layers, routers, gates of delta rules."""
+"""Names of tensors that are never quantized by default: per-layer embeddings, routers, gates of delta rules."""
 
 _UNREAD = re.compile(r"(^|\.)(audio_tower|embed_audio)\.")
 """Names of tensors that no model reads."""
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Files of the drivers of NVIDIA's and AMD's GPUs, and of either in WSL."""
+"""Driver files of NVIDIA and AMD GPUs, and of GPUs in WSL."""
 _LONGEST_HEADER = 100 * 10**6
-"""Bytes that the safetensors format allows for a header."""
+"""Maximum bytes of a header in the safetensors format."""
 
 logger = logging.getLogger(__name__)
 
@@ -72,21 +75,21 @@ class Stored(NamedTuple):
 
     @property
     def read_at_once(self) -> int:
-        """Weights that a loader reads together."""
+        """Number of weights that a loader reads together."""
         return self.num_weights // (self.shape[0] if _EXPERTS.search(self.name) else 1)
 
 
 class Footprint(NamedTuple):
-    """Bytes of the memory that weights are loaded into."""
+    """Bytes of memory for weights."""
 
     weights: int
-    """The weights once they are loaded."""
+    """The loaded weights."""
     largest: int
-    """The largest tensor as it is read, which is held beside the loaded weights."""
+    """The largest tensor as read, which is in memory next to the loaded weights."""
 
     @property
     def loading(self) -> int:
-        """What loading needs."""
+        """Memory needed to load."""
         return self.weights + self.largest
 
 
@@ -99,14 +102,14 @@ def footprint(
     kernels: str = "auto",
     input_bits: int | None = None,
 ) -> Footprint:
-    """What a checkpoint will take with ``--quantize scheme``.
+    """Estimate a checkpoint's memory with ``--quantize scheme``.
 
-    folder: in Hugging Face layout, or a GGUF file. vision: whether the tower is quantized too. plain_bytes: of a weight
-    that is not quantized. kernels, input_bits: as in `EngineConfig`. Raises what `weight_files` raises, and
-    ModelLoadError for a broken GGUF file.
+    folder: in Hugging Face layout, or a GGUF file. vision: quantize the tower too. plain_bytes: of an unquantized
+    weight. kernels, input_bits: see `EngineConfig`. Raises like `weight_files`, and ModelLoadError for a broken GGUF
+    file.
     """
     if _is_quantized(folder) or any(path.suffix in PICKLES for path in weight_files(folder)):
-        # Without their contents, the files are the best guess.
+        # The sizes of the files are the best guess without their contents.
         return Footprint(sum(path.stat().st_size for path in weight_files(folder)), 0)
     stored = (tensor for path in weight_files(folder) for tensor in _tensors(path))
     tensors = [tensor for tensor in stored if not _UNREAD.search(tensor.name)]
@@ -119,16 +122,15 @@ def footprint(
 
 
 def check_memory(config: EngineConfig, folder: Path) -> None:
-    """Raises ModelLoadError, saying what would fit, for a model that cannot be loaded into main memory."""
+    """Raises ModelLoadError with advice if a model does not fit into main memory."""
     if _loads_into_main_memory(config):
         check_fits(config, folder, free_memory(), LIBRARIES)
 
 
 def check_fits(config: EngineConfig, folder: Path, free: int, reserved: int = 0) -> None:
-    """Raises ModelLoadError, saying what would fit, for a model that needs more memory than is free.
+    """Raises ModelLoadError with advice if a model needs more memory than `free` bytes.
 
-    free: bytes. reserved: bytes that the engine takes whatever the model. Files that cannot be read are left to the
-    loader, which says what is wrong with them.
+    reserved: bytes that the engine takes for any model. Unreadable files pass, because the loader explains them better.
     """
     quantization = config.quantization
     if quantization.calibrates:
@@ -161,7 +163,7 @@ def check_fits(config: EngineConfig, folder: Path, free: int, reserved: int = 0)
 
 
 def _loads_into_main_memory(config: EngineConfig) -> bool:
-    """Whether weights go to the CPU, as far as that is known without torch."""
+    """Return whether weights go to the CPU, as far as can be told without torch."""
     if config.device != "auto":
         return config.device == "cpu"
     return sys.platform == "linux" and not any(Path(path).exists() for path in _GPU_FILES)
@@ -204,7 +206,7 @@ def _tensors(path: Path) -> Iterator[Stored]:
 
 
 def _is_quantized(folder: Path) -> bool:
-    """Whether a checkpoint in Hugging Face layout holds quantized weights."""
+    """Return whether a checkpoint in Hugging Face layout is quantized."""
     path = folder / "config.json"
     if not path.is_file():
         return False

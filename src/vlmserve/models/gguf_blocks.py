@@ -1,4 +1,4 @@
-"""Blocks of quantized weights in GGUF files as values, scales and minimums."""
+"""Unpack blocks of quantized GGUF weights to values, scales and minimums."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Blocks, uint8 ``[rows, blocks, bytes]``, to their values, uint8 ``[rows, blocks, values]``, and scales and minimums,
-# float32 ``[rows, blocks, groups]``. The layouts are those of ggml-common.h in llama.cpp.
+# Blocks, uint8 ``[rows, blocks, bytes]``, to values, uint8 ``[rows, blocks, values]``, and scales and minimums, float32
+# ``[rows, blocks, groups]``. The layouts are in ggml-common.h of llama.cpp.
 Unpack = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def _halves(blocks: Tensor, *, start: int, length: int, size: int) -> Tensor:
-    """Two values a byte; of every `length` of those `size` bytes, those in the lower bits come before those in the
-    upper ones."""
+    """Unpack two values per byte. In each run of `length` bytes, values in low bits precede values in high bits."""
     packed = blocks[..., start : start + size].reshape(*blocks.shape[:2], -1, length)
     return torch.stack((packed & 15, packed >> 4), -2).flatten(-3)
 
 
 def _fifth_bits(blocks: Tensor, *, start: int) -> Tensor:
-    """16 for each value whose bit in four bytes, the lowest one first, is set."""
+    """16 for each value whose bit is set in four bytes, lowest bit first."""
     places = torch.arange(8, dtype=torch.uint8)
     return (blocks[..., start : start + 4, None] >> places & 1).flatten(-2) << 4
 
@@ -39,12 +38,12 @@ def _q4_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _iq4_nl(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (`QuantizedWeight.is_coded`)."""
+    """The values are codes (`QuantizedWeight.is_coded`)."""
     scales = _float16(blocks, 0)
     return _halves(blocks, start=2, length=16, size=16), scales, torch.zeros_like(scales)
 
 
-# Types of more than 4 bits become 8, with the value that stands for a minimum, or for zero if there are none, at 128.
+# Types of more than 4 bits become 8-bit. The value 128 stands for the minimum, or for zero without minimums.
 def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scales = _float16(blocks, 0)
     values = _halves(blocks, start=6, length=16, size=16) | _fifth_bits(blocks, start=2)
@@ -63,8 +62,11 @@ def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _k_parameters(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of eight groups, of which each has a scale and a minimum of 6 bits: four bytes have those of the first four
-    groups' scales, four those of their minimums, and what these leave of their bits and four more bytes the others'."""
+    """Scales and minimums of eight groups, 6 bits each.
+
+    Four bytes hold the scales of the first four groups, four bytes their minimums. The other groups use the remaining
+    two bits of these bytes and four more bytes.
+    """
     scales, minimums, others = blocks[..., 4:16].chunk(3, -1)
     scales = torch.cat((scales & 63, (others & 15) | (scales >> 6 << 4)), -1)
     minimums = torch.cat((minimums & 63, (others >> 4) | (minimums >> 6 << 4)), -1)
@@ -76,7 +78,7 @@ def _q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _q5_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Bit i of 32 bytes is the fifth one of the values of group i."""
+    """Bit i of 32 bytes is the fifth bit of the values in group i."""
     scales, minimums = _k_parameters(blocks)
     places = torch.arange(8, dtype=torch.uint8)[:, None]
     fifth = (blocks[..., None, 16:48] >> places & 1).flatten(-2) << 4
@@ -85,7 +87,7 @@ def _q5_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each half of a block, 64 bytes have the lower four bits of 128 values and 32 bytes their upper two."""
+    """For each half of a block, 64 bytes hold the low four bits of 128 values, and 32 bytes the high two bits."""
     places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     upper = (blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> places & 3).flatten(-3) << 4
     values = _halves(blocks, start=0, length=64, size=128) | upper
@@ -104,5 +106,4 @@ UNPACK: dict[str, tuple[int, int, Unpack]] = {
     "Q6_K": (8, 16, _q6_k),
     "Q8_0": (8, 32, _q8_0),
 }
-"""Types that are groups of inputs with a scale, and a minimum or none: the bits that their values get, the inputs of a
-group, and how they are read."""
+"""Types with a scale and optional minimum per group: bits of unpacked values, group size, and unpacking function."""

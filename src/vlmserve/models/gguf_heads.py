@@ -1,4 +1,4 @@
-"""The order of the heads of a gated delta rule in GGUF files."""
+"""The order of a gated delta rule's heads in GGUF files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vlmserve.gguf_header import TensorInfo
 class DeltaHeads:
     """The heads of a gated delta rule.
 
-    Checkpoints store the value heads of one key head side by side. Files store the first value head of every key head,
-    then the second one of every key head, and so on.
+    Checkpoints store the value heads of each key head together. GGUF files store the first value head of all key heads,
+    then the second of all key heads, and so on.
     """
 
     num_keys: int
     num_values: int
     key_channels: int
-    """Channels of all queries and keys together."""
+    """Channels of all queries and keys."""
     value_size: int
 
     @classmethod
@@ -38,7 +38,7 @@ class DeltaHeads:
         return cls(keys, values, 2 * keys * metadata["ssm.state_size"], inner // values)
 
     def places(self, part: str, info: TensorInfo) -> NDArray[np.int64] | None:
-        """Return the file's rows, or columns of ``out_proj``, in the order of checkpoints. None: they are in order.
+        """Return the file's rows (of ``out_proj``: columns) in the order of checkpoints; None: they are in order.
 
         part: the tensor's name in its layer. Raises ModelLoadError for a tensor of another size.
         """

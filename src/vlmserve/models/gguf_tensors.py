@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, under the names and in the order that they have here."""
+"""The tensors of a GGUF file, with our names and orders."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Bytes = NDArray[np.uint8]
 
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _EXPERTS = "experts."
-"""In the names of tensors that files hold for all experts of a layer together."""
+"""Marks tensors that hold all experts of a layer."""
 _BARE = ("layer_scalar", "router.scale", "router.per_expert_scale")
-"""Ends of the names of parameters that are no weight of a layer."""
+"""Suffixes of parameters that are not a layer's weight."""
 _WHOLE = {
     "token_embd": "embed_tokens",
     "position_embd": "position_embeddings",
@@ -73,28 +73,34 @@ _NOT_WEIGHTS = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_
 
 @dataclass(frozen=True)
 class _Source:
-    """The origin of a tensor. rows, columns: indices in the file, in order; None: all. added: to all values. behind:
-    tensors whose rows follow. frames: tensors that are the steps of the third axis. reshaped: the new shape.
-    channels_last: the second axis comes last before that. is_decay: the file has ``-exp`` of the values. place: which
-    part of the stored tensor it is, and how many equal parts that has."""
+    """The origin of a tensor."""
 
     info: TensorInfo
     rows: NDArray[np.int64] | None = None
+    """Row indices in the file, in order; None: all."""
     added: float = 0.0
+    """Added to all values."""
     behind: tuple[_Source, ...] = ()
+    """Tensors whose rows follow."""
     frames: tuple[_Source, ...] = ()
+    """Tensors that are the other steps of the third axis."""
     reshaped: tuple[int, ...] | None = None
+    """The new shape."""
     channels_last: bool = False
+    """Move the second axis to the end before reshaping."""
     columns: NDArray[np.int64] | None = None
+    """Column indices in the file, in order; None: all."""
     is_decay: bool = False
+    """The file has ``-exp`` of the values."""
     place: tuple[int, int] = (0, 1)
+    """Index of this part in the stored tensor, and the number of equal parts."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         if self.reshaped is not None:
             return self.reshaped
         if self.rows is not None:
-            # One row of several is a tensor of its own.
+            # A 0-D index selects one row as a tensor.
             return self.info.shape[1:] if self.rows.ndim == 0 else (len(self.rows), *self.info.shape[1:])
         count, *rest = self.info.shape
         if self.frames:
@@ -103,10 +109,10 @@ class _Source:
 
 
 class GGUFFile:
-    """An open file, a `WeightFile`. Nothing stays mapped between two reads.
+    """An open GGUF file, a `WeightFile`. Nothing stays mapped between reads.
 
-    Raises what `read_header` raises, UnsupportedModelError for tensors or types of them that are not implemented, and
-    ModelLoadError for a file that ends before its tensors do.
+    Raises like `read_header`; UnsupportedModelError for tensors or types that are not implemented; ModelLoadError for a
+    truncated file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -129,21 +135,21 @@ class GGUFFile:
         return _Rows(source.shape, functools.partial(_read, source))
 
     def stored(self, name: str, share: float) -> list[tuple[Path, str, float]]:
-        """The files, stored names and shares that are read of a tensor. share: of the tensor `name`."""
+        """Files, stored names and shares to read for a tensor. share: of the tensor `name`."""
         source = self._sources[name]
         number, count = source.place
         read = (number + share) / count
         return [(part.info.path, part.info.name, read) for part in (source, *source.behind, *source.frames)]
 
     def quantized(self, name: str) -> QuantizedWeight | None:
-        """A tensor as it is in the file, exactly; None if its type does not have the form of a `QuantizedWeight`."""
+        """A tensor in its exact stored form; None if `QuantizedWeight` cannot hold its type."""
         source = self._sources[name]
         parts = [_quantized(part) for part in (source, *source.behind)]
         whole = [part for part in parts if part is not None]
         return QuantizedWeight.join(whole) if len(whole) == len(parts) else None
 
     def blocks(self, name: str) -> GGUFWeight | None:
-        """The blocks of a tensor; None if kernels do not pack their type."""
+        """The blocks of a tensor; None if kernels do not pack its type."""
         source = self._sources[name]
         sources = (source, *source.behind)
         packed = SUPERBLOCK_BYTES.keys() | GROUP_BLOCKS.keys()
@@ -177,13 +183,13 @@ def _quantized(source: _Source) -> QuantizedWeight | None:
 
 
 def _moves_groups(columns: NDArray[np.int64], size: int) -> bool:
-    """Return whether columns of one group stay side by side."""
+    """Return whether each group's columns stay adjacent."""
     groups = columns.reshape(-1, size)
     return bool((groups[:, :1] % size == 0).all() and (np.diff(groups) == 1).all())
 
 
 def _read(source: _Source, first: int, last: int | None) -> Tensor:
-    """Rows of a tensor."""
+    """Read rows of a tensor."""
     if source.reshaped is not None:
         whole = _plain(source, 0, None)
         return (whole.movedim(1, -1) if source.channels_last else whole).reshape(source.reshaped)[first:last]
@@ -203,7 +209,7 @@ def _read(source: _Source, first: int, last: int | None) -> Tensor:
 
 
 def _plain(source: _Source, first: int, last: int | None) -> Tensor:
-    """Of what is one tensor in the file."""
+    """Read rows of a tensor that is a single tensor in the file."""
     info = source.info
     plain = _PLAIN.get(_type_of(info).name)
     raw = _bytes(source, first, last)
@@ -219,21 +225,23 @@ def _plain(source: _Source, first: int, last: int | None) -> Tensor:
 
 
 def _blocks(source: _Source) -> Tensor:
-    """All blocks of a tensor, uint8 ``[rows, blocks, bytes]``. They are mapped from the file if its order is kept, so
-    that kernels read them without a copy."""
+    """All blocks of a tensor, uint8 ``[rows, blocks, bytes]``.
+
+    They are mapped from the file if its order is kept, so that kernels read them without a copy.
+    """
     mapped = _mapped(source.info)
     raw = np.asarray(mapped if source.rows is None else mapped[np.atleast_1d(source.rows)])
     return torch.from_numpy(raw).view(len(raw), -1, _type_size(source.info))
 
 
 def _mapped(info: TensorInfo) -> Bytes:
-    """Rows of a tensor in its file. Writing to them changes nothing in the file."""
+    """Map a tensor's rows copy-on-write."""
     count = info.shape[0]
     return np.memmap(info.path, np.uint8, "c", offset=info.offset, shape=(count, _num_bytes(info) // count))
 
 
 def _bytes(source: _Source, first: int, last: int | None) -> Bytes:
-    """Rows of a tensor, ``[rows, bytes]``. A vector has a row for each value."""
+    """Copy rows of a tensor, ``[rows, bytes]``. A vector has one row per value."""
     mapped = _mapped(source.info)
     if source.rows is None:
         return np.array(mapped[first:last])
@@ -241,7 +249,7 @@ def _bytes(source: _Source, first: int, last: int | None) -> Bytes:
 
 
 class _Rows:
-    """A tensor of which rows can be read."""
+    """A tensor whose rows can be read."""
 
     def __init__(self, shape: tuple[int, ...], read: Callable[[int, int | None], Tensor]) -> None:
         self._shape = shape
@@ -258,13 +266,13 @@ class _Rows:
 
 @functools.lru_cache(maxsize=64)
 def _sources_in(header: Header, path: Path) -> dict[str, _Source]:
-    """The tensors of one file of a model."""
+    """The tensors of one of a model's files."""
     return {name: source for name, source in _checked_sources(header).items() if source.info.path == path}
 
 
 @functools.lru_cache(maxsize=4)
 def _checked_sources(header: Header) -> dict[str, _Source]:
-    """As `_sources`, cached: a file is opened once for every part that is copied."""
+    """Like `_sources`, but cached, because a file is opened for each copied piece."""
     for info in header.tensors.values():
         _check(info, header)
     if header.architecture == ARCHITECTURE:
@@ -288,7 +296,7 @@ def _of_checkpoint(stored: Stored) -> _Source:
 
 
 def _sources(header: Header, architecture: GGUFText) -> Iterator[tuple[str, _Source]]:
-    """Tensors by the names that they have here. Raises UnsupportedModelError for one that has none."""
+    """Tensors by our names. Raises UnsupportedModelError for an unknown tensor."""
     num_layers = Metadata(header).num_layers
     for name, info in header.tensors.items():
         if (of_layer := re.match(r"blk\.(\d+)\.", name)) and int(of_layer[1]) >= num_layers:
@@ -341,7 +349,7 @@ def _of_delta(header: Header, part: str, info: TensorInfo) -> _Source:
 
 
 def _of_experts(place: str, info: TensorInfo) -> Iterator[tuple[str, _Source]]:
-    """The weights of each expert in a tensor ``[experts, outputs, inputs]``, with their names."""
+    """Split a tensor ``[experts, outputs, inputs]`` into named weights of experts."""
     if len(info.shape) != 3:
         raise ModelLoadError(f"{info.path}: {info.name} {info.shape} does not hold a matrix for each expert")
     count, size = info.shape[0], _num_bytes(info) // info.shape[0]
@@ -352,14 +360,12 @@ def _of_experts(place: str, info: TensorInfo) -> Iterator[tuple[str, _Source]]:
 
 
 def _uninterleaved(header: Header, info: TensorInfo, *, keys: bool) -> NDArray[np.int64]:
-    """The rows of queries or keys in which neighbours pair, in the order in which each pairs with one of the other half
-    of its head."""
+    """Row order of queries or keys that moves pairs of neighbors to pairs of head halves."""
     return _halves_of_pairs(info, _num_heads(header, keys=keys))
 
 
 def _interleaved(header: Header, info: TensorInfo, *, keys: bool) -> NDArray[np.int64]:
-    """The rows of queries or keys of which each pairs with one of the other half of what is rotated of its head, in the
-    order in which neighbours pair."""
+    """Row order of queries or keys that moves pairs of halves, within a head's rotated rows, to pairs of neighbors."""
     heads = _num_heads(header, keys=keys)
     _check_heads(info, heads)
     rows = np.arange(info.shape[0]).reshape(heads, -1)
@@ -415,7 +421,7 @@ def _type_size(info: TensorInfo) -> int:
 
 
 def _block(info: TensorInfo) -> tuple[int, int]:
-    """How many values a block of a tensor has, and how many bytes."""
+    """Number of values and of bytes in a block."""
     from gguf import GGML_QUANT_SIZES
 
     return GGML_QUANT_SIZES[_type_of(info)]
@@ -435,7 +441,7 @@ def _type_of(info: TensorInfo) -> Any:
 
 @functools.cache
 def _supported_types() -> dict[int, Any]:
-    """Types by their numbers: plain ones, and those that the gguf package dequantizes."""
+    """Types by number: unquantized ones, and all that the gguf package dequantizes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 

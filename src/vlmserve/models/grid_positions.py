@@ -1,4 +1,4 @@
-"""Positions in three axes: frames, rows and columns (https://arxiv.org/abs/2409.12191), or on a canvas (MiniCPM-V)."""
+"""Three-axis positions: frames, rows and columns (https://arxiv.org/abs/2409.12191), or on a canvas (MiniCPM-V)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from vlmserve.types import Canvas, ImagePlacement
 
 
 def grid_positions(images: Sequence[ImagePlacement], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """int64 ``[3, tokens]`` from a prompt's images, in order, and the places of tokens in it, ascending.
+    """Return int64 ``[3, tokens]`` positions. images: of a prompt, in order. places: ascending places of tokens in it.
 
-    Within an image or video that has a grid they count by frames, rows and columns, each from where it begins; after
-    it all three go on from the highest of them. Where text stands among its placeholders, each frame is a grid of its
-    own, and the text counts as any other. On a canvas, slices lie side by side, and the piece that shows all of the
-    image is stretched over them.
+    Within a gridded image or video, each axis counts frames, rows or columns from its beginning. After it, all axes
+    continue after the highest position. If text stands among its placeholders, each frame is its own grid, and the text
+    counts as text. On a canvas, slices are adjacent, and the overview piece is stretched over them.
     """
     result = np.repeat(places[None], 3, 0)
     shift = 0
@@ -36,7 +35,7 @@ def grid_positions(images: Sequence[ImagePlacement], places: npt.NDArray[np.int6
             shift += frames * (max(rows, columns) - rows * columns)
             result[:, places >= image.end] = places[places >= image.end] + shift
             continue
-        # In float32, where a product may fall short of a whole number, as in transformers.
+        # Products in float32 may fall short of a whole number, as in transformers.
         times = (np.arange(frames, dtype=np.float32) * np.float32(image.frame_step)).astype(np.int64)
         inside = (places >= image.start) & (places < image.end)
         within = places[inside] - image.start
@@ -52,19 +51,21 @@ def grid_positions(images: Sequence[ImagePlacement], places: npt.NDArray[np.int6
 def _place_on_canvas(
     image: ImagePlacement, canvas: Canvas, places: npt.NDArray[np.int64], shift: int, result: npt.NDArray[np.int64]
 ) -> None:
-    """Write the positions of an image's tokens, all in one frame. shift: from places to positions, at its beginning."""
+    """Write the positions of an image's tokens, all in one frame. shift: position minus place at its beginning."""
     inside = (places >= image.start) & (places < image.end)
     if inside.any():
         begin, within = image.start + shift, places[inside] - image.start
         result[0, inside] = begin
-        # The token before an image at the very beginning has no place outside of the canvas.
+        # At the start of a prompt, no position before the canvas exists.
         result[1:, inside] = np.maximum(begin + _canvas_places(canvas, image.num_tokens)[:, within], 0)
 
 
 @functools.lru_cache(maxsize=256)
 def _canvas_places(canvas: Canvas, num_tokens: int) -> npt.NDArray[np.int64]:
-    """int64 ``[2, tokens]``, rows and columns on a canvas: each piece between two tokens that mark its corners, rows of
-    slices each with a newline between them. Further tokens count as the first place."""
+    """Rows and columns on a canvas, int64 ``[2, tokens]``.
+
+    Corner tokens enclose each piece, and newlines separate rows of slices. Extra tokens use the first place.
+    """
     height, width = canvas.size
     down, across = canvas.piece
     parts = [[[-1], [-1]], _spread(canvas.whole, canvas.size), [[height], [width]]]
@@ -81,8 +82,8 @@ def _canvas_places(canvas: Canvas, num_tokens: int) -> npt.NDArray[np.int64]:
 
 
 def _spread(size: tuple[int, int], over: tuple[int, int]) -> npt.NDArray[np.int64]:
-    """int64 ``[2, rows * columns]``: the places of a grid, row by row, that is stretched over another one."""
-    # In float32 as transformers computes it: halves are rounded to even numbers.
+    """int64 ``[2, rows * columns]``: positions of a grid, row by row, stretched over another grid."""
+    # In float32 as in transformers; halves round to even.
     axes = [torch.linspace(0, last - 1, count).round().long().numpy() for count, last in zip(size, over, strict=True)]
     return np.stack(np.meshgrid(*axes, indexing="ij")).reshape(2, -1)
 
@@ -90,8 +91,7 @@ def _spread(size: tuple[int, int], over: tuple[int, int]) -> npt.NDArray[np.int6
 def _place_frames(
     image: ImagePlacement, places: npt.NDArray[np.int64], shift: int, result: npt.NDArray[np.int64]
 ) -> None:
-    """Write the positions of a video's tokens, whose frames have text between them. shift: from places to positions,
-    at its beginning."""
+    """Write the positions of a video with text between frames. shift: position minus place at its beginning."""
     assert isinstance(image.grid, tuple)
     _, rows, columns = image.grid
     inside = (places >= image.start) & (places < image.end)

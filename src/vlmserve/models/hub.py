@@ -1,4 +1,4 @@
-"""Finds a checkpoint: built in, local, or from the Hugging Face hub. Imports no torch."""
+"""Find a checkpoint: built in, local, or on the Hugging Face hub. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,24 +19,28 @@ from vlmserve.models.names import is_short, repository_of, suggestion
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _PICKLES = ["*.bin", "*.pth"]
-"""Downloaded only where there are no safetensors; nothing but tensors is read of them."""
+"""Downloaded only if there are no safetensors. They may contain only tensors."""
 _AMONG_FILES = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<tag>[\w.-]+)|/(?P<path>[\w.-]+(/[\w.-]+)*))")
-"""A repository's id, and which of its GGUF files."""
+"""A repository id and a choice among its GGUF files."""
 _IGNORED = ["original/*", "*/*.safetensors", "onnx/*", "runs/*"]
 
 
 def resolve_model(name: str, revision: str | None = None, mmproj: str | None = None, *, progress: bool = True) -> Path:
-    """The folder with the checkpoint called `name`, or its file if it is a GGUF file without a vision tower.
+    """Return the folder of the checkpoint `name`, or its file for a GGUF file without a vision tower.
 
-    name: ``pixie`` (in the package), a local folder or GGUF file, or a repository id of the Hugging Face hub or a short
-    name of one (`vlmserve.models.names`), which is downloaded unless it is in the cache; of a repository with GGUF
-    files, with what chooses among them behind it, as ``owner/name:Q4_K_M`` or ``owner/name/folder``. ``HF_TOKEN``,
-    ``HF_HOME`` and ``HF_HUB_OFFLINE`` are honoured.
-    revision: branch, tag or commit of the repository. mmproj: the file with the vision tower of a GGUF file; None: the
-    one that lies beside it in a folder or repository. progress: show download bars.
-    Raises CheckpointNotFoundError if there is no such checkpoint or it cannot be reached, MissingWeightsError if it
-    has no weights in safetensors or PyTorch's files, ModelLoadError for a broken GGUF file or two that do not belong
-    together, ConfigurationError for a vision tower beside a checkpoint that is no GGUF file.
+    name: one of
+
+    - ``pixie``, which is in the package
+    - a local folder or GGUF file
+    - a repository id on the Hugging Face hub or its short name (`vlmserve.models.names`); downloaded unless cached
+    - a repository with GGUF files and a choice, such as ``owner/name:Q4_K_M`` or ``owner/name/folder``
+
+    ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` apply. revision: branch, tag or commit. mmproj: the GGUF file of
+    the vision tower; None: the one in the same folder or repository. progress: show download bars.
+
+    Raises CheckpointNotFoundError if there is no such checkpoint or the hub is unreachable; MissingWeightsError without
+    weights; ModelLoadError for a broken GGUF file or two that do not match; ConfigurationError for `mmproj` without a
+    GGUF file.
     """
     folder = built_in_folder() if name == BUILT_IN_MODEL else expanded(name)
     if folder.is_dir():
@@ -140,7 +144,7 @@ def _download(name: str, revision: str | None, *, progress: bool) -> Path:
 
 
 def _check_format(name: str, revision: str | None) -> None:
-    """Raises CheckpointNotFoundError for a repository whose models are GGUF files."""
+    """Raises CheckpointNotFoundError for a repository with GGUF files, which needs a choice."""
     if found := [path for path in _list_files(name, revision) or () if path.endswith(GGUF)]:
         raise CheckpointNotFoundError(
             f"{name} has {GGUF} files: choose among them, like {name}:Q4_K_M; there are {', '.join(found[:8])}"
@@ -148,7 +152,7 @@ def _check_format(name: str, revision: str | None) -> None:
 
 
 def _download_gguf(name: str, wanted: str, revision: str | None, *, progress: bool) -> tuple[Path, str]:
-    """The folder with one model of a repository, its vision tower beside it, and what chooses it there."""
+    """Download one model of a repository with its vision tower. Returns its folder and its choice there."""
     from huggingface_hub import snapshot_download
 
     with _kind_errors(name, revision), _bars(shown=progress):
@@ -160,7 +164,7 @@ def _download_gguf(name: str, wanted: str, revision: str | None, *, progress: bo
 
 
 def _list_files(name: str, revision: str | None) -> list[str] | None:
-    """Of a repository; None if the hub may not or cannot be asked, so that what is in the cache has to do."""
+    """Files of a repository; None offline, when the cache has to suffice."""
     import httpx
     from huggingface_hub import HfApi, constants
 
@@ -186,7 +190,7 @@ def _bars(*, shown: bool) -> Iterator[None]:
 
 @contextmanager
 def _kind_errors(name: str, revision: str | None) -> Iterator[None]:
-    """What the hub's client raises, as CheckpointNotFoundError."""
+    """Convert errors of the hub's client to CheckpointNotFoundError."""
     import httpx
     from huggingface_hub import errors
 

@@ -1,10 +1,9 @@
-"""What a model is: 32 bytes that cover everything its states depend on besides the tokens.
+"""A model's identity: 32 bytes over everything that its states depend on besides the tokens.
 
-Files are not read in full, which would take seconds, and a loader that reads them anyway hashes each tensor on the way
-(`TensorDigests`), so that no page is read twice. Of each tensor of more than `WHOLE_BYTES`, windows of
-`WINDOW_BYTES` are read so close together that every row of the tensor, and every piece of `LONGEST_STEP` bytes, has at
-least one whole window. Training, merging and quantizing change whole rows, so they change the digest. Names of folders
-and files, the order of tensors and their division into files do not.
+Reading files in full would take seconds, so only samples are hashed. A loader that reads a tensor hashes it at the same
+time (`TensorDigests`), so no page is read twice. For tensors over `WHOLE_BYTES`, every row and every `LONGEST_STEP`
+bytes contain at least one whole window of `WINDOW_BYTES`. Training, merging and quantizing change whole rows, so they
+change the digest. Names of folders and files, tensor order and sharding into files do not.
 """
 
 from __future__ import annotations
@@ -35,28 +34,31 @@ SHORTEST_STEP, LONGEST_STEP = 512, 8192
 WHOLE_BYTES = 64 * 1024
 """Tensors of up to this size are read in full."""
 MAPPED_BYTES = 16 * 1024**2
-"""Bytes of a file to map at once: pages of a mapping count as used memory until it is closed."""
+"""Bytes of a file to map at once: mapped pages count as used memory until the mapping is closed."""
 
 _ABOUT_THE_FILES = {"_name_or_path", "_commit_hash", "transformers_version"}
-"""Keys of config.json that say where a checkpoint comes from and not what it computes."""
+"""Keys of config.json about the origin of a checkpoint, which do not affect results."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file. description: its type and shape. start, end: its bytes. row: bytes of one of its rows."""
+    """A tensor in a file."""
 
     name: str
     description: str
+    """Dtype and shape."""
     start: int
+    """First byte in the file."""
     end: int
+    """Byte after the last."""
     row: int
+    """Bytes of a row."""
 
 
 def model_identity(folder: Path, settings: LoadSettings, digests: TensorDigests | None = None) -> bytes:
-    """The digest of a checkpoint and of how it is computed, whatever folder it is in.
+    """The digest of a checkpoint and its settings, independent of its folder.
 
-    folder: a checkpoint in Hugging Face layout, or a GGUF file. settings: with the type and the implementation that
-    were chosen; the implementation's version counts as well. digests: of tensors that were read already.
-    Raises what `weight_files` raises.
+    folder: a checkpoint in Hugging Face layout, or a GGUF file. settings: with the chosen dtype and implementation,
+    whose version counts as well. digests: of tensors that were read already. Raises like `weight_files`.
     """
     packages = {"vlmserve", settings.implementation}
     parts = {
@@ -70,7 +72,7 @@ def model_identity(folder: Path, settings: LoadSettings, digests: TensorDigests 
 
 
 def computation_parts(settings: LoadSettings) -> dict[str, Any]:
-    """The settings that change what a model computes, as JSON."""
+    """The settings that change a model's results, as JSON."""
     quantization = settings.quantization
     return {
         "dtype": str(settings.dtype),
@@ -81,15 +83,14 @@ def computation_parts(settings: LoadSettings) -> dict[str, Any]:
 
 @cache
 def package_version(package: str) -> str:
-    """The version of an installed package. `metadata.version` parses a file at each call."""
+    """The version of an installed package. Cached, because `metadata.version` parses a file at each call."""
     return metadata.version(package)
 
 
 def cache_identity(model: bytes, backend: AttentionBackend, layers: Sequence[LayerCache]) -> bytes:
-    """The digest of a model and of how its keys and values are stored.
+    """The digest of a model and of the format of its KV cache. Only caches with equal digests may exchange blocks.
 
-    model: its `model_identity`. layers: the caches of all layers, of any number of blocks. Blocks may be exchanged only
-    between caches of the same identity.
+    model: its `model_identity`. layers: the caches of all layers, with any number of blocks.
     """
     tensors = [
         [field.name, str(tensor.dtype), list(tensor.shape[1:])]
@@ -102,9 +103,9 @@ def cache_identity(model: bytes, backend: AttentionBackend, layers: Sequence[Lay
 
 
 def weights_digest(folder: Path, digests: TensorDigests | None = None) -> bytes:
-    """A digest of the names, types, shapes and sampled values of all tensors.
+    """A digest of names, dtypes, shapes and sampled values of all tensors.
 
-    digests: of tensors that were read already, which are not read again.
+    digests: of tensors that were read already.
     """
     digests = digests or TensorDigests()
     found: dict[str, bytes] = {}
@@ -120,20 +121,20 @@ def weights_digest(folder: Path, digests: TensorDigests | None = None) -> bytes:
 
 
 class TensorDigests:
-    """Digests of tensors in files, each taken while its pages are in memory anyway."""
+    """Digests of tensors in files, computed while their pages are in memory anyway."""
 
     def __init__(self) -> None:
         self.on_read: Callable[[int], None] = lambda num_bytes: None
-        """Is told how many more bytes were read."""
+        """Called with the number of newly read bytes."""
         self._files: dict[Path, dict[str, _TensorDigest]] = {}
 
     def read(self, path: Path, name: str, share: float = 1.0) -> None:
-        """Hash a tensor, or as much of it as was read. name: as the file has it. Files of PyTorch are left out."""
+        """Hash a tensor up to `share`. name: in the file. PyTorch files are skipped."""
         if path.suffix not in PICKLES and (tensor := self._tensors(path).get(name)) is not None:
             self.on_read(tensor.advance(share))
 
     def of_file(self, path: Path) -> dict[str, bytes]:
-        """Digests of all tensors of a file by name, after hashing what was not read."""
+        """Digests of all tensors of a file by name, after hashing the rest."""
         return {name: tensor.finish() for name, tensor in self._tensors(path).items()}
 
     def _tensors(self, path: Path) -> dict[str, _TensorDigest]:
@@ -143,7 +144,7 @@ class TensorDigests:
 
 
 class _TensorDigest:
-    """The digest of one tensor, which grows with what was read of it."""
+    """The digest of one tensor, which grows as the tensor is read."""
 
     def __init__(self, path: Path, tensor: StoredTensor) -> None:
         self._path, self._tensor = path, tensor
@@ -152,7 +153,7 @@ class _TensorDigest:
         self._hashed = self._read = 0
 
     def advance(self, share: float) -> int:
-        """Hash as much as was read. Returns the bytes that were read since the last call."""
+        """Hash up to `share`. Returns the bytes read since the last call."""
         size = self._tensor.end - self._tensor.start
         # Each item has the windows of at most `MAPPED_BYTES` of the file.
         wanted = math.inf if share >= 1 else share * size
@@ -168,7 +169,7 @@ class _TensorDigest:
 
 
 def stored_tensors(path: Path) -> Iterator[StoredTensor]:
-    """The tensors of a safetensors or a GGUF file."""
+    """The tensors of a safetensors or GGUF file."""
     if is_gguf(path):
         header = read_header(path)
         own = (info for info in header.tensors.values() if info.path == path)
@@ -190,7 +191,7 @@ def stored_tensors(path: Path) -> Iterator[StoredTensor]:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Bytes of a checkpoint's tensors in its files; of PyTorch's files, of the whole files."""
+    """Bytes of a checkpoint's tensors in its files; PyTorch files count whole."""
     total = 0
     for path in weight_files(folder):
         if path.suffix in PICKLES:
@@ -201,7 +202,7 @@ def stored_bytes(folder: Path) -> int:
 
 
 def _configuration(folder: Path) -> Any:
-    """What says how the weights are computed with: JSON, of a GGUF file the digest of all before its tensors."""
+    """The configuration that affects results: JSON, or for a GGUF file the digest of its metadata."""
     if folder.is_file():
         return metadata_digest(folder)
     paths = [folder / name for name in ("config.json", *OLD_FILES)]
@@ -209,7 +210,7 @@ def _configuration(folder: Path) -> Any:
 
 
 def metadata_digest(path: Path) -> str:
-    """Of all that comes before a GGUF file's tensors."""
+    """The digest of everything before a GGUF file's tensors."""
     header = read_header(path)
     offsets = (info.offset for info in header.tensors.values() if info.path == path)
     with path.open("rb") as file:
@@ -223,7 +224,7 @@ def _without_origin(config: Any) -> Any:
 
 
 def _pickle_digest(path: Path) -> bytes:
-    """Of PyTorch's archives, the checksums of all members and windows; of older files, everything."""
+    """Digest of a PyTorch file: checksums of all members and sampled windows; for older files, all bytes."""
     hasher = blake3()
     if not zipfile.is_zipfile(path):
         return hasher.update_mmap(path).digest()
@@ -238,12 +239,12 @@ def _pickle_digest(path: Path) -> bytes:
 
 
 def _windows(path: Path, start: int, end: int, row: int) -> Iterator[bytes]:
-    """Sampled bytes of a range of a file, in order; all of them if they are few. row: see `StoredTensor`."""
+    """Sampled bytes of a range of a file, in order; all bytes if there are few. row: see `StoredTensor`."""
     size = end - start
     if size <= WHOLE_BYTES:
         yield _bytes_at(path, start, size)
         return
-    # So that any `row` bytes in a row hold a whole window; columns are met in turn, as the windows move on by the row.
+    # Any `row` consecutive bytes contain a whole window. Windows drift along rows, so they sample all columns.
     step = min(max(row, SHORTEST_STEP), LONGEST_STEP) - WINDOW_BYTES
     total, at_once = (size - WINDOW_BYTES) // step + 1, MAPPED_BYTES // step
     for first in range(0, total, at_once):

@@ -1,5 +1,7 @@
-"""What images put into the rows of a batch: embeddings in place of their placeholders', and what is added to these rows
-between the decoder's layers (DeepStack, https://arxiv.org/abs/2406.04334)."""
+"""Insert image embeddings into the rows of a batch, and add features between layers.
+
+DeepStack (https://arxiv.org/abs/2406.04334) adds features to the same rows between the decoder's first layers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """Rows ``first <= row < last`` of a batch take an image's embeddings, from its row `offset` on."""
+    """Rows ``first <= row < last`` of a batch take an image's embeddings from row `offset` on."""
 
     key: bytes
     first: int
@@ -21,23 +23,20 @@ class ImageRows:
 
 @dataclass(frozen=True, slots=True)
 class LayerFeatures:
-    """What rows ``first <= row < last`` of a batch have added to the outputs of the first layers.
-
-    values: ``[last - first, layers * hidden_size]``: for the first layer, beside it for the second, and so on.
-    """
+    """Features to add to rows ``first <= row < last`` after each of the first layers."""
 
     first: int
     last: int
     values: Tensor
+    """``[last - first, layers * hidden_size]``, layer by layer."""
 
 
 def place_images(
     embeddings: Tensor, image_rows: Sequence[ImageRows], images: Mapping[bytes, Tensor]
 ) -> list[LayerFeatures]:
-    """Put images' embeddings into rows of a batch, ``[tokens, hidden_size]``, in place. Embeddings of layers, which
-    may follow in each row, stay.
+    """Write image embeddings into rows of a batch, ``[tokens, hidden_size]``, in place. Returns features for layers.
 
-    images: by key, ``[num_tokens, image_width]`` (`LanguageModel.image_width`). Returns what the layers get of them.
+    Per-layer embeddings, which may follow in each row, stay. images: ``[num_tokens, image_width]`` by key.
     """
     features = []
     for rows in image_rows:
@@ -50,7 +49,7 @@ def place_images(
 
 
 def add_features(x: Tensor, features: Sequence[LayerFeatures], layer: int) -> None:
-    """Add the features for a layer to its output ``[tokens, hidden_size]``, in place."""
+    """Add a layer's features to its output ``[tokens, hidden_size]``, in place."""
     width = x.shape[1]
     for rows in features:
         x[rows.first : rows.last] += rows.values[:, layer * width : (layer + 1) * width]

@@ -1,4 +1,4 @@
-"""How a checkpoint becomes a model in memory."""
+"""Settings for loading a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from vlmserve.quantization import QuantizationConfig
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """What decides how a model computes, beside its checkpoint."""
+    """Settings that affect a model's results, besides its checkpoint."""
 
     device: torch.device
     dtype: torch.dtype | None = None
-    """None: the checkpoint's own where the device computes it well. A CPU never runs float16: it takes bfloat16 if it
-    has instructions for it or the native kernels run, else float32."""
+    """None: the checkpoint's dtype if the device supports it well. A CPU never runs float16: it takes bfloat16 if it
+    has instructions for it or the native kernels run, else float32.
+    """
     kernels: str = "auto"
     """See `check_kernels`."""
     implementation: ModelImplementation = "auto"
-    """The one of "transformers" where "auto" finds none of our own."""
+    """"auto": our own implementation, else "transformers"."""
     quantization: QuantizationConfig | None = None
-    """Of weights at load. None: weights stay as the checkpoint has them. Quantized weights of a GGUF file stay
-    quantized on devices that keep them so, unless `dtype` is float32, which is exact."""
+    """Quantization at load; None: weights stay as in the checkpoint. Quantized GGUF weights stay quantized on devices
+    that support it, unless `dtype` is float32, which is exact.
+    """
     input_bits: int | None = None
-    """Bits of inputs that native kernels multiply with quantized weights of a checkpoint, 8 or 16. None: by format."""
+    """Bits of activations for quantized weights of a checkpoint, 8 or 16; None: by format."""
     cache_type: CacheType = "auto"
-    """How the KV cache stores keys and values."""
+    """Format of keys and values in the KV cache."""
 
     def __post_init__(self) -> None:
         if self.quantization is not None and not self.quantization.wanted:

@@ -12,22 +12,22 @@ REPOSITORIES = {model.name: model.repository for model in MODELS}
 
 
 def repository_of(name: str) -> str | None:
-    """The repository that a short name stands for; None for what is no short name."""
+    """The repository of a short name; None for other names."""
     return REPOSITORIES.get(name.lower())
 
 
 def name_of(repository: str) -> str | None:
-    """The short name of a repository; None if it has none."""
+    """The short name of a repository, if any."""
     return next((name for name, known in REPOSITORIES.items() if known == repository), None)
 
 
 def is_short(name: str) -> bool:
-    """Whether a name can be nothing but a short one, known or not: a family, or what has a size behind a colon."""
+    """Return whether a name can only be a short one, known or not: a family, or a name with a colon and a size."""
     return "/" not in name and (":" in name or any(known.startswith(f"{name.lower()}:") for known in REPOSITORIES))
 
 
 def suggestion(name: str) -> str:
-    """Short names like another name, as the end of an error message; empty if there are none."""
+    """The end of an error message with similar short names; empty without any."""
     name = name.lower().rpartition("/")[2]
     family = name.partition(":")[0]
     near = [known for known in REPOSITORIES if known.startswith(f"{family}:")]

@@ -1,4 +1,4 @@
-"""Linear layers after the final hidden states, which make vectors: Dense modules, and projections of retrievers."""
+"""Linear layers after the final hidden states, for embeddings: Dense modules, and projections of retrievers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _OutputLayer(NamedTuple):
 
 
 class OutputLayers:
-    """A few small layers, which compute in float32."""
+    """A few small float32 layers."""
 
     def __init__(self, layers: Sequence[_OutputLayer]) -> None:
         self._layers = layers
@@ -34,7 +34,7 @@ class OutputLayers:
     ) -> OutputLayers | None:
         """Read the layers of a checkpoint; None if it has none.
 
-        Raises MissingWeightsError for absent tensors, ModelLoadError for tensors of another shape.
+        Raises MissingWeightsError for missing tensors, ModelLoadError for tensors of another shape.
         """
         layers: list[_OutputLayer] = []
         size = hidden_size
@@ -54,11 +54,11 @@ class OutputLayers:
 
     @property
     def size(self) -> int:
-        """Elements of a vector."""
+        """Elements of an embedding."""
         return len(self._layers[-1].weight)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Float32 ``[rows, hidden_size]`` to ``[rows, size]``."""
+        """float32 ``[rows, hidden_size]`` to ``[rows, size]``."""
         for layer in self._layers:
             rows = layer.activation(F.linear(rows, layer.weight, layer.bias))
         return rows

@@ -1,4 +1,4 @@
-"""The weights of a quantized checkpoint into a model's layers, as they are."""
+"""Load the weights of a quantized checkpoint into a model's layers without dequantizing."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ def load_packed(
     settle: Callable[[nn.Module], None],
     input_bits: int | None = None,
 ) -> set[str]:
-    """Give layers their quantized weights from the checkpoint. Returns the names of parameters that it filled.
+    """Give layers their quantized weights from the checkpoint. Returns the names of the filled parameters.
 
-    A layer stays quantized where `operations` can multiply its weights as they are; elsewhere its weights are
-    dequantized to the model's type. layouts: the formats of the checkpoint's weights. settle: is called with each
-    layer that has all its parameters. input_bits: see `Weight.quantize`. Raises MissingWeightsError for a layer that
-    lacks a tensor, ModelLoadError for tensors that do not fit each other or the model, UnsupportedModelError for a
-    format that is not implemented.
+    A layer stays quantized if `operations` supports its format; else its weights are dequantized to the model's dtype.
+    layouts: formats of the checkpoint's weights. settle: called with each completely loaded layer. input_bits: see
+    `Weight.quantize`. Raises MissingWeightsError for a missing tensor, ModelLoadError for tensors that do not fit each
+    other or the model, UnsupportedModelError for a format that is not implemented.
     """
     reader = _Reader(checkpoint, layouts)
     merge_as_stored(model, {reader.weight_name(name) for name in checkpoint.names})
@@ -58,7 +57,7 @@ def load_packed(
             continue
         weights = {name: _part(weight, cuts.get(name)) for name, weight in weights.items()}
         joined = _joined(list(weights.values())) if len(weights) == len(names) else None
-        # Of tables, single rows are read as well: they keep the order of their columns.
+        # Tables are also read row by row, so their columns must stay in order.
         in_order = joined is None or joined.order is None or isinstance(module, Linear)
         if joined is not None and operations.multiplies(joined) and in_order:
             kept += 1
@@ -85,7 +84,7 @@ def load_packed(
 
 
 def read_weight(checkpoint: Checkpoint, layouts: Sequence[Layout], name: str) -> Tensor:
-    """A layer's weight as the checkpoint stands for it, float32. See `load_packed`."""
+    """A layer's weight, dequantized to float32. See `load_packed`."""
     weight = _Reader(checkpoint, layouts).read(name, torch.device("cpu")) if layouts else None
     if weight is None:
         weight = checkpoint.read(name)
@@ -99,15 +98,14 @@ def load_blocks(
     settle: Callable[[nn.Module], None],
     input_bits: int | None = None,
 ) -> None:
-    """Give layers the quantized weights of a GGUF file that the kernels multiply as they are.
+    """Give layers those quantized weights of a GGUF file that kernels support. `Checkpoint.load` fills other layers.
 
-    Other layers are left to `Checkpoint.load`. settle: is called with each layer that has all its parameters, before
-    the next one is read. input_bits: see `Weight.quantize`.
+    settle: called with each completely loaded layer before the next is read. input_bits: see `Weight.quantize`.
     """
     merge_as_stored(model, checkpoint.names)
     keeps_superblocks = operations.multiplies_superblocks(input_bits)
     for path, module in model.named_modules():
-        # Towers read tables of positions as a whole.
+        # Towers read whole position tables.
         is_table = isinstance(module, Embedding) and path.endswith("embed_tokens")
         if not is_table and not isinstance(module, Linear | TiedEmbedding):
             continue
@@ -119,7 +117,7 @@ def load_blocks(
                 settle(module)
             continue
         slots, cuts = dict(module_slots(path, module)), module_cuts(path, module)
-        # Loading what is plain says what is wrong with other shapes.
+        # The loader of plain weights reports wrong shapes.
         weights = [
             _part(weight, cuts.get(name))
             for name in names
@@ -142,7 +140,7 @@ def _take_blocks(
     keeps_superblocks: bool,
     input_bits: int | None,
 ) -> bool:
-    """Give a layer the blocks of its weights, if it can store all of them. Returns whether it did."""
+    """Give a layer the blocks of its weights if it can store all of them. Returns whether it did."""
     slots, cuts = dict(module_slots(path, module)), module_cuts(path, module)
     weights = []
     for name in names:
@@ -180,7 +178,7 @@ def _part(weight: StoredWeight, cut: Cut | None) -> StoredWeight:
 
 
 def _joined(weights: Sequence[StoredWeight]) -> QuantizedWeight | None:
-    """Weights of the same inputs as one, in groups that kernels take; None if they cannot be one."""
+    """Merge weights with the same inputs, in groups that kernels support; None if that is impossible."""
     packed = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     if len(packed) < len(weights):
         return None
@@ -196,12 +194,12 @@ class _Reader:
     layouts: Sequence[Layout]
 
     def weight_name(self, name: str) -> str:
-        """The name of the weight whose values a tensor holds; its own if it is something else."""
+        """The name of the weight whose values a tensor holds; other tensors keep their name."""
         layer, _, part = name.rpartition(".")
         return f"{layer}.weight" if part in {layout.mark for layout in self.layouts} else name
 
     def read(self, name: str, device: torch.device) -> StoredWeight | None:
-        """The weight of that name; None if it is plain, or not there."""
+        """Read a quantized weight; None if it is plain or missing."""
         layer = name.removesuffix("weight")
         names = self.checkpoint.names
         lacks = ""
@@ -223,7 +221,7 @@ class _Reader:
                 except (ValueError, IndexError, RuntimeError) as error:
                     shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in found.items())
                     raise ModelLoadError(f"{name}: {shapes} do not belong together") from error
-            # A weight of more than a byte needs nothing beside it.
+            # A weight of more than a byte needs no other tensors.
             if layout.mark != "weight" or self.checkpoint.read(name).dtype.itemsize == 1:
                 lacks = lacks or ", ".join(layer + part for part in missing)
         if lacks:

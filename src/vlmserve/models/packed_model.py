@@ -1,4 +1,4 @@
-"""A loaded model as tensors in the form that its device computes with, and from these back into an empty model."""
+"""Convert a loaded model to tensors in its device's packed form, and back."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from vlmserve.layers.linear import Embedding, KeptWeight, Weight
 
 
 class PackedModel(NamedTuple):
-    """All that a model needs instead of its checkpoint's tensors."""
+    """Everything that a model needs instead of its checkpoint's tensors."""
 
     tensors: dict[str, Tensor]
     records: dict[str, dict[str, Any]]
-    """Settings of each packed layer, by the layer's name."""
+    """Settings of each packed layer, by layer name."""
 
 
 def pack_model(model: nn.Module) -> PackedModel | None:
-    """The tensors of a model whose layers are arranged; None if the device does not pack them all."""
+    """The tensors of a packed model; None if the device does not pack all layers."""
     packed = PackedModel({}, {})
     for path, module in model.named_modules():
         if isinstance(module, Weight | Embedding) and module.is_stored:
@@ -42,7 +42,7 @@ def pack_model(model: nn.Module) -> PackedModel | None:
 
 
 def restore_model(model: nn.Module, packed: PackedModel, device: Device) -> None:
-    """Fill an empty model with what `pack_model` found. Raises ValueError if that belongs to another model."""
+    """Fill an empty model with the result of `pack_model`. Raises ValueError if it belongs to another model."""
     modules = dict(model.named_modules())
     _check(modules, packed)
     for path, module in modules.items():

@@ -1,4 +1,4 @@
-"""A decoder's share of one rank, and what in it takes part in exchanges with the others."""
+"""Shard a decoder across ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from vlmserve.models.decoder_layer import DecoderLayer
 
 
 def share_of(spec: ArchSpec, ranks: Ranks) -> ArchSpec:
-    """The decoder of one rank, with its part of the heads and of the MLP; the vocabulary is still the whole one.
+    """The spec of one rank's shard, with its heads and its part of the MLP but the whole vocabulary.
 
-    Raises ConfigurationError for sizes that ranks do not divide.
+    Raises ConfigurationError for sizes that the number of ranks does not divide.
     """
     for size in (spec.intermediate_size, *spec.intermediate_sizes):
         _divides(size, ranks, "inner elements of its MLP")
@@ -46,9 +46,10 @@ def share_of(spec: ArchSpec, ranks: Ranks) -> ArchSpec:
 
 
 def split_decoder(decoder: Decoder, whole: ArchSpec, ranks: Ranks) -> None:
-    """Have a decoder that was built by `share_of` take part in exchanges, and know which weights are its own.
+    """Connect a decoder built from `share_of` to the other ranks, and select its shards. Call it before weights are
+    loaded.
 
-    whole: the spec of the model. To be called before weights are loaded.
+    whole: the spec of the model.
     """
     for index, layer in enumerate(decoder.layers):
         cast(DecoderLayer, layer).split(whole, index, ranks)

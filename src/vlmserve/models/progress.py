@@ -1,4 +1,4 @@
-"""How much of a checkpoint was read: a bar on a terminal, elsewhere a line in the log every 10 s, and a listener."""
+"""Progress of loading: a bar on a terminal, else a log line every 10 s, and a listener."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from contextvars import ContextVar
 from typing import Self
 
 LINE_SECONDS = 10.0
-"""Seconds from one line of the log to the next."""
+"""Seconds between log lines."""
 NEWS_SECONDS = 0.5
-"""Seconds between two calls of `listener`."""
+"""Seconds between calls of `listener`."""
 listener: ContextVar[Callable[[str], None]] = ContextVar("listener", default=lambda text: None)
-"""Gets lines about the progress, and an empty one at the end, since more than reading may follow."""
+"""Gets lines about the progress, then an empty line at the end, because other work may follow."""
 SMALLEST_BAR = 256 * 2**20
 """Minimum bytes of a checkpoint for a bar on a terminal."""
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadingProgress:
-    """Counts the bytes that were read of `total`."""
+    """Counts bytes that were read of `total`."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done = total, 0
@@ -41,7 +41,7 @@ class LoadingProgress:
         listener.get()("")
 
     def advance(self, num_bytes: int) -> None:
-        """Count bytes that were read and prepared."""
+        """Count bytes that were read and packed."""
         self._done += num_bytes
         now = time.monotonic()
         text = progress_text(self._done, self._total, now - self._started)
@@ -56,7 +56,7 @@ class LoadingProgress:
 
 
 class Bar:
-    """A bar on the terminal with bytes, rate and time left, which disappears at the end."""
+    """A bar on the terminal with bytes, rate and time left. It disappears at the end."""
 
     def __init__(self, total: int) -> None:
         from rich.console import Console
@@ -74,7 +74,7 @@ class Bar:
         self._progress.stop()
 
     def advance(self, num_bytes: int) -> None:
-        """Add bytes that were read."""
+        """Count bytes that were read."""
         self._progress.advance(self._task, num_bytes)
 
 

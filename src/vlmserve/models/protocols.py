@@ -27,82 +27,81 @@ class VisionEncoder(Protocol):
 
     @property
     def example_shape(self) -> tuple[int, ...] | None:
-        """Of the pixels of a small image; None: only the model's own processor can make one."""
+        """Shape of a small image's pixels; None: only the model's own processor can make one."""
         ...
 
     @property
     def larger_shape(self) -> tuple[int, ...] | None:
-        """Shape of the pixels of a larger image; None: all images have one size, or there is no example."""
+        """Shape of a larger image's pixels; None: all images have one size, or there is no example."""
         ...
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels ``[tiles, channels, height, width]`` of that shape become that many embeddings.
+        """Check that pixels ``[tiles, channels, height, width]`` give `num_tokens` embeddings.
 
         Raises InvalidImageError if they do not.
         """
         ...
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Embeddings of images, in one call.
+        """Encode images together.
 
-        pixels: one float tensor ``[tiles, channels, height, width]`` an image, on the model's device.
-        tilings: how the tiles of each lie, for a model that puts their embeddings in order, or whatever else it needs.
-        Returns one ``[num_tokens, image_width]`` tensor an image: what replaces its placeholders' embeddings, and
-        beside that `LayerFeatures.values` if the decoder's layers take any.
+        pixels: a float tensor ``[tiles, channels, height, width]`` for each image, on the model's device. tilings:
+        arrangement of each image's tiles, or other inputs of the model.
+
+        Returns a tensor ``[num_tokens, image_width]`` for each image: the embeddings of its placeholders, followed in
+        each row by `LayerFeatures.values` if decoder layers take any.
         """
         ...
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        """Multiplications that it takes to encode pixels of a shape that `check` lets pass."""
+        """MACs to encode pixels of a valid shape."""
         ...
 
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """`encode` in stages as large as the budget allows, as far as it can be divided so finely."""
+        """`encode` in stages of up to the budget's size, if the tower can be divided that finely."""
         ...
 
 
 @runtime_checkable
 class TileEncoder(VisionEncoder, Protocol):
-    """A tower whose images consist of tiles of one size, each of which is computed by itself."""
+    """A tower whose images consist of independent tiles of one size."""
 
     def encode_tiles(self, tiles: Tensor) -> Tensor:
-        """``[tiles, channels, height, width]`` to ``[tiles, embeddings of each, image_width]``. Reads nothing but
-        these, so that a device may repeat it over the same memory."""
+        """``[tiles, channels, height, width]`` to ``[tiles, embeddings of each, image_width]``.
+
+        Reads no other inputs, so a device may replay it as a graph.
+        """
         ...
 
     def arranged(self, images: list[Tensor], tilings: Sequence[TowerInputs | None]) -> list[Tensor]:
-        """What `VisionEncoder.encode` returns, from the embeddings of each image's tiles."""
+        """Convert embeddings of tiles to the result of `VisionEncoder.encode`."""
         ...
 
 
 class CrossEncoder(Protocol):
-    """Makes the states that a decoder's cross-attention reads.
-
-    feature_size: elements of one of an image's features. state_size: of the keys and values that the decoder's layers
-    make of one state.
-    """
+    """Makes the states for a decoder's cross-attention."""
 
     feature_size: int
+    """Elements of one image feature."""
     state_size: int
+    """Elements of the keys and values of one state in all layers."""
 
     def check(self, cross: CrossInput) -> None:
-        """Raises InvalidRequestError for an input whose text does not fit the model."""
+        """Raises InvalidRequestError for a text that does not fit the model."""
         ...
 
     def encode(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """`CrossRows.states` of each input, from what a `VisionEncoder` made of its image and its text's ids."""
+        """Return `CrossRows.states` of each input. features: image from a `VisionEncoder`. texts: token ids."""
         ...
 
 
 class LanguageModel(Protocol):
-    """A decoder over a flat batch and a paged KV cache.
-
-    adapter_rows: which rows of the batch have which adapter; None: the model has no slots for adapters.
-    """
+    """A decoder over a flat batch and a paged KV cache."""
 
     adapter_rows: AdapterRows | None
+    """The adapter slot of each row; None: the model has no slots for adapters."""
     state_specs: Sequence[StateSpec]
     """The layers with states."""
     grid_positions: bool
@@ -113,41 +112,39 @@ class LanguageModel(Protocol):
 
     @property
     def image_width(self) -> int:
-        """Elements of an image's embedding: `hidden_size`, and as many again for each layer that takes features."""
+        """Elements of an image embedding: `hidden_size`, plus `hidden_size` for each layer that takes features."""
         ...
 
     @property
     def vocab_size(self) -> int: ...
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """``[tokens]`` int64 to ``[tokens, hidden_size]``."""
+        """int64 ``[tokens]`` to ``[tokens, hidden_size]``."""
         ...
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """Which layers share tensors of the KV cache."""
+        """Groups of layers that share tensors of the KV cache."""
         ...
 
     @property
     def max_short_len(self) -> int | None:
-        """Sequences of more tokens are computed in another way, at positions after these; None: no such limit."""
+        """Maximum length of sequences with positions below it; longer ones are computed differently. None: no limit."""
         ...
 
     def first_position(self, prompt_len: int) -> int:
-        """Where the positions of a sequence with a prompt of that length begin: 0, unless its length decides how all of
-        it is computed."""
+        """The first position of a sequence: 0, unless the prompt's length selects other rotary frequencies."""
         ...
 
     @property
     def bidirectional(self) -> Bidirectional | None:
-        """Which tokens of a prompt attend to each other, so that they must be computed in one step; None: none."""
+        """Tokens of a prompt that attend to each other, and so need one step; None: none."""
         ...
 
     def allocate_cache(
         self, num_blocks: int, block_size: int, device: torch.device | None = None, layout: CacheLayout | None = None
     ) -> list[LayerCache]:
-        """The KV cache of all layers with attention, on the model's device or another one. layout: see
-        `allocate_layers`."""
+        """Allocate the KV cache of all attention layers. layout: see `allocate_layers`."""
         ...
 
     def cache_bytes(self, block_size: int) -> CacheBytes:
@@ -164,48 +161,50 @@ class LanguageModel(Protocol):
         wanted: Tensor | None = None,
         states: Sequence[StateCache] = (),
     ) -> Tensor:
-        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states.
+        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final, normed hidden states.
 
-        Positions of sequences of more than `max_short_len` tokens begin there, all others at `first_position`.
-        features: what images add to the outputs of the first layers. wanted: int64, the rows whose states are
-        returned; None: all. states: one for each of `state_specs`; `BatchMetadata.states` says which slots rows use.
+        Positions of sequences over `max_short_len` tokens begin at this number, all others at `first_position`.
+        features: added by images to the outputs of the first layers. wanted: int64, rows to return; None: all. states:
+        one for each of `state_specs`; `BatchMetadata.states` has the slots of rows.
         """
         ...
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``; out: contiguous memory that it may take."""
+        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``. out: contiguous memory to use for the result."""
         ...
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A checkpoint in memory.
-
-    end_token_ids: token ids that end an answer, from generation_config.json or config.json.
-    image_token_id: the placeholder, if the model takes images. max_position: the longest context its positions allow.
-    weight_bytes: memory of the weights. identity: the digest of `model_identity`. cross: of a decoder that attends to
-    images by cross-attention, so that their embeddings stand in no prompt. adaptable: for adapters; None: its
-    implementation takes none. ranks: that share the decoder; None: all of it is here. output_layers: of vectors.
-    """
+    """A checkpoint in memory."""
 
     architecture: str
     language_model: LanguageModel
     vision: VisionEncoder | None
     image_token_id: int | None
+    """The placeholder, if the model takes images."""
     end_token_ids: frozenset[int]
+    """End an answer, from generation_config.json or config.json."""
     max_position: int
+    """Maximum context."""
     dtype: torch.dtype
     device: Device
     backend: AttentionBackend
     num_parameters: int
     weight_bytes: int
+    """Memory of the weights."""
     identity: bytes
+    """See `model_identity`."""
     cross: CrossEncoder | None = None
+    """For decoders that read images by cross-attention instead of placeholders."""
     adaptable: AdaptableModel | None = None
+    """None: the implementation takes no adapters."""
     ranks: Ranks | None = None
+    """Share the decoder; None: it is not sharded."""
     output_layers: OutputLayers | None = None
+    """For embeddings."""
 
     @property
     def embedding_size(self) -> int:
-        """Elements of a vector."""
+        """Elements of an embedding."""
         return self.language_model.hidden_size if self.output_layers is None else self.output_layers.size

@@ -1,4 +1,4 @@
-"""Quantized checkpoints, written: the same folder with packed weights, one tensor at a time."""
+"""Write quantized checkpoints: the same folder with packed weights, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ PUBLISHED_NAMES = (
     (".attention_norm.", ".input_layernorm."),
     (".mlp_norm.", ".post_attention_layernorm."),
 )
-"""What stands in names of a language model's tensors here, and in most checkpoints."""
+"""Parts of tensor names of a language model here, and in most checkpoints."""
 HEAD, TABLE = "language_model.lm_head.weight", "language_model.embed_tokens.weight"
 TRANSFORM = "language_model.head_transform.dense.weight"
-"""Where there is one, transformers calls the head as BERT does."""
+"""If present, transformers names the head like BERT."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,11 @@ class Saving:
 
 
 class QuantizedFolder:
-    """A quantized copy of a checkpoint, in the format that `load_model` and others read, as it is written.
+    """A quantized copy of a checkpoint in progress, in the format of `load_model` and other engines.
 
-    folder: a checkpoint in Hugging Face layout, a GGUF file, or the folder of a pair of them; what these have in few
-    bits is dequantized first.
-
-    bits: of weights to quantize, by canonical name. names: of all tensors as the files have them, by canonical name.
-    Raises what `load_model` raises, and ConfigurationError for a checkpoint that is quantized already or cannot be as
-    the settings say.
+    folder: a checkpoint in Hugging Face layout, a GGUF file, or the folder of a GGUF pair; quantized GGUF weights are
+    dequantized first. Raises like `load_model`, and ConfigurationError for a quantized checkpoint or settings that do
+    not fit.
     """
 
     def __init__(self, folder: Path, out: Path, config: QuantizationConfig) -> None:
@@ -73,7 +70,7 @@ class QuantizedFolder:
         self._folder, self._config = folder, config
 
     def rounded(self, name: str) -> dict[str, Tensor]:
-        """The tensors that become of one: rounded to nearest if it is to be quantized. name: canonical."""
+        """The output tensors of one tensor, rounded to nearest if it is to be quantized. name: canonical."""
         tensor = self.checkpoint.read(name)
         if name in self.bits:
             weight = round_to_nearest(
@@ -86,7 +83,7 @@ class QuantizedFolder:
             return self.packed(name, weight)
         if name == HEAD and self._tied:
             return {}
-        # A copy: the file that it is a view of may be larger than memory. GGUF's are float32 once they are read.
+        # Copied, because the mapped file may exceed memory. GGUF tensors are read as float32.
         plain = tensor.clone() if self._gguf is None else tensor.to(self.description.dtype(self.checkpoint))
         return {self.names[name]: plain}
 
@@ -100,10 +97,7 @@ class QuantizedFolder:
         return {self.names[name].removesuffix("weight") + part: tensor for part, tensor in parts.items()}
 
     def write(self, file_name: str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
-        """Write a file, which is there whole or not at all. about: what else it says.
-
-        Raises ConfigurationError for a disk that is full.
-        """
+        """Write a file completely or not at all. about: metadata. Raises ConfigurationError if the disk is full."""
         partial = self.out / f"{file_name}.partial"
         try:
             save_file(dict(tensors), partial, metadata={"format": "pt", **(about or {})})
@@ -118,7 +112,7 @@ class QuantizedFolder:
         os.replace(partial, self.out / file_name)
 
     def finish(self) -> Saving:
-        """Once all tensors are written: write what describes them, and copy all files that hold no weights."""
+        """Write the index and the configuration after all tensors, and copy files without weights."""
         weight_map: dict[str, str] = {}
         after = 0
         for path in sorted(self.out.glob("*.safetensors")):
@@ -132,7 +126,7 @@ class QuantizedFolder:
         quantized = {layers[name]: width for name, width in self.bits.items()}
         plain = [layers[name] for name in self._plain]
         if self._tied and TABLE not in self.bits:
-            # A head of which the checkpoint has nothing is a linear layer to others.
+            # Without a tensor in the checkpoint, other engines see the head as a linear layer.
             plain.append(f"re:.*{'predictions.decoder' if TRANSFORM in self.names else 'lm_head'}$")
         _write_config(self.description, self.out, quantized, plain, self._config)
         left_out = (*INDEX_NAMES, PAIR_INDEX, "config.json")
@@ -146,24 +140,24 @@ class QuantizedFolder:
         return Saving(stored_bytes(self._folder), after)
 
     def _published(self, key: str) -> str:
-        """The name of a tensor as checkpoints in Hugging Face layout have it. key: in the files."""
+        """The tensor's name in Hugging Face checkpoints. key: in the files."""
         if self._gguf is None or self._gguf != self.checkpoint.folder:
             return key
         name = key
         for own, published in PUBLISHED_NAMES:
             name = name.replace(own, published)
-        # Of families whose norms or MLPs have other names there, ours stay, which are read as well.
+        # Families with other names of norms or MLPs keep our names, which can be read as well.
         return name if self.checkpoint.canonical(name) == key else key
 
 
 def save_quantized(
     folder: Path, out: Path, config: QuantizationConfig, progress: Callable[[int, int], None] = lambda done, of: None
 ) -> Saving:
-    """Write a checkpoint with its weights rounded to few bits, in the format that `load_model` and others read.
+    """Write a checkpoint with quantized weights, in the format of `load_model` and other engines.
 
-    folder: see `QuantizedFolder`. out: a folder that is new or empty. progress: is told the tensors done and how
-    many there are. Memory is taken for one file of the checkpoint at a time. Raises what `QuantizedFolder`
-    raises, and ConfigurationError where there is something in `out`.
+    folder: see `QuantizedFolder`. out: a new or empty folder. progress: called with the numbers of finished and all
+    tensors. Needs memory for one of the checkpoint's files. Raises like `QuantizedFolder`, and ConfigurationError if
+    `out` is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out} must be a new or an empty folder")
@@ -181,7 +175,7 @@ def save_quantized(
 
 
 def check_groups(model: nn.Module, config: QuantizationConfig) -> None:
-    """Raises ConfigurationError for a layer whose inputs are not whole groups, and what `choose_layers` raises."""
+    """Raises ConfigurationError for a layer whose inputs are not whole groups, and like `choose_layers`."""
     for path, module, width in choose_layers(model, config):
         if width == 4 and module.in_features % config.group_size:
             raise ConfigurationError(
@@ -193,7 +187,7 @@ def check_groups(model: nn.Module, config: QuantizationConfig) -> None:
 def _plan(
     description: Description, checkpoint: Checkpoint, config: QuantizationConfig
 ) -> tuple[dict[str, int], list[str], bool]:
-    """Bits of the weights to quantize, which others of linear layers there are, and whether embeddings are tied."""
+    """Bits of weights to quantize, names of other linear weights, and whether embeddings are tied."""
     with description.errors():
         spec = description.spec(checkpoint)
         model = description.build(spec, TorchReference(), dtype=torch.float32, device=torch.device("meta")).modules
@@ -213,7 +207,7 @@ def _write_config(
     description: Description, out: Path, bits: dict[str, int], plain: list[str], config: QuantizationConfig
 ) -> None:
     by_bits = {width: [name for name in bits if bits[name] == width] for width in sorted(set(bits.values()))}
-    # The most frequent kind is that of all linear layers which are not named.
+    # The most frequent kind applies to all linear layers without a name.
     most = max(by_bits, key=lambda width: len(by_bits[width]))
     targets = {width: ["Linear"] if width == most else names for width, names in by_bits.items()}
     tables = [name for name in by_bits[most] if name.endswith("embed_tokens")]

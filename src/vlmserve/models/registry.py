@@ -62,13 +62,14 @@ def load_model(
     check: Check = lambda language_model, max_position: None,
     cache: WeightsCache | None = None,
 ) -> LoadedModel:
-    """Load a checkpoint in Hugging Face layout, a GGUF file, or the folder of a pair of them.
+    """Load a checkpoint in Hugging Face layout, a GGUF file, or the folder of a GGUF pair.
 
-    ranks: load the shard of this rank. check: is called with the decoder and the longest context before weights are
-    read. cache: packed weights of earlier starts.
+    ranks: load this rank's shard. check: called with the decoder and the maximum context before weights are read.
+    cache: packed weights of earlier starts.
+
     Raises ModelLoadError for a broken configuration or file, UnsupportedModelError for an architecture or option that
-    is not implemented, MissingWeightsError for absent files or tensors, ConfigurationError for a model that the ranks
-    cannot share, and what `check` raises.
+    is not implemented, MissingWeightsError for missing files or tensors, ConfigurationError for a model that the ranks
+    cannot share, and like `check`.
     """
     with broken(folder):
         if settings.implementation == "transformers" and ranks is None:
@@ -104,13 +105,13 @@ def _load(
         on, wanted = open_device(device, settings.kernels, stated, automatic=settings.dtype is None)
         own = spec if ranks is None else share_of(spec, ranks)
         backend = on.attention(own.attention, wanted, cache_type=settings.cache_type)
-        # Programs and graphs hold no exchange between ranks, and no choice that the host makes.
+        # Compiled programs and graphs cannot contain exchanges between ranks, or choices of the host.
         chooses_on_host = any(spec.experts) and not on.chooses_experts
         executor = on.executor() if ranks is None and not chooses_on_host else EagerExecutor()
         with nullcontext() if on.overcommits else without_memory():
             parts = description.build(spec, backend, executor, dtype=wanted, device=device, ranks=ranks)
         model, decoder = parts.modules, parts.language_model
-        # Of the whole model, whatever part of it is here. On a CPU its pages take no memory before weights are read.
+        # Counts the whole model, whatever part is loaded. On a CPU, untouched pages take no memory.
         whole = model if ranks is None else description.build(spec, backend, dtype=wanted, device=META).modules
         num_parameters = sum(parameter.numel() for parameter in whole.parameters())
         check_parameters(num_parameters, checkpoint.files(), folder)
@@ -179,14 +180,14 @@ class Description:
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any]) -> Description:
-        """As `read`, with a config.json that was read."""
+        """Like `read`, for a parsed config.json."""
         vision = vision_family(config)
         text_config = config if vision is None else vision.text_config(config)
         return cls(folder, config, text_config, architecture(config), vision)
 
     @classmethod
     def read_plain(cls, folder: Path) -> Description:
-        """As `read`. Raises ConfigurationError for a checkpoint that is quantized already."""
+        """Like `read`. Raises ConfigurationError for a quantized checkpoint."""
         description = cls.read(folder)
         if description.quantization:
             raise ConfigurationError(f"{folder} is quantized already")
@@ -194,7 +195,7 @@ class Description:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Turn errors of this block, which the configuration causes, into ModelLoadError."""
+        """Convert errors that the configuration causes in this block to ModelLoadError."""
         try:
             yield
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -203,7 +204,7 @@ class Description:
 
     @property
     def image_token_id(self) -> int | None:
-        """The placeholder, if the model takes images. Raises ModelLoadError for one that is no token."""
+        """The placeholder, if the model takes images. Raises ModelLoadError for an invalid token."""
         return None if self.vision is None else self.vision.placeholder(self.config)
 
     @property
@@ -213,7 +214,7 @@ class Description:
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
-        """Quantization settings of the checkpoint. Raises ModelLoadError for settings that are no object."""
+        """Quantization settings of the checkpoint. Raises ModelLoadError if they are not an object."""
         for config in (self.config, self.text_config):
             if found := config.get("quantization_config") or config.get("compression_config"):
                 if not isinstance(found, Mapping):
@@ -225,7 +226,7 @@ class Description:
         return None
 
     def dtype(self, checkpoint: Checkpoint) -> torch.dtype:
-        """The data type that the checkpoint states, or else the type of its tensors."""
+        """The dtype in the configuration, else the dtype of the tensors."""
         for source in (self.config, self.text_config):
             for key in ("dtype", "torch_dtype"):
                 if (name := str(source.get(key)).removeprefix("torch.")) in DTYPES:
@@ -233,15 +234,15 @@ class Description:
         return checkpoint.dtype()
 
     def rename(self, name: str) -> str:
-        """From a tensor's name in the files to its canonical one."""
+        """Convert a tensor's name in the files to its canonical name."""
         return canonical_name(rename(name, () if self.vision is None else self.vision.names), self.family.rename)
 
     def spec(self, checkpoint: Checkpoint) -> ArchSpec:
-        """The decoder's shape. The checkpoint's tensors decide whether embeddings are tied."""
+        """The decoder's spec. The checkpoint's tensors decide whether embeddings are tied."""
         family = self.vision
         spec = decoder_spec(self.text_config)
         if self.text_config is not self.config:
-            # Where a model is nested, whether its embeddings are tied is for the whole to say.
+            # In nested configs, the outer one says whether embeddings are tied.
             tied = self.config.get("tie_word_embeddings", family is not None and family.tied)
             spec = replace(spec, tied_embeddings=bool(tied))
         if family is not None:
@@ -262,7 +263,7 @@ class Description:
         device: torch.device,
         ranks: Ranks | None = None,
     ) -> Parts:
-        """Make the model without weights. executor: see `Decoder`. ranks: share the decoder."""
+        """Build the model without weights. executor: see `Decoder`. ranks: share the decoder."""
         modules = nn.Module()
         own = spec if ranks is None else share_of(spec, ranks)
         modules.language_model = decoder = Decoder(own, backend, executor, dtype=dtype, device=device)
@@ -301,7 +302,7 @@ def _load_with_transformers(folder: Path, settings: LoadSettings) -> LoadedModel
     sample = checkpoint.sample(theirs)
     model = TransformersModel(theirs, choose, sample)
     if settings.cache_type != "auto":
-        # Not sooner: its logits were compared with transformers' own.
+        # Only now, because the check compares logits without a quantized cache.
         model.backend = choose(model.attention, cache_type=settings.cache_type)
     logger.info("%s runs by transformers' implementation, which is slower than vlmserve's own", type(theirs).__name__)
     return LoadedModel(
@@ -321,7 +322,7 @@ def _load_with_transformers(folder: Path, settings: LoadSettings) -> LoadedModel
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ModelLoadError if it is absent or anything else."""
+    """Read a JSON object. Raises ModelLoadError if the file is missing or something else."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -334,11 +335,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _tie_as_stored(spec: ArchSpec, text_config: Mapping[str, Any], checkpoint: Checkpoint) -> ArchSpec:
-    """Correct `tied_embeddings` of a spec by the tensors, because some configs are wrong."""
+    """Correct `tied_embeddings` by the tensors, because some configs are wrong."""
     head, embeddings = "language_model.lm_head.weight", "language_model.embed_tokens.weight"
     if head not in checkpoint.names:
         if (checkpoint.folder / "modules.json").is_file() or read_vectors(checkpoint.folder).layers:
-            # Models that make vectors need no head. They get one that takes no memory.
+            # Embedding models need no head; a tied one takes no memory.
             return replace(spec, tied_embeddings=True)
         return replace(spec, tied_embeddings=spec.tied_embeddings or bool(text_config.get("tie_word_embeddings")))
     if spec.tied_embeddings and embeddings in checkpoint.names:

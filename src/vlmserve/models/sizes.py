@@ -1,4 +1,4 @@
-"""Bounds on the numbers of a checkpoint's configuration, checked before memory is taken."""
+"""Check a configuration's numbers before memory is allocated."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _LARGEST: Mapping[str, int] = {
     "linear_key_head_dim": 2**14, "linear_value_head_dim": 2**14, "linear_conv_kernel_dim": 2**10,
     "conv_L_cache": 2**10,
 }  # fmt: skip
-"""Largest values of settings that are sizes, by name; the smallest is 1, and null means a default."""
+"""Maximum values of size settings, by name. The minimum is 1, and null means a default."""
 _FACTORS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "rope_theta")
-"""Settings that are positive numbers."""
+"""Settings that must be positive numbers."""
 _PARAMETERS_PER_BYTE = 16
-"""More than any format of weights has."""
+"""More than any weight format has."""
 _SLACK = 2**26
-"""Parameters that a model may have in any case."""
+"""Parameters that any model may have."""
 
 
 def check_sizes(config: Mapping[str, Any], source: Path) -> None:
-    """Raises ModelLoadError for a size that no model has. source: for messages."""
+    """Raises ModelLoadError for an impossible size. source: for messages."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             check_sizes(value, source)
@@ -56,8 +56,7 @@ def check_parameters(count: int, files: Iterable[Path], source: Path) -> None:
 
 @contextmanager
 def broken(path: Path) -> Iterator[None]:
-    """Raises ModelLoadError for what a checkpoint with files that are broken, or contradict each other, makes code
-    raise."""
+    """Convert unexpected errors, which broken or contradictory files cause, to ModelLoadError."""
     try:
         yield
     except (VLMServeError, MemoryError):

@@ -1,4 +1,4 @@
-"""Files in which one tensor holds the weights of all experts of a layer."""
+"""Files in which one tensor holds all experts of a layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXPERT = re.compile(r"(\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.weight$")
 
 
 def stacked_shapes(file: WeightFile) -> dict[str, list[int]]:
-    """Shapes of the tensors of a file that hold the weights of several experts, by key."""
+    """Shapes of a file's tensors that hold several experts, by key."""
     return {key: file.get_slice(key).get_shape() for key in file.keys() if _STACKED.search(key)}  # noqa: SIM118
 
 
@@ -32,12 +32,12 @@ def has_inputs_first(shapes: Mapping[str, Sequence[int]]) -> bool:
 
 
 class StackedExperts:
-    """A `WeightFile` that shows each expert's part of a stacked tensor as a tensor of its own."""
+    """A `WeightFile` that shows each expert of a stacked tensor as its own tensor."""
 
     def __init__(self, file: WeightFile, *, inputs_first: bool) -> None:
         self._file, self._inputs_first = file, inputs_first
         self._counts = {key: shape[0] for key, shape in stacked_shapes(file).items()}
-        """Numbers of experts by key of the stacked tensor."""
+        """Number of experts, by key of the stacked tensor."""
 
     def __enter__(self) -> Self:
         self._file.__enter__()
@@ -71,7 +71,7 @@ class StackedExperts:
         return key, (number + share) / self._counts[key]
 
     def _stacked(self, name: str) -> tuple[str, int] | None:
-        """The key of the stacked tensor, and the number of the expert. None: the file has the tensor itself."""
+        """The stacked tensor's key and the expert's number; None: the file has the tensor itself."""
         match = _EXPERT.search(name)
         if match is None:
             return None

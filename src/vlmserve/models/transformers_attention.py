@@ -1,4 +1,4 @@
-"""Attention for transformers' layers: ours, by its interface for other implementations.
+"""Our attention for transformers' layers, registered through its attention interface.
 
 See https://huggingface.co/docs/transformers/attention_interface.
 """
@@ -21,10 +21,10 @@ NAME = "vlmserve"
 NO_INTERFACE = "its layers do not attend by transformers' attention interface"
 
 Attend = Callable[[Tensor, Tensor, Tensor, Callable[[], AttentionSpec]], Tensor]
-"""Attention of queries, keys and values. The function says how the layer attends."""
+"""Attention of queries, keys and values. The function returns the layer's spec."""
 _attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
 _masked: ContextVar[list[int] | None] = ContextVar("masked", default=None)
-"""A list that collects the windows of the masks that transformers would make, or None."""
+"""Collects the windows of masks that transformers asks for, unless None."""
 
 
 def _attention(
@@ -40,7 +40,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: ``[1, heads, tokens, size]`` each to ``[1, tokens, heads, size]``."""
+    """Attention with transformers' signature: each ``[1, heads, tokens, size]``, to ``[1, tokens, heads, size]``."""
     attend = _attend.get()
     if attend is None:
         raise UnsupportedModelError(f"{type(module).__name__} attends outside of the language model")
@@ -70,7 +70,7 @@ def _attention(
 
 
 def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> None:
-    """Called by transformers for masks, which our attention does not need; records their windows."""
+    """Called by transformers to make masks, which our attention does not need. Records their windows."""
     if local_size is None or (windows := _masked.get()) is None:
         return
     first, later = torch.tensor(1), torch.tensor(local_size)
@@ -90,7 +90,7 @@ def attending(attend: Attend, windows: list[int] | None = None) -> Iterator[None
 
 
 def register_attention() -> None:
-    """Make our attention known to transformers as `NAME`."""
+    """Register our attention in transformers as `NAME`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -98,5 +98,5 @@ def register_attention() -> None:
 
 
 def attention_by_part(config: Any) -> dict[str, str]:
-    """Our attention in the language model, torch's in a vision tower."""
+    """Use our attention in the language model and torch's in the vision tower."""
     return {"": NAME, **{name: NAME if name == "text_config" else "sdpa" for name in config.sub_configs}}

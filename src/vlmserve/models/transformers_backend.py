@@ -1,8 +1,8 @@
-"""Language models that transformers implements and vlmserve does not: its code over our paged KV cache.
+"""The Transformers backend: transformers' language models over our paged KV cache.
 
-Our attention takes the place of theirs (`transformers_attention`). It reads and writes the paged cache, so batches of
-many sequences and prefix hits work as with every other model. A check at load finds models with other state or other
-attention: it computes a few sequences in pieces and side by side, and compares the logits with transformers' own.
+Our attention replaces theirs (`transformers_attention`). It reads and writes the paged cache, so batching and prefix
+caching work as for other models. A check at load rejects models with other state or other attention: it computes a few
+sequences in chunks and batched, and compares the logits with transformers' own.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from vlmserve.steps import bidirectional_spans
 from vlmserve.types import Bidirectional, ImageSpan
 
 CHECKED_LENS = (9, 24)
-"""Tokens of the sequences that are compared at load."""
+"""Lengths of the sequences that are compared at load."""
 TOLERANCE = {torch.float32: 1e-3}
 ROUNDED_TOLERANCE = 0.1
-"""How far apart logits may be, as shares of their standard deviation; those of a wrong model are as far as that is."""
+"""Maximum difference of logits, relative to their standard deviation. A wrong model differs by about 1."""
 
 BIDIRECTIONAL_SCOPES: tuple[Bidirectional | None, ...] = (None, "images", "prefix", "prompt")
-"""Which tokens of a prompt may attend to each other, in the order in which they are tried."""
+"""Tokens of a prompt that may attend to each other, in the order of trials."""
 
 ChooseBackend = Callable[[Sequence[AttentionSpec]], AttentionBackend]
-"""The backend that serves all of these layers."""
+"""Chooses a backend for all of these layers."""
 
 
 class _Finished:
-    """The output of layers that ran before: hidden states, and nothing else that a model may ask for."""
+    """The output of finished layers: hidden states; other outputs are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -56,10 +56,10 @@ class _Finished:
 
 
 class TransformersModel:
-    """A `LanguageModel` made of one of transformers'. It takes no adapters.
+    """A `LanguageModel` that wraps one of transformers'. It takes no adapters.
 
-    backend: chooses the attention backend. sample: an image, for a model that takes images.
-    Raises UnsupportedModelError if its attention cannot be replaced, or if its logits differ from transformers'.
+    backend: chooses the attention backend. sample: an image, for a model that takes images. Raises
+    UnsupportedModelError if its attention cannot be replaced, or if its logits differ from transformers'.
     """
 
     adapter_rows: AdapterRows | None = None
@@ -88,7 +88,7 @@ class TransformersModel:
         self.backend = backend(self.attention)
 
     def _find_attention(self) -> tuple[AttentionSpec, ...]:
-        """The attention of each layer, observed in a pass over two tokens."""
+        """The attention spec of each layer, recorded in a pass over two tokens."""
         specs: list[AttentionSpec] = []
         windows: list[int] = []
 
@@ -116,11 +116,11 @@ class TransformersModel:
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """Which layers share tensors of the KV cache."""
+        """Groups of layers that share tensors of the KV cache."""
         return CacheLayout.of(self.attention)
 
     def longest_context(self, max_position: int) -> int:
-        """The longest context with transformers' results, where bidirectional prompts ignore windows."""
+        """The maximum context that matches transformers: bidirectional prompts ignore windows."""
         windows = [spec.window for spec in self.attention if spec.window is not None]
         return min([max_position, *windows]) if self.bidirectional == "prompt" else max_position
 
@@ -128,14 +128,14 @@ class TransformersModel:
         return 0
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """``[tokens]`` int64 to ``[tokens, hidden_size]``, not yet scaled where the model scales them."""
+        """int64 ``[tokens]`` to ``[tokens, hidden_size]``. Models that scale embeddings do it later."""
         embeddings: Tensor = self._embeddings(token_ids)
         return embeddings
 
     def allocate_cache(
         self, num_blocks: int, block_size: int, device: torch.device | None = None, layout: CacheLayout | None = None
     ) -> list[LayerCache]:
-        """The KV cache of all layers, on the model's device or another one. layout: see `allocate_layers`."""
+        """Allocate the KV cache of all layers. layout: see `allocate_layers`."""
         allocate, kind = self.backend.allocate, (self._model.dtype, device or self._model.device)
         return allocate_layers(self.attention, lambda spec: allocate(num_blocks, block_size, spec, *kind), layout)
 
@@ -156,7 +156,9 @@ class TransformersModel:
         states: Sequence[StateCache] = (),
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` or ``[3, tokens]`` to final hidden states.
-        features, wanted: see `LanguageModel.forward`."""
+
+        features, wanted: see `LanguageModel.forward`.
+        """
         plan = self.backend.prepare(metadata, caches[0].block_size, self.attention, self._model.dtype)
         layers = zip(caches, self.attention, strict=True)
 
@@ -183,9 +185,9 @@ class TransformersModel:
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``: what the model does after its layers."""
+        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``, by the model's code after its layers."""
         finished = _Finished(hidden[None])
-        # For this call only: a model that refers to itself is not freed with its last user.
+        # Set only for this call, because a self-reference would keep the model alive.
         self._body.forward = lambda *_, **__: finished
         try:
             logits: Tensor = self._model(inputs_embeds=finished.last_hidden_state, use_cache=False).logits[0]
@@ -194,7 +196,7 @@ class TransformersModel:
         return logits.float()
 
     def _check(self) -> None:
-        """Raises UnsupportedModelError if sequences that are computed here have other logits than transformers'."""
+        """Raises UnsupportedModelError if logits over the paged cache differ from transformers'."""
         generator = torch.Generator().manual_seed(0)
         sequences = [torch.randint(self.vocab_size, (length,), generator=generator) for length in CHECKED_LENS]
         with torch.inference_mode():
@@ -205,9 +207,9 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _find_bidirectional(self, sample: Sample) -> None:
-        """Find out which tokens attend to each other in a prompt with an image.
+        """Find the tokens that attend to each other in a prompt with an image.
 
-        Raises UnsupportedModelError if its logits are other than by transformers' own whichever they are.
+        Raises UnsupportedModelError if no scope gives transformers' logits.
         """
         device, image = self._model.device, sample.image
         pixels = torch.tensor(image.pixels, device=device, dtype=self._model.dtype)
@@ -265,7 +267,7 @@ class TransformersModel:
         return logits[0].float()
 
     def _our_logits(self, sequences: Sequence[Tensor], choices: ExpertChoices) -> list[Tensor]:
-        """Of all sequences together, in three steps, of which the last computes one token of each."""
+        """Logits of all sequences in one batch, in three steps; the last step computes one token of each."""
         block_size = max(CHECKED_LENS)
         caches = self.allocate_cache(len(sequences), block_size)
         logits: list[list[Tensor]] = [[] for _ in sequences]
@@ -282,7 +284,7 @@ class TransformersModel:
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
-    """How far apart logits are, as a share of their standard deviation."""
+    """The difference of logits, relative to their standard deviation."""
     return float((actual - expected).std() / expected.std())
 
 
@@ -292,7 +294,7 @@ def _metadata(
     device: torch.device,
     bidirectional: Sequence[BidirectionalRows] = (),
 ) -> tuple[BatchMetadata, Tensor]:
-    """A batch of the tokens from `first` to `last` of each sequence, whose only block has its number; and positions."""
+    """A batch of tokens ``first <= i < last`` of each sequence, and their positions. Sequence i has only block i."""
     positions = torch.cat([torch.arange(first, last) for first, last in spans])
     metadata = BatchMetadata.of_chunks(spans, [[block] for block in range(len(spans))], block_size, device)
     return replace(metadata, bidirectional=bidirectional), positions.to(device)

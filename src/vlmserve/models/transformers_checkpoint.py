@@ -25,15 +25,14 @@ logger = logging.getLogger(__name__)
 SAMPLE_SIZE = (60, 90)
 """Height and width of the image that is compared at load."""
 EXTENDING_ROPES = ("dynamic", "longrope")
-"""Rotary scalings that a whole batch switches on once one sequence in it is long."""
+"""RoPE scalings that switch for a whole batch if one of its sequences is long."""
 MISFITS = (ValueError, TypeError, AttributeError, LookupError)
-"""Errors of code that runs on a model that does not fit it."""
+"""Errors of code that gets a model it does not fit."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An image as the model's processor leaves it, to try a model with. token_types: of its placeholders, by the names
-    of the model's inputs."""
+    """A preprocessed image to check a model with. token_types: of its placeholders, by name of the model's input."""
 
     image: ImageInput
     token_types: dict[str, int]
@@ -62,7 +61,7 @@ class TransformersCheckpoint:
 
     @property
     def max_position(self) -> int:
-        """The longest context. Raises UnsupportedModelError where the config does not say."""
+        """The maximum context. Raises UnsupportedModelError if the config does not say."""
         text_config = self.config.get_text_config()
         longest = getattr(text_config, "max_position_embeddings", None)
         if not isinstance(longest, int):
@@ -82,7 +81,7 @@ class TransformersCheckpoint:
 
     @property
     def image_token_id(self) -> int | None:
-        """The placeholder, if the model takes images. Raises UnsupportedModelError where it names none."""
+        """The placeholder, if the model takes images. Raises UnsupportedModelError if the config names none."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
         if type(self.config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -116,7 +115,7 @@ class TransformersCheckpoint:
         return Sample(image, processor.token_types(sample_image), self.image_token_id, TransformersVision(model))
 
     def load(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """The model with its weights. Raises UnsupportedModelError, MissingWeightsError or ModelLoadError."""
+        """Load the model. Raises UnsupportedModelError, MissingWeightsError or ModelLoadError."""
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         register_attention()
@@ -127,7 +126,7 @@ class TransformersCheckpoint:
                 local_files_only=True, trust_remote_code=False, output_loading_info=True,
             )  # fmt: skip
         except (*MISFITS, ImportError) as error:
-            # Some have a table of their own.
+            # Some models have their own table of attention functions.
             named = isinstance(error, KeyError) and error.args == (NAME,)
             reason = NO_INTERFACE if named else f"transformers cannot load it as a language model: {first_line(error)}"
             raise UnsupportedModelError(reason) from error

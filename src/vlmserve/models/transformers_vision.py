@@ -1,4 +1,4 @@
-"""The vision tower of models that run by transformers' code."""
+"""The vision tower of the Transformers backend."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from vlmserve.types import FurtherInputs, TowerInputs
 logger = logging.getLogger(__name__)
 
 _TOWERS = {"visual", "vision_model", "vision_tower", "vision_encoder", "image_encoder"}
-"""What models call their vision tower. Without one that is known, the whole model counts."""
+"""Names of vision towers in models. If none is found, all parameters count."""
 
 
 class TransformersVision:
-    """A `VisionEncoder` around a model of transformers that has `get_image_features`."""
+    """A `VisionEncoder` around a transformers model with `get_image_features`."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._named = inspect.signature(model.get_image_features).parameters.keys()
         self.width: int = model.get_input_embeddings().weight.shape[1]
-        """Of embeddings: several side by side for a model that adds one to what each of its first layers makes of a
-        image's token."""
+        """Width of embeddings, including features for the decoder's first layers."""
         towers = (part for name, part in model.named_modules() if name.rsplit(".", 1)[-1] in _TOWERS)
         self._parameters: int = sum(parameter.numel() for parameter in next(towers, model).parameters())
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Nothing is checked: only the model itself knows which pixels it takes."""
+        """Check only the type of inputs: the model alone knows which pixels it takes."""
         if not isinstance(tiling, FurtherInputs) or tiling.num_embeddings != num_tokens:
             raise InvalidImageError(
                 "this model runs by transformers' code, for which its own processor must prepare images: "
@@ -45,18 +44,18 @@ class TransformersVision:
     larger_shape = None
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Encodes one image after another, since models differ in how they take several. NaN for one that fails."""
+        """Encode images one by one, because models differ in how they batch them. NaN for an image that fails."""
         return [self._encode(*image) for image in zip(pixels, tilings, strict=True)]
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        """About as many as a tower of so many parameters makes for each embedding."""
+        """Estimated MACs: one for each parameter and embedding."""
         assert isinstance(tiling, FurtherInputs)
         return tiling.num_embeddings * self._parameters
 
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """An image is one stage: somebody else's code cannot be stopped within."""
+        """Each image is one stage, because foreign code cannot be interrupted."""
         images = []
         for image, tiling in zip(pixels, tilings, strict=True):
             while not budget.take(1, self.products(tuple(image.shape), tiling)):
@@ -78,14 +77,14 @@ class TransformersVision:
             if len(embeddings) != further.num_embeddings:
                 raise ValueError(f"{len(embeddings)} embeddings, where the processor counted others")
         except (ValueError, TypeError, RuntimeError, LookupError):
-            # An error in the model's code must not fail other requests; NaN fails the request of this image alone.
+            # An error in the model's code must not fail other requests. NaN fails only this image's request.
             logger.exception("no embeddings of an image of %s", tuple(pixels.shape))
             return pixels.new_full((further.num_embeddings, self.width), float("nan"))
         return embeddings
 
     @staticmethod
     def further(inputs: TowerInputs | None, device: torch.device) -> dict[str, Tensor]:
-        """What an image has beside pixels, by name."""
+        """An image's other inputs besides pixels, by name."""
         assert isinstance(inputs, FurtherInputs)
         arrays = {
             array.name: np.frombuffer(array.data, array.dtype).reshape(array.shape).copy() for array in inputs.arrays
@@ -94,7 +93,7 @@ class TransformersVision:
 
 
 def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """``[tokens, hidden_size]`` from features in any nesting."""
+    """Flatten nested features to ``[tokens, hidden_size]``."""
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
     return torch.cat([_rows(part) for part in features])

@@ -1,4 +1,4 @@
-"""A checkpoint's files into a model's parameters, one tensor at a time."""
+"""Load a checkpoint's files into a model's parameters, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from vlmserve.models.stacked import StackedExperts, has_inputs_first, stacked_sh
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-# Bytes to copy before a file is mapped anew: pages of a mapping count as used memory until it is closed.
+# Bytes to copy before a file is mapped again: mapped pages count as used memory until the mapping is closed.
 MAPPED_BYTES = 16 * 1024**2
-# Dequantizing a piece takes many times what becomes of it.
+# Dequantizing a piece needs much more memory than its result.
 DEQUANTIZED_BYTES = 2 * 1024**2
 LANGUAGE_MODEL = "language_model."
 TEXT_ENCODER = "text_encoder."
 _IN_RETRIEVER = "vlm."
-"""Before the names of tensors of the vision-language model in a retriever."""
+"""Prefix of the vision-language model's tensors in a retriever."""
 
-# Published LLaVA checkpoints nest whole models, transformers 5 flattens them, releases between did half of it.
-# Embedding models have the tensors of a decoder without a head around it.
+# Published LLaVA checkpoints nest whole models, transformers 5 flattens them, and older releases did half of it.
+# Embedding models have a decoder's tensors without a head.
 _PREFIXES = (
     (re.compile(r"^(model\.)?(vision_tower)\.(vision_model\.)?"), "vision_tower."),
     (re.compile(r"^(model\.)?multi_modal_projector\."), "multi_modal_projector."),
@@ -58,9 +58,9 @@ Rename = Callable[[str], str]
 
 
 def canonical_name(name: str, rename: Rename = lambda name: name) -> str:
-    """A tensor's name as the modules here are named, whichever layout the checkpoint has.
+    """Convert a tensor's name in any checkpoint layout to our module names.
 
-    rename: what the family of the language model does to the names of its tensors, and of those of an encoder like it.
+    rename: the language model family's renaming, which also applies to a text encoder.
     """
     name = name.removeprefix(_IN_RETRIEVER)
     for pattern, prefix in _PREFIXES:
@@ -76,14 +76,14 @@ def canonical_name(name: str, rename: Rename = lambda name: name) -> str:
 class Checkpoint:
     """The weight files of a folder, or a GGUF file.
 
-    Raises MissingWeightsError if there are none or one that the index names is absent, ModelLoadError for a broken one.
+    Raises MissingWeightsError if files are missing, ModelLoadError if one is broken.
     """
 
     def __init__(self, folder: Path, rename: Rename = canonical_name) -> None:
-        """rename: from a tensor's name in the files to its canonical one."""
+        """rename: converts a tensor's name in the files to its canonical name."""
         self.folder = folder
         self.digests = TensorDigests()
-        """Digests of tensors whose values a model has taken."""
+        """Digests of tensors that were loaded."""
         self._rename = rename
         self._keys: dict[str, tuple[Path, str]] = {}
         files = weight_files(folder)
@@ -98,7 +98,7 @@ class Checkpoint:
                 self._keys |= {self.canonical(key): (path, key) for key in file.keys()}  # noqa: SIM118
 
     def open(self, path: Path) -> WeightFile:
-        """Open one of the files, in which each expert has tensors of its own."""
+        """Open a file so that each expert has its own tensors."""
         file = open_weights(path)
         if not self._has_stacked or isinstance(file, GGUFFile):
             return file
@@ -108,7 +108,7 @@ class Checkpoint:
         return self._rename(key)
 
     def repeat(self, model: nn.Module) -> None:
-        """Give the tensors of parts of a model's layers to the parts that repeat them (`MergedLinear.repeated`)."""
+        """Map parts that reuse other parts' tensors to these tensors (`MergedLinear.repeated`)."""
         for path, module in model.named_modules():
             for source, part in module.repeated.items() if isinstance(module, MergedLinear) else ():
                 before = _beside(path, f"{source}.")
@@ -126,7 +126,7 @@ class Checkpoint:
             return tensor
 
     def quantized(self, name: str) -> QuantizedWeight | None:
-        """A tensor of a GGUF file as it is there; None if it does not have the form of a `QuantizedWeight`."""
+        """A GGUF tensor in its stored form; None if `QuantizedWeight` cannot hold it."""
         path, key = self._keys[name]
         with self.open(path) as file:
             weight = file.quantized(key) if isinstance(file, GGUFFile) else None
@@ -135,7 +135,7 @@ class Checkpoint:
         return weight
 
     def blocks(self, name: str) -> GGUFWeight | None:
-        """The blocks of a GGUF file's tensor; None if kernels do not pack their type."""
+        """The blocks of a GGUF tensor; None if kernels do not pack its type."""
         path, key = self._keys[name]
         with self.open(path) as file:
             return file.blocks(key) if isinstance(file, GGUFFile) else None
@@ -147,7 +147,7 @@ class Checkpoint:
             _hash(file, path, key, self.digests)
 
     def dtype(self) -> torch.dtype:
-        """The floating point type of the first tensor that has one in which models compute."""
+        """The dtype of the first floating point tensor of more than a byte per element."""
         for name in self._keys:
             tensor = self.read(name)
             if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
@@ -168,14 +168,13 @@ class Checkpoint:
         settle: Callable[[nn.Module], None] = lambda module: None,
         device: torch.device = CPU,
     ) -> None:
-        """Fill the model's parameters, converting to their type and device.
+        """Fill the model's parameters, converting dtype and device.
 
-        filled: names of parameters that have their values already. settle: is called with each module as soon as all
-        its parameters are filled; it may replace them, so that the peak of memory is what stays of the model, one
-        module and a small window of the file. device: of parameters that have no memory yet.
+        filled: names of parameters that already have values. settle: called with each completely filled module, which
+        it may replace; so peak memory is the final model, one module and a small window of a file. device: for
+        parameters without memory.
 
-        Raises MissingWeightsError naming tensors that the model needs and no file has, ModelLoadError for a tensor of
-        another shape.
+        Raises MissingWeightsError, which names missing tensors, and ModelLoadError for a tensor of another shape.
         """
         merge_as_stored(model, self.names)
         self.repeat(model)
@@ -206,10 +205,9 @@ class Waiting:
     def __init__(
         self, model: nn.Module, filled: Collection[str], settle: Callable[[nn.Module], None], device: torch.device
     ) -> None:
-        """See `Checkpoint.load`."""
         self._device = device
         self.slots: dict[str, Tensor] = {}
-        """Memory of the parameters by canonical name."""
+        """Memory of parameters by canonical name."""
         self._settle = settle
         self._owners: dict[str, tuple[str, nn.Module]] = {}
         self._names: dict[nn.Module, set[str]] = {}
@@ -221,7 +219,7 @@ class Waiting:
                     self._names.setdefault(module, set()).add(name)
 
     def memory(self, name: str) -> Tensor:
-        """Return the memory of a parameter, which exists from now on."""
+        """Return the memory of a parameter; allocates it if needed."""
         if self.slots[name].is_meta:
             path, module = self._owners[name]
             allocate(module, self._device)
@@ -237,20 +235,20 @@ class Waiting:
 
 
 def merge_as_stored(model: nn.Module, names: Collection[str]) -> None:
-    """Have layers that are several projections expect one tensor where a checkpoint has them merged."""
+    """Expect one tensor for merged layers if the checkpoint stores them merged."""
     for path, module in model.named_modules():
         if isinstance(module, MergedLinear) and f"{path}.weight" in names:
             module.parts = {path.rpartition(".")[2]: module.out_features}
 
 
 def weight_slots(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a checkpoint must have, under its canonical name, with the memory it goes to."""
+    """Yield the canonical name and memory of each tensor that a checkpoint must have."""
     for path, module in model.named_modules():
         yield from module_slots(path, module)
 
 
 def module_slots(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """As `weight_slots`, of one module without those inside it."""
+    """Like `weight_slots` for one module, without submodules."""
     if isinstance(module, MergedLinear):
         for name, slot in module.slots():
             yield _beside(path, name), slot
@@ -263,14 +261,14 @@ def module_slots(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_names(path: str, module: nn.Module) -> list[str]:
-    """The canonical name of a layer's weight, or those of the weights that it is merged of."""
+    """The canonical names of a layer's weight, or of the parts of a merged weight."""
     if isinstance(module, MergedLinear):
         return [_beside(path, f"{part}.weight") for part in module.parts]
     return [f"{path}.weight"]
 
 
 def weight_cuts(model: nn.Module) -> dict[str, Cut]:
-    """What layers hold of tensors of which they do not hold all, by canonical name."""
+    """Cuts of sharded tensors, by canonical name."""
     cuts: dict[str, Cut] = {}
     for path, module in model.named_modules():
         cuts |= module_cuts(path, module)
@@ -278,7 +276,7 @@ def weight_cuts(model: nn.Module) -> dict[str, Cut]:
 
 
 def module_cuts(path: str, module: nn.Module) -> dict[str, Cut]:
-    """As `weight_cuts`, of one module without those inside it."""
+    """Like `weight_cuts` for one module, without submodules."""
     shard = getattr(module, "shard", None)
     if not isinstance(shard, Shard):
         return {}
@@ -293,16 +291,17 @@ def module_cuts(path: str, module: nn.Module) -> dict[str, Cut]:
 
 
 def _beside(path: str, name: str) -> str:
-    """The parts of a merged layer have names of their own where it stands."""
+    """The name of a merged layer's part, which replaces the layer's own name."""
     return f"{path.rpartition('.')[0]}.{name}"
 
 
 class _Piece(NamedTuple):
-    """Rows ``first <= i < last`` of a tensor of a file, and the first row of the slot that they go to. name: canonical.
-    key: in the file."""
+    """Rows ``first <= i < last`` of a file's tensor, and the first row of their target."""
 
     name: str
+    """Canonical name."""
     key: str
+    """Name in the file."""
     first: int
     last: int
     target: int
@@ -345,7 +344,7 @@ def _hash(file: WeightFile, path: Path, key: str, digests: TensorDigests, share:
 def _pieces(
     file: WeightFile, path: Path, keys: list[tuple[str, str]], slots: Mapping[str, Tensor], cuts: Mapping[str, Cut]
 ) -> Iterator[_Piece]:
-    """Pieces that are small enough to map. Raises ModelLoadError for shapes that differ."""
+    """Split tensors into pieces that are small enough to map. Raises ModelLoadError for shapes that differ."""
     most = DEQUANTIZED_BYTES if isinstance(file, GGUFFile) else MAPPED_BYTES
     for name, key in keys:
         shape, slot = file.get_slice(key).get_shape() or [1], slots[name]

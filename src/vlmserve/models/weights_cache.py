@@ -1,9 +1,9 @@
-"""Packed weights in files, which the next start maps instead of reading and packing the checkpoint again.
+"""Cache packed weights in files, so that the next start maps them instead of packing the checkpoint again.
 
 A file holds one model: a fixed prefix, a JSON header and the tensors. Its name, which the header repeats, is a digest
-of everything that the packed weights depend on: the checkpoint's files, the settings, the kernels and vlmserve's
-code. Processes that map one file share its memory. A file is written under another name and renamed. When files exceed
-the limit, the least recently used are removed.
+of everything that the packed weights depend on: the checkpoint's files, the settings, the kernels and vlmserve's code.
+Processes that map one file share its memory. A file is written under another name and renamed. When files exceed the
+limit, the least recently used are removed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FORMAT = 2
 SMALLEST_MODEL = 128 * 2**20
 """Minimum bytes of packed weights in a file: smaller models load as fast from their checkpoints."""
 SPARED_BYTES = 2**30
-"""Bytes of the disk that are left to others."""
+"""Bytes of disk space to leave free."""
 SUFFIX = ".weights"
 
 PACKAGE = Path(__file__).parents[1]
@@ -62,11 +62,11 @@ _LARGEST_HEADER = 64 * 2**20
 """Maximum bytes of a header."""
 _ALIGNMENT = 64
 _SAMPLE, _SAMPLE_STEP = 64, 2**20
-"""Bytes of each sample of the tensors, and from one to the next."""
+"""Bytes of each sample of the tensors, and distance between samples."""
 _SYNCED = 64 * 2**20
-"""Bytes that are written before they must be on the disk."""
+"""Bytes between two syncs to the disk."""
 _NICENESS = 19
-"""The writing thread has this, so that first answers are not slower."""
+"""Nice value of the writing thread, so that first answers are not slower."""
 _BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError)
 """Errors of reading a broken file."""
 _DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.int64)}
@@ -78,7 +78,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CachedModel:
-    """A model as it was found. identity: its `model_identity`."""
+    """A cached model. identity: its `model_identity`."""
 
     packed: PackedModel
     identity: bytes
@@ -87,7 +87,7 @@ class CachedModel:
 
 @dataclass(frozen=True)
 class CacheFile:
-    """A file, as `vlmserve cache` shows it. used: time of the last start that read it, in seconds since 1970."""
+    """A file, for `vlmserve cache`. used: time of the last start that read it, in seconds since 1970."""
 
     path: Path
     model: str
@@ -96,18 +96,18 @@ class CacheFile:
 
 
 class _EndingError(Exception):
-    """The program ends before a file is whole."""
+    """The program ends before a file is complete."""
 
 
 class WeightsCache:
-    """Files of packed weights in a folder. limit: of all of them together, in bytes; 0: none are read or written."""
+    """Files of packed weights in a folder. limit: bytes of all files together; 0: the cache is off."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
 
     @classmethod
     def at(cls, folder: str | None, limit: int) -> WeightsCache:
-        """The cache in that folder, or where this user's is."""
+        """The cache in a folder; None: in the user's cache folder."""
         return cls(cache_folder() / "weights" if folder is None else expanded(folder), limit)
 
     def path(self, parts: Mapping[str, Any]) -> Path:
@@ -116,9 +116,9 @@ class WeightsCache:
         return self.folder / (blake3(text.encode()).hexdigest(length=16) + SUFFIX)
 
     def is_usable(self) -> bool:
-        """Tell whether the folder may be used. It may not if every user can write to it, which is logged.
+        """Return whether the folder may be used. If every user can write to it, it may not, and a warning is logged.
 
-        A folder may belong to a group, such as that of a shared volume: files of its other users are ignored.
+        A folder may belong to a group, such as a shared volume: other users' files are ignored.
         """
         with contextlib.suppress(OSError):  # reading and writing log what is wrong
             if self.limit and self.folder.stat().st_mode & stat.S_IWOTH:
@@ -127,7 +127,7 @@ class WeightsCache:
         return self.limit > 0
 
     def read(self, path: Path) -> CachedModel | None:
-        """The model in a file; None if there is none. A broken or foreign file is ignored with a line in the log."""
+        """Map the model in a file; None if there is none. Broken and foreign files are logged and ignored."""
         try:
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -147,17 +147,17 @@ class WeightsCache:
         return found
 
     def write_later(self, path: Path, packed: PackedModel, identity: bytes, model: str) -> threading.Thread | None:
-        """Begin to write a model in a thread. None: it is too small or too large to be kept."""
+        """Write a model in a thread. None: it is too small or too large for the cache."""
         size = sum(tensor.nbytes for tensor in packed.tensors.values())
         if not SMALLEST_MODEL <= size <= self.limit:
             return None
-        # Not a daemon: it may be in C++ code, which aborts the process if Python ends beside it.
+        # Not a daemon: Python's exit could abort the process while the thread runs C++ code.
         thread = threading.Thread(target=self._write, args=(path, packed, identity, model, size), name="weights-cache")
         thread.start()
         return thread
 
     def files(self) -> list[CacheFile]:
-        """All files, the last used first."""
+        """All files, most recently used first."""
         found = []
         for path, status in self._own(_NAME):
             with contextlib.suppress(*_BROKEN), path.open("rb") as file:
@@ -192,7 +192,7 @@ class WeightsCache:
 
     @contextlib.contextmanager
     def unfinished(self, path: Path) -> Iterator[BinaryIO]:
-        """A new file that gets the name `path` at the end. It is locked, so that no other process removes it."""
+        """Open a new file, which is renamed to `path` at the end. Its lock keeps other processes from removing it."""
         descriptor, name = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".writing", dir=self.folder)
         with os.fdopen(descriptor, "wb") as file:
             try:
@@ -205,7 +205,7 @@ class WeightsCache:
                 raise
 
     def _surplus(self, limit: int) -> list[_Found]:
-        """The least recently used files, without which at most `limit` bytes are left."""
+        """The least recently used files to remove, so that at most `limit` bytes are left."""
         files = sorted(self._own(_NAME), key=lambda file: file[1].st_mtime)
         total, count = _total(files), 0
         while total > limit and count < len(files):
@@ -217,11 +217,11 @@ class WeightsCache:
         """Remove files of killed processes. Writers hold locks, which also work between containers."""
         for path, _ in self._own(_UNFINISHED):
             with contextlib.suppress(OSError), path.open("r+b") as file:
-                if _lock(file.fileno()):  # a writer locks its file before the magic number is in it
+                if _lock(file.fileno()):  # a writer locks its file before it writes the magic number
                     path.unlink()
 
     def _own(self, name: re.Pattern[str]) -> list[_Found]:
-        """Files that a cache wrote. The folder may hold files of other programs: their names or first bytes differ."""
+        """Files that a cache wrote. Other programs' files in the folder have other names or first bytes."""
         found = []
         for path in self.folder.glob("*"):
             if name.fullmatch(path.name):
@@ -233,10 +233,10 @@ class WeightsCache:
 
 
 def source_parts(folder: Path, settings: LoadSettings) -> dict[str, Any]:
-    """The inputs of packed weights: files of weights by inode, size and times, other files by content.
+    """The inputs of packed weights: weight files by inode, size and times, other files by content.
 
-    settings: with the type and the kernels that were chosen. The device number is left out: each mount of a
-    container's file system may have another.
+    settings: with the chosen dtype and kernels. The device number does not count, because each mount of a container's
+    file system may have another.
     """
     files = {}
     for path in weight_files(folder):
@@ -258,14 +258,14 @@ def source_parts(folder: Path, settings: LoadSettings) -> dict[str, Any]:
 
 @cache
 def _extension_digest() -> str:
-    """A digest of the compiled kernels: each build may order packed weights differently."""
+    """A digest of the compiled kernels, because each build may pack weights differently."""
     path = extension.extension().__file__
     return "" if path is None else blake3(Path(path).read_bytes()).hexdigest()
 
 
 @cache
 def _code_digest(package: Path) -> str:
-    """A digest of the Python code that packs weights, so that an edit makes older files unused."""
+    """A digest of the Python code that packs weights, so that an edit invalidates older files."""
     digest = blake3()
     for name in PACKING:
         for path in [package / name] if name.endswith(".py") else sorted((package / name).rglob("*.py")):
@@ -329,7 +329,7 @@ def _pieces(packed: PackedModel, identity: bytes, model: str, key: str) -> Itera
 
 
 def _write_pieces(file: BinaryIO, pieces: Iterator[bytes | memoryview]) -> None:
-    """Write a little at a time, since a program that ends waits for this thread. Raises _EndingError then."""
+    """Write in small pieces, because a program that ends waits for this thread; then raises _EndingError."""
     unsynced = 0
     for piece in pieces:
         for start in range(0, len(piece), _SYNCED):
@@ -351,7 +351,7 @@ def _add_samples(digest: blake3, raw: Tensor) -> None:
 
 
 def _header(descriptor: int, size: int) -> tuple[dict[str, Any], int]:
-    """The header of a file of that size, and where the tensors start. Raises ValueError for a broken file."""
+    """The header of a file with `size` bytes, and the offset of the tensors. Raises ValueError for a broken file."""
     prefix = os.pread(descriptor, _PREFIX, 0)
     if len(prefix) < _PREFIX or not prefix.startswith(MAGIC):
         raise ValueError("it is no file of packed weights")
@@ -372,7 +372,7 @@ def _map(descriptor: int, size: int, key: str) -> CachedModel:
         raise ValueError("it was written for another checkpoint")
     if size != start + header["size"]:
         raise ValueError("it is incomplete")
-    # Private, so that processes share the pages and none changes the file.
+    # Copy-on-write, so that processes share the pages and none changes the file.
     memory = torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     samples, tensors = blake3(), {}
     for name, (dtype, shape, offset, num_bytes) in header["tensors"].items():

@@ -33,8 +33,10 @@ from vlmserve.quant.calibration import Fold
 
 
 class QKVLinear(MergedLinear):
-    """Queries, keys and values of all heads, side by side, after the gates of all heads if there are any. Layers that
-    share keys and values have queries alone."""
+    """Queries, keys and values of all heads side by side, preceded by output gates if there are any.
+
+    Layers that share keys and values have only queries.
+    """
 
     def __init__(
         self, spec: ArchSpec, heads: AttentionSpec, rope: RopeSpec | None, *, dtype: torch.dtype, device: torch.device
@@ -53,13 +55,13 @@ class QKVLinear(MergedLinear):
             self.repeated = {"k_proj": "v_proj"}
 
     def settle(self) -> None:
-        """Bring gates before queries, and queries and keys into the order in which `apply_rope` pairs them."""
+        """Move gates before queries, and reorder queries and keys for `apply_rope`."""
         heads, size = self._heads.num_heads, self._heads.head_size
         if self._heads.shares_with is None:
             heads += self._heads.num_kv_heads
         rows = torch.arange(self.out_features)
         if self._gates_queries:
-            # A checkpoint has the queries and then the gates of each head.
+            # A checkpoint has each head's queries followed by its gates.
             both = rows[: 2 * self.num_gates].view(self._heads.num_heads, 2, size)
             both.copy_(both.flip(1).transpose(0, 1).reshape(both.shape))
         if self._rope is not None and self._rope.interleaved:
@@ -73,7 +75,7 @@ class QKVLinear(MergedLinear):
 
 
 class Attention(Block, Layer):
-    """``[tokens, hidden_size]`` through one layer's cache."""
+    """Self-attention, ``[tokens, hidden_size]``, with one layer's cache."""
 
     readers = ("qkv_proj",)
 
@@ -87,7 +89,7 @@ class Attention(Block, Layer):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """rope: the rotation of a step that queries and keys get. None: none."""
+        """rope: index of the step's rotary embedding for queries and keys; None: no rotation."""
         super().__init__()
         heads = spec.mixers[index]
         assert isinstance(heads, AttentionSpec)
@@ -149,7 +151,7 @@ class Attention(Block, Layer):
             yield fold_of_values(self.spec, f"{name}.o_proj", f"{name}.qkv_proj", self.qkv_proj.out_features)
 
     def arrange(self, operations: Operations) -> None:
-        """See `Layer.arrange`. Norms have their weights by then."""
+        """Like `Layer.arrange`; the norms must have their weights."""
         parts, first = [], 0
         normed = self._normed_parts
         for norm, heads in normed:
@@ -163,7 +165,7 @@ class Attention(Block, Layer):
 
     @property
     def _normed_parts(self) -> list[tuple[nn.Module | None, int]]:
-        """The norms of a row's heads, from its first one on, and how many heads each norms."""
+        """The norms of a row's heads in order, and the number of heads for each."""
         parts = [(self.q_norm, self.spec.num_heads)]
         if not self._shares:
             parts.append((self.k_norm, self.spec.num_kv_heads))
@@ -172,7 +174,7 @@ class Attention(Block, Layer):
         return parts
 
     def _attended(self, qkv: Tensor, step: StepContext, context: AttentionContext) -> Tensor:
-        """The weighted values of all heads, side by side."""
+        """The attention output of all heads, side by side."""
         if self._norming is not None and step.query_scale is None and self._norms_each_head:
             norms, rope = self._norms(), self._rows(step)
             return self._norming.attend_normed(qkv, norms, rope, context)
@@ -191,7 +193,7 @@ class Attention(Block, Layer):
 
     @property
     def _norms_each_head(self) -> bool:
-        """True if `HeadNorms` describe the norms of queries and keys."""
+        """True if `HeadNorms` can describe the norms of queries and keys."""
         return type(self.q_norm) is RMSNorm and type(self.k_norm) is RMSNorm and self._value_norm is None
 
     def _norms(self) -> HeadNorms:
@@ -202,7 +204,7 @@ class Attention(Block, Layer):
         return self._head_norms
 
     def _normed(self, qkv: Tensor) -> Tensor:
-        """The same with heads normed, where they are."""
+        """Apply the head norms in place."""
         heads, first = qkv.view(qkv.shape[0], -1, self.spec.head_size), 0
         for norm, count in self._normed_parts:
             part = heads[:, first : first + count]
@@ -214,7 +216,7 @@ class Attention(Block, Layer):
     def _attend(self, qkv: Tensor, step: StepContext, context: AttentionContext) -> Tensor:
         spec = self.spec
         qkv = qkv.view(qkv.shape[0], -1, spec.head_size)
-        # Queries and keys lie side by side and are rotated together.
+        # Queries and keys are adjacent, so one call rotates both.
         both = qkv[:, : spec.num_heads + (0 if self._shares else spec.num_kv_heads)]
         if self._rope is not None:
             both = apply_rope(both, step.ropes[self._rope])
@@ -226,7 +228,7 @@ class Attention(Block, Layer):
 
 
 def _normed_heads(norm: nn.Module | None, first: int, heads: int) -> NormedHeads | None:
-    """The heads that a module norms, from element `first` of a row on; None: no kernel computes it."""
+    """Describe a head norm from element `first` of a row on; None: no kernel computes it."""
     if type(norm) is UnitNorm:
         return NormedHeads(first, torch.ones(heads, norm.size, device=norm.device), norm.eps, centered=False)
     if type(norm) is RMSNorm:
@@ -245,7 +247,7 @@ def _normed_heads(norm: nn.Module | None, first: int, heads: int) -> NormedHeads
 def _head_norm(
     spec: ArchSpec, head_size: int, heads: int, *, dtype: torch.dtype, device: torch.device
 ) -> nn.Module | None:
-    """The norm of ``[tokens, heads, head_size]``, if there is one."""
+    """The norm of ``[tokens, heads, head_size]``, if any."""
     if (kind := spec.head_norm) is None:
         return None
     if kind.over == "head":
@@ -256,8 +258,10 @@ def _head_norm(
 
 
 def fold_of_values(heads: AttentionSpec, consumer: str, producer: str, outputs: int) -> Fold:
-    """Values, the last outputs of `producer`, take the factors of the output projection. Heads that read the same
-    values share them."""
+    """Fold factors of the output projection's inputs into the values, which are the last outputs of `producer`.
+
+    Heads that read the same values share factors.
+    """
     values = heads.num_kv_heads * heads.head_size
     return Fold(
         (consumer,),
@@ -269,7 +273,7 @@ def fold_of_values(heads: AttentionSpec, consumer: str, producer: str, outputs: 
 
 
 def key_heads(heads: AttentionSpec, ranks: Ranks) -> Share:
-    """The heads of keys and values of this rank. With fewer heads than ranks, several ranks have the same head."""
+    """This rank's heads of keys and values. If there are more ranks than heads, several ranks have the same head."""
     if heads.num_kv_heads >= ranks.size:
         return shares(heads.num_kv_heads, ranks)
     first = ranks.rank * heads.num_kv_heads // ranks.size

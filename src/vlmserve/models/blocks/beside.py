@@ -28,7 +28,7 @@ class ExpertsBeside(Block):
         self.mlp_norm, self.routed_norm = norms
 
     def forward(self, dense: Unfinished, rows: Tensor) -> Unfinished:
-        """dense: the layer's MLP. rows: ``[tokens, hidden_size]``, before it."""
+        """dense: the layer's MLP. rows: ``[tokens, hidden_size]`` before the MLP."""
         fed, routed = (block.linear(block.inputs) for block in (dense, self.routed(rows)))
         if self.mlp_norm.adding is None:
             return Unfinished(Adding(_plus), self.mlp_norm(fed) + self.routed_norm(routed))

@@ -22,7 +22,7 @@ from vlmserve.quant.calibration import Fold
 class Block(nn.Module):
     """A part of a decoder layer. `forward` takes normed rows of the residual stream and returns an `Unfinished` block.
 
-    Its modules have the names of weights in checkpoints. Each `Linear` inside can be quantized and have adapters.
+    Module names equal the names of weights in checkpoints. Each `Linear` inside can be quantized and have adapters.
     """
 
     readers: tuple[str, ...]
@@ -30,20 +30,20 @@ class Block(nn.Module):
 
     @property
     def reader(self) -> Linear | None:
-        """The linear layer that alone takes the normed rows, and may compute their norm. None: others take them too."""
+        """The only layer that takes the normed rows, and may compute their norm; None: there are several."""
         return None
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
-        """Before weights are loaded: hold this rank's part, in layer `index` of the model `whole`."""
+        """Keep only this rank's shard, before weights are loaded. index: of the layer. whole: the unsharded model."""
         raise NotImplementedError
 
     def folds(self, name: str) -> Iterator[Fold]:
-        """Yield the linear layers inside that can take factors of their inputs. name: of the block in its layer."""
+        """Yield linear layers whose inputs can be scaled. name: of the block in its layer."""
         raise NotImplementedError
 
 
 class StateBlock(Block, Layer):
-    """Linears, a kernel over the states of one layer, and another linear."""
+    """Linears around a kernel that updates the states of one layer."""
 
     out_proj: Linear
 

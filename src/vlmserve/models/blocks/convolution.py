@@ -1,4 +1,4 @@
-"""A gated short convolution over states: projections, and a kernel between them."""
+"""A gated short convolution with states: projections, and a kernel between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vlmserve.quant.calibration import Fold
 
 
 class DepthwiseWeight(nn.Module):
-    """The weight of a depthwise convolution, ``[channels, 1, kernel]`` as in checkpoints."""
+    """The weight of a depthwise convolution, ``[channels, 1, kernel]``."""
 
     shard: Shard | None = None
 
@@ -43,7 +43,6 @@ class ShortConvolution(StateBlock):
         self.out_proj = Linear(spec.channels, hidden_size, bias=False, dtype=dtype, device=device)
 
     def arrange(self, operations: Operations) -> None:
-        """See `Layer.arrange`."""
         self._kernel = operations.convolution(self.spec, self._weight, self.in_proj.dtype) or self._reference()
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
@@ -55,7 +54,7 @@ class ShortConvolution(StateBlock):
         self.out_proj = RowParallelLinear(self.out_proj, channels, ranks)
 
     def folds(self, name: str) -> Iterator[Fold]:
-        """The last third of the first layer's outputs takes the factors of the second: the layer is linear in it."""
+        """The output is linear in the last third of `in_proj`, so it takes the factors of `out_proj`."""
         size = self.spec.channels
         yield Fold((f"{name}.out_proj",), producer=f"{name}.in_proj", rows=(2 * size, 3 * size))
 

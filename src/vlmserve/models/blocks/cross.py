@@ -1,4 +1,4 @@
-"""Cross-attention to states that do not change while a sequence grows, such as features of an image."""
+"""Cross-attention to states that stay fixed while a sequence grows, such as image features."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CROSS_KV = "cross_attn.kv_proj"
 
 
 class CrossStates(MergedLinear):
-    """States to the keys and values of all layers' cross-attention."""
+    """Maps states to the keys and values of all cross-attention layers."""
 
     def __init__(self, spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         parts = {
@@ -42,13 +42,13 @@ class CrossStates(MergedLinear):
         return by_head.permute(1, 2, 3, 0, 4).contiguous()
 
     def split(self, whole: ArchSpec, ranks: Ranks) -> None:
-        """As `Block.split`."""
+        """Like `Block.split`."""
         heads = [scaled(key_heads(one, ranks), one.head_size) for one in whole.attention]
         self.shard = Shard(tuple(share for share in heads for _ in ("keys", "values")))
 
 
 class CrossAttention(Block):
-    """``[tokens, hidden_size]`` through the `CrossRows.states` of each sequence."""
+    """Cross-attention, ``[tokens, hidden_size]``, to each sequence's `CrossRows.states`."""
 
     readers = ("q_proj",)
 
@@ -58,12 +58,12 @@ class CrossAttention(Block):
         self._layer = index
         size = heads.num_heads * heads.head_size
         self.kv_proj: MergedLinear | None = None
-        """Makes this layer's keys and values. None: `CrossRows.states` holds them."""
+        """Computes this layer's keys and values; None: `CrossRows.states` holds them."""
         self.q_proj = Linear(spec.hidden_size, size, bias=True, dtype=dtype, device=device)
         self.o_proj = Linear(size, spec.hidden_size, bias=True, dtype=dtype, device=device)
 
     def own_states(self, cross_size: int) -> None:
-        """Before weights are loaded: make keys and values from ``[states, cross_size]``. Tensors keep their names."""
+        """Compute keys and values from ``[states, cross_size]``. Call it before loading; tensor names stay."""
         size = self.spec.num_kv_heads * self.spec.head_size
         parts = {"k_proj": size, "v_proj": size}
         self.kv_proj = MergedLinear(cross_size, parts, bias=True, dtype=self.q_proj.dtype, device=self.q_proj.device)

@@ -1,4 +1,4 @@
-"""The gated delta rule over states (https://arxiv.org/abs/2412.06464): projections, and a kernel between them."""
+"""Gated delta rule (https://arxiv.org/abs/2412.06464): projections, and a kernel over states between them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class GatedDelta(StateBlock):
         self.in_proj_gates = MergedLinear(
             hidden_size, dict.fromkeys(narrow, heads), bias=False, dtype=dtype, device=device
         )
-        # Tiny, and decays compound over all tokens.
+        # Small, and errors of decays compound over all tokens.
         self.in_proj_gates.stays_plain = True
         self.conv1d = DepthwiseWeight(spec.channels, spec.kernel, dtype=dtype, device=device)
         self.A_log = empty_parameter(heads, dtype=torch.float32, device=device)
@@ -49,7 +49,6 @@ class GatedDelta(StateBlock):
         self.out_proj = Linear(spec.values, hidden_size, bias=False, dtype=dtype, device=device)
 
     def arrange(self, operations: Operations) -> None:
-        """See `Layer.arrange`."""
         self._kernel = operations.delta(self.spec, self._weights(), self.in_proj.dtype) or self._reference()
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
@@ -65,7 +64,7 @@ class GatedDelta(StateBlock):
         self.out_proj = RowParallelLinear(self.out_proj, values, ranks)
 
     def folds(self, name: str) -> Iterator[Fold]:
-        """Yield none: the norm before `out_proj` has one weight for all heads."""
+        """Yield nothing: the norm before `out_proj` has one weight for all heads."""
         return iter(())
 
     def _mixed(self, x: Normed, cache: StateCache, rows: StateRows) -> Tensor:

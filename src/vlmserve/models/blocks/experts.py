@@ -22,7 +22,7 @@ from vlmserve.quant.calibration import Fold
 
 
 class Router(nn.Module):
-    """Chooses the experts of each row and weighs them, in float32 whatever the model's type is."""
+    """Chooses and weighs the experts of each row, always in float32."""
 
     def __init__(self, spec: ExpertsSpec, size: int, *, device: torch.device) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Router(nn.Module):
             )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``[rows, size]`` to the weights of each row's experts, float32, and their numbers, both ``[rows, top_k]``."""
+        """``[rows, size]`` to the weights, float32, and numbers of each row's experts, both ``[rows, top_k]``."""
         x, norm = x.float(), self._spec.router_norm
         if norm is not None and self.scale is not None:
             size = x.shape[-1]
@@ -53,7 +53,7 @@ class Router(nn.Module):
         return weights * self._spec.scale, chosen
 
     def weights(self, product: Product, norm: RMSNorm | None) -> RouterWeights:
-        """The stored weights for a kernel. product: of `linear`. norm: of the rows that experts take."""
+        """Return the packed weights for a kernel. product: packed `linear`. norm: of the experts' inputs."""
         return RouterWeights(
             product,
             correction=None if self.bias is None else self.bias.data,
@@ -64,20 +64,20 @@ class Router(nn.Module):
 
 
 class Experts(Block, Layer):
-    """Adds the weighted outputs of the experts that a router chooses for each row, and of an MLP that all rows take.
+    """Adds the weighted outputs of each row's experts, and of an MLP that all rows share.
 
-    Each expert is an `MLP` that computes its own rows alone, so a step reads the weights of the chosen experts only.
+    Each expert is an `MLP` that computes only its own rows, so a step reads only the weights of chosen experts.
     """
 
     readers = ()
-    """None takes factors of a norm: all experts would have to share them."""
+    """No reader takes factors of a norm, because all experts would have to share them."""
 
     def __init__(self, spec: ExpertsSpec, size: int, act: str, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._spec = spec
         self.router = Router(spec, size, device=device)
         self.norm: RMSNorm | None = None
-        """The experts take normed rows, and the router takes the rows before it."""
+        """Norm of the experts' inputs. The router takes rows without it."""
         if (norm := spec.router_norm) is not None:
             self.norm = RMSNorm(size, norm.eps, offset=norm.offset, dtype=dtype, device=device)
         self.experts = nn.ModuleDict(
@@ -101,14 +101,14 @@ class Experts(Block, Layer):
                     module.takes_adapters = False
 
     def forward(self, x: Tensor) -> Unfinished:
-        """``[tokens, size]``. Sums are float32, in the order of the experts' numbers whatever else is in the batch."""
+        """``[tokens, size]``. Sums are float32 in the order of expert numbers, independent of the batch."""
         return Unfinished(Adding(self._add), x)
 
     def _add(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if self.shared is not None:
             linear, inputs = self.shared(x)
             if self.shared_gate is not None:
-                # The last layer has no bias, so it may take the gated inputs in place of gating its results.
+                # The last layer has no bias, so gating its inputs equals gating its outputs.
                 gate = self._gate or gated
                 inputs = gate(inputs, self.shared_gate(x))
             residual = linear(inputs, residual)
@@ -120,7 +120,7 @@ class Experts(Block, Layer):
         return (output if residual is None else output + residual).to(x.dtype)
 
     def _sum(self, x: Tensor) -> Tensor:
-        """The weighted sums of the experts that are here, float32, by one product after the other."""
+        """Sum the weighted outputs of this rank's experts one by one, float32."""
         weights, chosen = self.router(x)
         if self.norm is not None:
             x = self.norm(x)
@@ -140,7 +140,7 @@ class Experts(Block, Layer):
         return output
 
     def arrange(self, operations: Operations) -> None:
-        """See `Layer.arrange`. All weights are loaded by then."""
+        """Like `Layer.arrange`; all weights must be loaded."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.arrange(operations)
@@ -151,7 +151,7 @@ class Experts(Block, Layer):
             products += [_product(expert.reader), _product(expert.last)]
         found = [product for product in products if product is not None]
         if len(products) == 1:
-            return  # Other ranks have all experts.
+            return  # other ranks have all experts
         if len(found) < len(products):
             self._kernel = operations.experts(self._spec, None, {})
         else:
@@ -164,7 +164,7 @@ class Experts(Block, Layer):
             yield number, expert
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
-        """Hold some experts whole, and a part of the shared MLP."""
+        """Keep some whole experts, and a shard of the shared MLP."""
         own, spec = shares(self._spec.count, ranks), whole.experts_of(index)
         assert spec is not None
         self._ranks = ranks
@@ -182,11 +182,11 @@ class Experts(Block, Layer):
 
 
 def gated(x: Tensor, gates: Tensor) -> Tensor:
-    """A `GateKernel`."""
+    """The reference `GateKernel`."""
     return (x.float() * gates.float().sigmoid()).to(x.dtype)
 
 
 def _product(linear: Linear) -> Product | None:
-    """The stored weight; None if inputs or outputs of it are in another order."""
+    """The packed weight; None if inputs or outputs are reordered."""
     kept = linear.kept()
     return None if kept is None or kept.input_order is not None or kept.order is not None else kept.product

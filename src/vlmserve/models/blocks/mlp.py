@@ -1,4 +1,4 @@
-"""The dense feed-forward block, of decoders and vision towers."""
+"""The dense feed-forward block of decoders and vision towers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vlmserve.quant.calibration import Fold
 
 
 class MLP(Block):
-    """``act(up(x))``, or ``act(gate(x)) * up(x)`` (https://arxiv.org/abs/2002.05202), and then a second layer."""
+    """``act(up(x))`` or ``act(gate(x)) * up(x)`` (https://arxiv.org/abs/2002.05202), followed by a second linear."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class MLP(Block):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """names: of both layers in checkpoints. None: as Llama names them."""
+        """names: of both layers in checkpoints; None: Llama's names."""
         super().__init__()
         self._gated = gated
         first, self._last = names or ("gate_up_proj" if gated else "up_proj", "down_proj")
@@ -62,13 +62,13 @@ class MLP(Block):
         self.split_inner(whole.inner_size(index), ranks)
 
     def split_inner(self, whole: int, ranks: Ranks) -> None:
-        """As `split`. whole: the inner size of the whole model's block."""
+        """Like `split`. whole: the inner size before sharding."""
         inner, last = shares(whole, ranks), self.last
         self.reader.shard = Shard((inner, inner) if self._gated else (inner,))
         self.add_module(self._last, RowParallelLinear(last, inner, ranks))
 
     def folds(self, name: str) -> Iterator[Fold]:
-        """Ups take the factors of the second layer: the layer is linear in them."""
+        """The output is linear in `up`, so it takes the factors of the second layer."""
         if self._gated:
             inner = self.last.in_features
             yield Fold((f"{name}.{self._last}",), producer=f"{name}.{self.readers[0]}", rows=(inner, 2 * inner))

@@ -1,4 +1,4 @@
-"""Per-layer embeddings: every token has a small embedding for each layer, which adds a projection of it (Gemma 3n)."""
+"""Per-layer embeddings: each token has a small embedding for each layer (Gemma 3n)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vlmserve.quant.calibration import Fold
 
 
 class PerLayerEmbeddings(nn.Module):
-    """Makes the inputs of all layers: of a token's embeddings for each layer, and a projection of its first input."""
+    """Computes the inputs of all layers from a token's per-layer embeddings and a projection of its first input."""
 
     def __init__(self, spec: ArchSpec, own: PerLayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -26,23 +26,23 @@ class PerLayerEmbeddings(nn.Module):
         self.projection.stays_plain = True
         self.norm = make_norm(spec.norm, own.size, dtype=dtype, device=device)
         self._projection_scale = spec.hidden_size**-0.5
-        # Rounded as transformers rounds it.
+        # Rounded like in transformers.
         self._table_scale = torch.tensor(own.size**0.5, dtype=dtype).item()
 
     def of_tokens(self, token_ids: Tensor) -> Tensor:
-        """``[tokens]`` int64 to ``[tokens, layers * size]``."""
+        """int64 ``[tokens]`` to ``[tokens, layers * size]``."""
         embeddings: Tensor = self.table(token_ids)
         return embeddings * self._table_scale
 
     def forward(self, inputs: Tensor, of_tokens: Tensor) -> Tensor:
-        """inputs: ``[tokens, hidden_size]``, of the first layer. Returns ``[tokens, layers * size]``."""
+        """inputs: of the first layer, ``[tokens, hidden_size]``. Returns ``[tokens, layers * size]``."""
         projected = (self.projection(inputs) * self._projection_scale).view(len(inputs), -1, self._size)
         normed: Tensor = self.norm(projected.contiguous())
         return (normed.view_as(of_tokens) + of_tokens) * 2**-0.5
 
 
 class PerLayerInput(Block):
-    """Adds a projection of a layer's embeddings, gated by the residual stream. All ranks hold all of it."""
+    """Adds a projection of a layer's embeddings, gated by the residual stream. Not sharded."""
 
     readers = ("gate",)
 
@@ -53,11 +53,11 @@ class PerLayerInput(Block):
         self.gate.stays_plain = self.projection.stays_plain = True
 
     def forward(self, x: Tensor, inputs: Tensor) -> Unfinished:
-        """x: ``[tokens, hidden_size]``. inputs: ``[tokens, size]``, of this layer."""
+        """x: ``[tokens, hidden_size]``. inputs: of this layer, ``[tokens, size]``."""
         return Unfinished(self.projection, self.gate(x) * inputs)
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
-        """Stay whole."""
+        """Do nothing: this block is not sharded."""
 
     def folds(self, name: str) -> Iterator[Fold]:
         yield from ()

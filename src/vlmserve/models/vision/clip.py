@@ -1,4 +1,4 @@
-"""The vision transformer of CLIP (https://arxiv.org/abs/2103.00020), as LLaVA uses it: without pooling or last norm."""
+"""The vision transformer of CLIP (https://arxiv.org/abs/2103.00020), as in LLaVA: without pooling or last norm."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ClipSpec:
         kinds: Sequence[str] = ("clip_vision_model",),
         defaults: Mapping[str, Any] = DEFAULTS,
     ) -> ClipSpec:
-        """From a ``vision_config``. kinds: the model types that are taken. defaults: what it may leave out.
+        """Read a ``vision_config``. kinds: accepted model types. defaults: of missing settings.
 
         Raises UnsupportedModelError for other towers, ModelLoadError for impossible sizes.
         """
@@ -85,8 +85,8 @@ class ClipSpec:
 class PatchEmbedding(Linear):
     """``[images, channels, height, width]`` to ``[images, patches, hidden_size]``, row by row.
 
-    A convolution whose windows do not overlap, as the matrix product that it is. `weight` has a convolution's shape
-    until packed. Pixels at the right and lower edge that make no whole patch are left out.
+    A convolution without overlap, computed as a matmul. `weight` has a convolution's shape until packed. Partial
+    patches at the right and lower edge are dropped.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PatchEmbedding(Linear):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """as_matrix: the checkpoint has the weight as a matrix, not as a convolution's."""
+        """as_matrix: the checkpoint's weight is a matrix instead of a convolution's."""
         patch = (spec.num_channels, spec.patch_size, spec.patch_size)
         super().__init__(math.prod(patch), spec.hidden_size, bias=bias, dtype=dtype, device=device)
         if not as_matrix:
@@ -115,7 +115,7 @@ class PatchEmbedding(Linear):
 
 
 class ClipEmbeddings(nn.Module):
-    """Images to tokens: the class token, then the patches row by row, each with its position."""
+    """Images to tokens: the class token, then patches row by row, with positions."""
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class ClipAttention(nn.Module):
 
 
 class ClipLayer(StagedLayer):
-    """norm: what normalizes the inputs of attention and MLP. qkv_bias: whether queries, keys and values have biases."""
+    """norm: before attention and MLP. qkv_bias: queries, keys and values have biases."""
 
     def __init__(
         self,
@@ -168,9 +168,9 @@ class ClipLayer(StagedLayer):
 class ClipTower(nn.Module):
     """Images to the hidden states of chosen layers.
 
-    feature_layers: indices into the hidden states, of which the first is the embeddings and number i is the output of
-    layer i; negative ones count from the end. Layers above the highest chosen one are neither allocated nor computed.
-    Raises ModelLoadError for an index out of range.
+    feature_layers: indices into the hidden states: 0 is the embeddings, i the output of layer i, negative ones count
+    from the end. Layers above the highest index are neither allocated nor computed. Raises ModelLoadError for an index
+    out of range.
     """
 
     def __init__(
@@ -188,12 +188,12 @@ class ClipTower(nn.Module):
         # The name is misspelt in every published checkpoint.
         self.pre_layrnorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
         layers = [ClipLayer(spec, dtype=dtype, device=device) for _ in range(max(self.feature_layers))]
-        # A dict puts the layers where checkpoints have them, under "encoder.layers".
+        # The dict matches the names in checkpoints, "encoder.layers".
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
 
     @cached_property
     def products(self) -> int:
-        """Multiplications for an image."""
+        """MACs for an image."""
         spec = self.spec
         layers = sum(layer.products(spec.num_patches + 1) for layer in self._layers())
         return spec.num_patches * self.embeddings.patch_embedding.products + layers

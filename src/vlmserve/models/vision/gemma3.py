@@ -1,7 +1,6 @@
 """Gemma 3's vision tower and projector (https://arxiv.org/abs/2503.19786).
 
-A SigLIP tower whose patches are averaged in squares, normed and projected into the decoder's embedding space.
-Implements `VisionEncoder`.
+A SigLIP tower; squares of patches are averaged, normed and projected to the decoder's embedding space.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from vlmserve.types import TowerInputs
 
 
 class Gemma3Projector(nn.Module):
-    """``[images, patches, vision width]`` to ``[images, embeddings, hidden_size]``, the averages of squares.
+    """``[images, patches, vision width]`` to ``[images, embeddings, hidden_size]``, by averaging squares.
 
-    products: multiplications for an image.
+    products: MACs for an image.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class Gemma3Projector(nn.Module):
                 f"config.json: {self._side} x {self._side} patches cannot be averaged to mm_tokens_per_image "
                 f"{num_tokens} embeddings"
             )
-        # As wide as the tower and as the decoder, the other way round than a linear layer has it.
+        # Transposed compared with a linear layer's weight.
         self.mm_input_projection_weight = empty_parameter(spec.hidden_size, hidden_size, dtype=dtype, device=device)
         self.products = num_tokens * spec.hidden_size * hidden_size
         self.mm_soft_emb_norm = RMSNorm(spec.hidden_size, spec.norm_eps, offset=1.0, dtype=dtype, device=device)
@@ -55,7 +54,7 @@ class Gemma3Projector(nn.Module):
 
 
 class Gemma3Vision(TileVision):
-    """Tower and projector of a Gemma 3 config; modules are named as checkpoints name them.
+    """Tower and projector of a Gemma 3 config. Module names match checkpoints.
 
     Raises UnsupportedModelError for a tower that is not implemented, ModelLoadError for sizes that do not fit.
     """
@@ -72,7 +71,7 @@ class Gemma3Vision(TileVision):
         self.dtype = dtype
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
+        """Check that pixels give `num_tokens` embeddings. Raises InvalidImageError if they do not."""
         spec = self.vision_tower.spec
         expected = (1, spec.num_channels, spec.image_size, spec.image_size)
         if tuple(shape) != expected:

@@ -1,4 +1,4 @@
-"""Gemma 4's vision tower and projector: images of any size, whose patches are averaged in squares.
+"""Gemma 4's vision tower and projector, for images of any size. Squares of patches are averaged.
 
 Implements `VisionEncoder`.
 """
@@ -67,8 +67,10 @@ class Gemma4VisionSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Gemma4VisionSpec:
-        """From a ``vision_config``. Raises UnsupportedModelError for other towers, ModelLoadError for heads that do
-        not fit."""
+        """Read a ``vision_config``.
+
+        Raises UnsupportedModelError for other towers, ModelLoadError for heads that do not fit.
+        """
         values = {**_DEFAULTS, **config}
         if (kind := values.get("model_type", "gemma4_vision")) != "gemma4_vision":
             raise UnsupportedModelError(f"the vision tower {kind!r} is not supported; supported: gemma4_vision")
@@ -101,7 +103,7 @@ class Gemma4VisionSpec:
 
 
 class ClippedLinear(Linear):
-    """A linear layer that may clip its inputs and outputs to bounds of the checkpoint."""
+    """A linear layer that may clip its inputs and outputs to the checkpoint's bounds."""
 
     def __init__(self, inputs: int, outputs: int, *, clips: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(inputs, outputs, bias=False, dtype=dtype, device=device)
@@ -123,7 +125,7 @@ class ClippedLinear(Linear):
 
 
 class Gemma4VisionAttention(nn.Module):
-    """Full self-attention within an image, patches rotated by where they are."""
+    """Full self-attention within an image, with rotary embeddings by row and column."""
 
     def __init__(self, spec: Gemma4VisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -135,7 +137,7 @@ class Gemma4VisionAttention(nn.Module):
         self.q_norm, self.k_norm = (RMSNorm(self._head_size, spec.eps, dtype=dtype, device=device) for _ in range(2))
         self.v_norm = UnitNorm(self._head_size, spec.eps, device=device)
         self.attention = EncoderAttention(size, spec.num_heads, dtype=dtype)
-        # Halves of a head are rotated by columns and by rows; the kernels pair element i with i + head_size / 2.
+        # Halves of a head rotate by column and by row; kernels pair element i with i + head_size / 2.
         quarters = torch.arange(self._head_size).view(2, 2, -1)
         self._order = quarters.transpose(0, 1).flatten()
 
@@ -143,7 +145,7 @@ class Gemma4VisionAttention(nn.Module):
         """``[patches, size]`` to normed queries, keys and values side by side, not rotated yet."""
         query, key, value = (linear(normed) for linear in (self.q_proj, self.k_proj, self.v_proj))
         shape, order = (len(normed), -1, self._head_size), self._order.to(normed.device)
-        # Scores have no scale, and the kernels divide by the root of the head's size.
+        # Scores are unscaled, but kernels divide by sqrt(head_size).
         query = self.q_norm(query.view(shape))[..., order] * self._head_size**0.5
         key = self.k_norm(key.view(shape))[..., order]
         return torch.cat((query, key, self.v_norm(value.view(shape))), 1).flatten(1)
@@ -200,7 +202,7 @@ class Gemma4VisionLayer(StagedLayer):
 
 
 class PatchEmbedder(nn.Module):
-    """Pixels of patches to their first states."""
+    """Patches of pixels to first states."""
 
     def __init__(self, spec: Gemma4VisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -211,8 +213,10 @@ class PatchEmbedder(nn.Module):
         self.position_embedding_table = empty_parameter(*shape, dtype=dtype, device=device)
 
     def forward(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """``[rows of patches, channels, patch_size, width]`` and their numbers in the image, ``[rows]``, to ``[rows,
-        patches of each, size]``."""
+        """Rows of patches ``[rows, channels, patch_size, width]`` to ``[rows, patches of each, size]``.
+
+        numbers: of the rows in the image, ``[rows]``.
+        """
         down, channels, patch, _ = rows.shape
         patches = rows.view(down, channels, patch, -1, patch).permute(0, 3, 2, 4, 1).flatten(2)
         by_column, by_row = self.position_embedding_table.data
@@ -235,7 +239,7 @@ class Gemma4Tower(nn.Module):
             self.std_scale = empty_parameter(spec.hidden_size, dtype=dtype, device=device)
 
     def products(self, num_patches: int) -> int:
-        """MACs for an image of this number of patches."""
+        """MACs for an image with `num_patches` patches."""
         embedding = num_patches * self.patch_embedder.input_proj.products
         return embedding + sum(layer.products(num_patches) for layer in self._layers)
 
@@ -272,7 +276,7 @@ class Gemma4Tower(nn.Module):
         return patch_angles(column.flatten(), row.flatten(), frequencies, frequencies, device)
 
     def _pooled(self, x: Tensor, down: int, across: int) -> Tensor:
-        """Averages of squares, ``[squares, hidden_size]``, scaled in float32."""
+        """Average squares to ``[squares, hidden_size]``, scaled in float32."""
         pool, size = self.spec.pool, self.spec.hidden_size
         squares = x.view(down // pool, pool, across // pool, pool, size).float().mean((1, 3)).to(x.dtype)
         states = squares.view(-1, size).float() * size**0.5
@@ -294,7 +298,7 @@ class Gemma4Projector(nn.Module):
 
 
 class SquaresVision(StagedVision):
-    """Makes an embedding of each square of pixels of an image. A `VisionEncoder`."""
+    """Makes an embedding of each square of pixels. A `VisionEncoder`."""
 
     side: int
     """Pixels along each side of a square."""
@@ -302,8 +306,10 @@ class SquaresVision(StagedVision):
     """Maximum pixels along each side of an image."""
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels ``[1, channels, height, width]`` become that many embeddings; raises InvalidImageError if
-        they do not."""
+        """Check that pixels ``[1, channels, height, width]`` give `num_tokens` embeddings.
+
+        Raises InvalidImageError if they do not.
+        """
         side = self.side
         if len(shape) != 4 or tuple(shape[:2]) != (1, CHANNELS) or shape[2] % side or shape[3] % side or not all(shape):
             raise InvalidImageError(f"the vision tower takes images of whole squares of {side} pixels, not {shape}")
@@ -314,12 +320,12 @@ class SquaresVision(StagedVision):
             raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
 
     def squares(self, shape: tuple[int, ...]) -> int:
-        """Squares of an image whose pixels have that shape."""
+        """Number of squares in pixels of this shape."""
         return (shape[2] // self.side) * (shape[3] // self.side)
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """See `VisionEncoder.example_shape`. 64 embeddings."""
+        """Like `VisionEncoder.example_shape`; 64 embeddings."""
         return 1, CHANNELS, 8 * self.side, 8 * self.side
 
     @property
@@ -329,7 +335,7 @@ class SquaresVision(StagedVision):
 
 
 class Gemma4Vision(SquaresVision):
-    """Tower and projector of a config; modules are named as checkpoints name them.
+    """Tower and projector of a config. Module names match checkpoints.
 
     Raises UnsupportedModelError for a tower that is not implemented, ModelLoadError for impossible sizes.
     """
@@ -353,7 +359,7 @@ class Gemma4Vision(SquaresVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """See `VisionEncoder.in_stages`. The embeddings of each image come row by row."""
+        """Like `VisionEncoder.in_stages`; embeddings of each image row by row."""
         projector, images = self.multi_modal_projector, []
         squares = yield from self.vision_tower.in_stages([image[0].to(self.dtype) for image in pixels], budget)
         for states in squares:

@@ -1,4 +1,4 @@
-"""Gemma 4 12B's vision: a linear layer over squares of pixels, and no tower.
+"""Gemma 4 12B's vision: a linear layer over squares of pixels, without a tower.
 
 Implements `VisionEncoder`.
 """
@@ -29,7 +29,7 @@ _EPS = 1e-5
 
 
 class SquareEmbedder(nn.Module):
-    """Squares of pixels to their states."""
+    """Squares of pixels to states."""
 
     def __init__(self, side: int, size: int, positions: int, *, dtype: torch.dtype, device: torch.device) -> None:
         """side: pixels along each side of a square. positions: maximum squares along each side of an image."""
@@ -41,8 +41,10 @@ class SquareEmbedder(nn.Module):
         self.pos_embedding = empty_parameter(positions, 2, size, dtype=dtype, device=device)
 
     def forward(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """``[rows of squares, channels, side, width]`` and their numbers in the image, ``[rows]``, to ``[rows, squares
-        of each, size]``."""
+        """Rows of squares ``[rows, channels, side, width]`` to ``[rows, squares of each, size]``.
+
+        numbers: of the rows in the image, ``[rows]``.
+        """
         down, channels, side, _ = rows.shape
         squares = rows.view(down, channels, side, -1, side).permute(0, 3, 2, 4, 1).flatten(2)
         states: Tensor = self.patch_ln2(self.patch_dense(self.patch_ln1(squares)))
@@ -53,7 +55,7 @@ class SquareEmbedder(nn.Module):
 
 
 class Gemma4UnifiedVision(SquaresVision):
-    """Embedder and projector of a config; modules are named as checkpoints name them.
+    """Embedder and projector of a config. Module names match checkpoints.
 
     Raises UnsupportedModelError for vision that is not implemented, ModelLoadError for sizes that do not fit.
     """
@@ -85,7 +87,7 @@ class Gemma4UnifiedVision(SquaresVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """See `VisionEncoder.in_stages`. The embeddings of each image come row by row."""
+        """Like `VisionEncoder.in_stages`; embeddings of each image row by row."""
         images = []
         for image in pixels:
             down, across = image.shape[2] // self.side, image.shape[3] // self.side

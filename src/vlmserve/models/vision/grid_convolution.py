@@ -1,4 +1,4 @@
-"""Gated depthwise convolutions over the patches of a frame, as LFM3-VL has them in place of attention."""
+"""Gated depthwise convolutions over the patches of a frame, which replace attention in LFM3-VL."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 Shape = tuple[int, int]
 """Rows and columns of patches."""
 _MOST_PATCHES = 2**14
-"""Patches of several frames that are convolved together, which takes about five copies of them."""
+"""Maximum patches to convolve together, which takes about five copies of them."""
 
 
 class GridConvolution(nn.Module):
-    """``[patches, 3 * hidden_size]``, input gates, output gates and inputs side by side, to ``[patches, hidden_size]``.
-    The patches of a square of ``merge^2`` lie side by side."""
+    """``[patches, 3 * hidden_size]`` to ``[patches, hidden_size]``.
+
+    Inputs are input gates, output gates and values side by side. The patches of a square of ``merge^2`` are adjacent.
+    """
 
     attention = None
 
@@ -35,11 +37,11 @@ class GridConvolution(nn.Module):
         self.weight = empty_parameter(size, 1, spec.kernel, spec.kernel, dtype=dtype, device=device)
 
     def products(self, length: int) -> int:
-        """MACs of that many patches."""
+        """MACs for `length` patches."""
         return length * len(self.weight) * self._kernel**2
 
     def in_stages(self, rows: Tensor, frames: Sequence[Shape], budget: StageBudget) -> Stages[Tensor]:
-        """frames: the shape of each frame. A stage is neighbouring frames of one shape, `_MOST_PATCHES` in all."""
+        """frames: the shape of each frame. A stage has adjacent frames of one shape, up to `_MOST_PATCHES` patches."""
         results, first = [], 0
         for (down, across), group in groupby(frames):
             length, left = down * across, len(list(group))

@@ -1,5 +1,8 @@
-"""Idefics3 (https://arxiv.org/abs/2408.12637) and SmolVLM (https://arxiv.org/abs/2504.05299): a SigLIP tower over
-square tiles, and a connector that makes one embedding of each square of patches. Implements `VisionEncoder`."""
+"""Vision of Idefics3 (https://arxiv.org/abs/2408.12637) and SmolVLM (https://arxiv.org/abs/2504.05299).
+
+A SigLIP tower over square tiles, and a connector that makes one embedding of each square of patches. Implements
+`VisionEncoder`.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,24 @@ from vlmserve.models.vision.staged import StagedVision
 from vlmserve.types import TowerInputs
 
 TILES_AT_ONCE = 16
-"""An image may have many tiles, and some images are encoded together; this bounds the memory that takes."""
+"""Limits the memory for images with many tiles and for several images."""
 
 
 def merged_squares(patches: Tensor, merge: int) -> Tensor:
-    """``[tiles, patches, size]`` of square tiles to ``[tiles, patches / merge^2, merge^2 * size]``: those that make a
-    square row by row beside each other."""
+    """``[tiles, patches, size]`` of square tiles to ``[tiles, patches / merge^2, merge^2 * size]``.
+
+    Patches of a square are concatenated row by row.
+    """
     tiles, count, _ = patches.shape
     side = math.isqrt(count) // merge
     return patches.view(tiles, side, merge, side, merge, -1).transpose(2, 3).reshape(tiles, side**2, -1)
 
 
 class Connector(nn.Module):
-    """``[tiles, patches, hidden_size]`` to ``[tiles, patches / merge^2, output_size]``: squares of patches, projected.
-    Modules are named as checkpoints name them."""
+    """Projects squares: ``[tiles, patches, hidden_size]`` to ``[tiles, patches / merge^2, output_size]``.
+
+    Module names match checkpoints.
+    """
 
     def __init__(self, size: int, merge: int, output_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -41,7 +48,7 @@ class Connector(nn.Module):
         self.merge = merge
 
     def products(self, patches: int) -> int:
-        """Multiplications for a tile of that many patches."""
+        """MACs for a tile with `patches` patches."""
         return patches // self.merge**2 * self.modality_projection["proj"].products  # type: ignore[operator, return-value]
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -50,7 +57,7 @@ class Connector(nn.Module):
 
 
 class Idefics3Vision(StagedVision):
-    """Tower and connector of a config; modules are named as checkpoints name them.
+    """Tower and connector of a config. Module names match checkpoints.
 
     Raises UnsupportedModelError for a tower or activation that is not implemented, ModelLoadError for impossible sizes.
     """
@@ -66,7 +73,7 @@ class Idefics3Vision(StagedVision):
         self.dtype = dtype
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that square tiles of a shape become that many embeddings; raises InvalidImageError if they do not."""
+        """Check that square tiles give `num_tokens` embeddings. Raises InvalidImageError if they do not."""
         spec, merge = self.vision_model.spec, self.connector.merge
         side = shape[-1] // spec.patch_size
         if len(shape) != 4 or shape[1] != spec.num_channels or shape[2] != shape[3] or not side or side % merge:
@@ -96,7 +103,7 @@ class Idefics3Vision(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """See `VisionEncoder.in_stages`. One image after the other, its embeddings tile by tile, row by row."""
+        """Like `VisionEncoder.in_stages`; images one by one, embeddings tile by tile and row by row."""
         images = []
         for image in pixels:
             embeddings = []

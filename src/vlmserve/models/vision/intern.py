@@ -1,7 +1,8 @@
-"""InternVL 3 (https://arxiv.org/abs/2504.10479) and 3.5 (https://arxiv.org/abs/2508.18265): InternViT over square
-tiles (https://arxiv.org/abs/2312.14238), and a projector of squares of patches.
+"""Vision of InternVL 3 (https://arxiv.org/abs/2504.10479) and 3.5 (https://arxiv.org/abs/2508.18265).
 
-InternViT has CLIP's layers without a first or last norm, and each layer scales its outputs by a learned vector."""
+InternViT over square tiles (https://arxiv.org/abs/2312.14238), and a projector of squares of patches. InternViT has
+CLIP's layers without first and last norm; a learned vector scales the outputs of each layer.
+"""
 
 from __future__ import annotations
 
@@ -44,18 +45,22 @@ _PROJECTOR_EPS = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InternSpec:
-    """The shape of a tower. norm: before attention and MLP. qkv_bias: whether queries, keys and values have biases.
-    head_norms: whether queries and keys are normed, over all heads together."""
+    """The shape of a tower."""
 
     shape: ClipSpec
     norm: type[LayerNorm] | type[RMSNorm]
+    """Before attention and MLP."""
     qkv_bias: bool
+    """Queries, keys and values have biases."""
     head_norms: bool
+    """Queries and keys are normed, over all heads together."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> InternSpec:
-        """From a ``vision_config``. Raises UnsupportedModelError for towers that are not implemented, ModelLoadError
-        for impossible sizes."""
+        """Read a ``vision_config``.
+
+        Raises UnsupportedModelError for towers that are not implemented, ModelLoadError for impossible sizes.
+        """
         needed = {"use_mean_pooling": True, "use_absolute_position_embeddings": True}
         for name, value in needed.items():
             if config.get(name, value) != value:
@@ -73,12 +78,12 @@ class InternSpec:
 
 
 def square_side(value: Any) -> Any:
-    """The side of a square whose height and width a config names; anything else as it is."""
+    """The side of a square given as equal height and width; other values pass unchanged."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1] else value
 
 
 class InternEmbeddings(nn.Module):
-    """Images to tokens: the class token, then the patches row by row, each with its position."""
+    """Images to tokens: the class token, then patches row by row, with positions."""
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -117,8 +122,7 @@ class InternLayer(ClipLayer):
 
 
 class InternTower(nn.Module):
-    """Square images of one size to the states of their class token and patches. Modules that are CLIP's have the names
-    that they have there."""
+    """Square images of one size to states of class token and patches. Modules shared with CLIP keep CLIP's names."""
 
     def __init__(self, spec: InternSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -129,7 +133,7 @@ class InternTower(nn.Module):
 
     @cached_property
     def products(self) -> int:
-        """Multiplications for an image."""
+        """MACs for an image."""
         layers = sum(layer.products(self.spec.num_patches + 1) for layer in self._layers())
         return self._patch_products + layers
 
@@ -147,7 +151,7 @@ class InternTower(nn.Module):
 
 
 class NormedProjector(Projector):
-    """`Projector` of normed rows. inner: as there."""
+    """A `Projector` that norms its rows first. inner: see `Projector`."""
 
     def __init__(
         self,
@@ -168,10 +172,10 @@ class NormedProjector(Projector):
 
 
 class InternVision(StagedVision):
-    """Tower and projector. Modules have the names that `families/internvl.py` gives them.
+    """Tower and projector. `families/internvl.py` maps module names.
 
-    Raises UnsupportedModelError for a tower, activation or selection of features that is not implemented,
-    ModelLoadError for impossible sizes.
+    Raises UnsupportedModelError for a tower, activation or feature selection that is not implemented, ModelLoadError
+    for impossible sizes.
     """
 
     def __init__(
@@ -204,7 +208,7 @@ class InternVision(StagedVision):
         self.dtype = dtype
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that tiles of a shape become that many embeddings; raises InvalidImageError if they do not."""
+        """Check that tiles give `num_tokens` embeddings. Raises InvalidImageError if they do not."""
         expected = self.example_shape[1:]
         if len(shape) != 4 or tuple(shape[1:]) != expected:
             raise InvalidImageError(f"the vision tower takes tiles of {expected}, not of {tuple(shape[1:])}")
@@ -227,7 +231,7 @@ class InternVision(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """See `VisionEncoder.in_stages`. One image after the other, its embeddings tile by tile, row by row."""
+        """Like `VisionEncoder.in_stages`; images one by one, embeddings tile by tile and row by row."""
         projector = self.multi_modal_projector
         images = []
         for image in pixels:

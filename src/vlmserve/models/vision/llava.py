@@ -1,6 +1,8 @@
-"""LLaVA (https://arxiv.org/abs/2304.08485, https://arxiv.org/abs/2310.03744): a vision tower whose features a small
-network projects into the language model's embedding space. LLaVA-NeXT (https://arxiv.org/abs/2407.07895) puts those of
-an image's tiles together. Both implement `VisionEncoder`."""
+"""Vision of LLaVA (https://arxiv.org/abs/2304.08485, https://arxiv.org/abs/2310.03744) and LLaVA-NeXT.
+
+A projector maps features of the vision tower to the language model's embedding space. LLaVA-NeXT
+(https://arxiv.org/abs/2407.07895) joins the features of an image's tiles. Both implement `VisionEncoder`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from vlmserve.types import Tiling, TowerInputs
 
 
 class Projector(nn.Module):
-    """Two linear layers with an activation between; inner: features there, `size` if None."""
+    """Two linear layers with an activation between them. inner: size between them; None: `size`."""
 
     def __init__(
         self,
@@ -40,7 +42,7 @@ class Projector(nn.Module):
 
     @property
     def products(self) -> int:
-        """Multiplications for each row."""
+        """MACs for each row."""
         return self.linear_1.products + self.linear_2.products
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +51,7 @@ class Projector(nn.Module):
 
 
 class LlavaVision(TileVision):
-    """Tower and projector of a LLaVA config; modules are named as checkpoints name them.
+    """Tower and projector of a LLaVA config. Module names match checkpoints.
 
     Raises UnsupportedModelError for a tower, activation or selection strategy that is not implemented.
     """
@@ -77,7 +79,7 @@ class LlavaVision(TileVision):
         self.dtype = dtype
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
+        """Check that pixels give `num_tokens` embeddings. Raises InvalidImageError if they do not."""
         spec = self.vision_tower.spec
         expected = (spec.num_channels, spec.image_size, spec.image_size)
         if len(shape) != 4 or shape[1:] != expected:
@@ -121,10 +123,10 @@ class Newline(nn.Module):
 
 
 class LlavaNextVision(LlavaVision):
-    """LLaVA-NeXT's: first the embeddings of the whole image, small, then those of its tiles as they lie beside each
-    other, without padding, a newline after each row. An image that was not cut has no tiling, and one newline.
+    """LLaVA-NeXT: embeddings of the downscaled image, then of the joined tiles without padding.
 
-    Raises UnsupportedModelError as `LlavaVision` does, and for features from which tiles cannot be put together.
+    A newline embedding ends each row of tiles. An image of one tile has no tiling, and one newline. Raises
+    UnsupportedModelError like `LlavaVision`, and for features whose tiles cannot be joined.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class LlavaNextVision(LlavaVision):
         self._side = spec.image_size // spec.patch_size
 
     def arranged(self, images: list[Tensor], tilings: Sequence[TowerInputs | None]) -> list[Tensor]:
-        """See `TileEncoder.arranged`. Every image that was cut needs its tiling."""
+        """Like `TileEncoder.arranged`. Each tiled image needs its tiling."""
         return [self._arrange(*image) for image in zip(images, tilings, strict=True)]
 
     def _arrange(self, tiles: Tensor, tiling: TowerInputs | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""From squares of patches of a vision tower to embeddings. Modules are named as checkpoints name them."""
+"""Merge squares of a vision tower's patches to embeddings. Module names match checkpoints."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _CONVOLVED_NORM_EPS = 1e-5
 def tower_norm(
     spec: QwenVisionSpec, eps: float | None = None, *, dtype: torch.dtype, device: torch.device
 ) -> RMSNorm | LayerNorm:
-    """The kind of norm that a tower has for its patches. eps: None: that of its layers."""
+    """The tower's kind of norm for patches. eps: None: the layers' epsilon."""
     kind = RMSNorm if spec.gated else LayerNorm
     return kind(spec.hidden_size, spec.norm_eps if eps is None else eps, dtype=dtype, device=device)
 
 
 class PatchMerger(nn.Module):
-    """Squares of patches to embeddings. products: multiplications for each."""
+    """Squares of patches to embeddings. products: MACs for each."""
 
     def __init__(
         self, spec: QwenVisionSpec, *, norms_squares: bool = False, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """norms_squares: the patches of a square are normed together, not each by itself."""
+        """norms_squares: norm all patches of a square together instead of each one."""
         super().__init__()
         size = spec.hidden_size * spec.merge**2
         self.post_layernorm = tower_norm(spec, dtype=dtype, device=device) if spec.last_norm else None
@@ -56,7 +56,7 @@ class PatchMerger(nn.Module):
 
 
 class ProjectingMerger(nn.Module):
-    """`PatchMerger` of LFM3-VL: each patch is normed, and two layers project each square."""
+    """`PatchMerger` of LFM3-VL: norms each patch and projects each square with two layers."""
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -75,8 +75,7 @@ class ProjectingMerger(nn.Module):
 
 
 class SquareConvolution(Linear):
-    """``[embeddings, merge^2, hidden_size]`` to ``[embeddings, output_size]``, by a convolution whose windows are the
-    squares."""
+    """A convolution over squares: ``[embeddings, merge^2, hidden_size]`` to ``[embeddings, output_size]``."""
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         size = spec.hidden_size
@@ -84,13 +83,13 @@ class SquareConvolution(Linear):
         self.weight = empty_parameter(spec.output_size, size, spec.merge, spec.merge, dtype=dtype, device=device)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        # Element by element of all patches, as a convolution sees them.
+        # Channels first, as in a convolution's weight.
         return super().forward(x.transpose(1, 2).flatten(1), residual)
 
 
 class ConvolvingMerger(nn.Module):
-    """`PatchMerger` of GLM-4.1V (https://arxiv.org/abs/2507.01006) and GLM-OCR: a convolution, and a gated MLP behind
-    another projection."""
+    """`PatchMerger` of GLM-4.1V (https://arxiv.org/abs/2507.01006) and GLM-OCR: a convolution, a projection, a gated
+    MLP."""
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
-"""MiniCPM-V 4.6 and 4.7: SigLIP over pieces of several sizes, which merges 2 x 2 patches after one of its layers and
-2 x 2 again at its end. Implements `VisionEncoder`."""
+"""Vision of MiniCPM-V 4.6 and 4.7: SigLIP over pieces of several sizes. Implements `VisionEncoder`.
+
+It merges 2 x 2 patches after one of its layers, and 2 x 2 again at the end.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ Grids = Sequence[tuple[int, int]]
 
 
 class PieceEmbeddings(nn.Module):
-    """Pixels to patches, each with the embedding of its place in its piece."""
+    """Pixels to patches with position embeddings in their piece."""
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -43,8 +45,10 @@ class PieceEmbeddings(nn.Module):
 
 
 class WindowMerger(nn.Module):
-    """``[windows, 4, hidden_size]`` to ``[windows, hidden_size]``: attention within each window, and an MLP over all
-    four patches, which adds to their mean. Modules are named as checkpoints name them."""
+    """``[windows, 4, hidden_size]`` to ``[windows, hidden_size]``. Module names match checkpoints.
+
+    Attention within each window; then an MLP over all four patches adds to their mean.
+    """
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -58,7 +62,7 @@ class WindowMerger(nn.Module):
 
     @property
     def products(self) -> int:
-        """MACs of a window."""
+        """MACs for a window."""
         attn = self.self_attn
         patches = 4 * (attn.qkv_proj.products + attn.out_proj.products)
         return patches + attn.attention.products(4) + self.linear_1.products + self.linear_2.products
@@ -71,7 +75,7 @@ class WindowMerger(nn.Module):
 
 
 class LastMerger(nn.Module):
-    """``[squares, 4, hidden_size]`` to ``[squares, output_size]``. Modules are named as checkpoints name them."""
+    """``[squares, 4, hidden_size]`` to ``[squares, output_size]``. Module names match checkpoints."""
 
     def __init__(self, size: int, output_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -82,7 +86,7 @@ class LastMerger(nn.Module):
 
     @property
     def products(self) -> int:
-        """MACs of a square."""
+        """MACs for a square."""
         return self.linear_1.products + self.linear_2.products
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,10 +95,10 @@ class LastMerger(nn.Module):
 
 
 class PieceTower(nn.Module):
-    """Pieces to the states of their patches. Modules are named as checkpoints name them."""
+    """Pieces to states of their patches. Module names match checkpoints."""
 
     def __init__(self, spec: ClipSpec, merging_layer: int | None, *, dtype: torch.dtype, device: torch.device) -> None:
-        """merging_layer: the layer before `vit_merger`. None: it merges nothing."""
+        """merging_layer: the layer before `vit_merger`; None: no merging."""
         super().__init__()
         self.spec = spec
         self.merging_layer = merging_layer
@@ -107,13 +111,13 @@ class PieceTower(nn.Module):
 
     @property
     def runs(self) -> list[list[ClipLayer]]:
-        """The layers before `vit_merger`, and those after it."""
+        """The layers before and after `vit_merger`."""
         layers: list[ClipLayer] = list(self.encoder["layers"].children())  # type: ignore[arg-type]
         count = len(layers) if self.merging_layer is None else self.merging_layer + 1
         return [layers[:count], layers[count:]]
 
     def products(self, grids: Grids) -> int:
-        """MACs of an image."""
+        """MACs for an image."""
         lengths = [rows * columns for rows, columns in grids]
         before, after = self.runs
         total = sum(lengths) * self.embeddings.patch_embedding.products
@@ -153,9 +157,9 @@ class PieceTower(nn.Module):
 
 
 class MiniCPMVision(StagedVision):
-    """Tower and merger of a config; modules are named as checkpoints name them.
+    """Tower and merger of a config. Module names match checkpoints.
 
-    Raises UnsupportedModelError for a tower or a merger that is not implemented, ModelLoadError for impossible sizes.
+    Raises UnsupportedModelError for a tower or merger that is not implemented, ModelLoadError for impossible sizes.
     """
 
     def __init__(
@@ -178,9 +182,9 @@ class MiniCPMVision(StagedVision):
         self._merge = 4 if merges else 2
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not.
+        """Check that pixels give `num_tokens` embeddings. Raises InvalidImageError if they do not.
 
-        tiling: the pieces of an image that is cut. None: the pixels are those of a whole image.
+        tiling: the pieces of a sliced image; None: the pixels are a whole image.
         """
         spec, merge = self.vision_tower.spec, self._merge
         if len(shape) != 4 or shape[:2] != (1, spec.num_channels):
@@ -200,7 +204,7 @@ class MiniCPMVision(StagedVision):
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """See `VisionEncoder.example_shape`. 64 embeddings."""
+        """Like `VisionEncoder.example_shape`; 64 embeddings."""
         side = 8 * self._merge * self.vision_tower.spec.patch_size
         return 1, self.vision_tower.spec.num_channels, side, side
 
@@ -217,8 +221,10 @@ class MiniCPMVision(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """See `VisionEncoder.in_stages`. Images together, or each by itself where the device computes these faster.
-        The embeddings of an image come piece by piece, row by row."""
+        """Like `VisionEncoder.in_stages`; embeddings of an image piece by piece, row by row.
+
+        Images are computed together if the device has range kernels, else one by one.
+        """
         first = self.vision_tower.runs[0][0]
         together = first.self_attn.attention.range_kernels is not None
         images = [image.to(self.dtype) for image in pixels]
@@ -261,7 +267,7 @@ def halved(grids: Grids) -> Grids:
 
 
 def _check_mergers(config: Mapping[str, Any], vision: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError for other squares than 2 x 2, and for more rounds."""
+    """Raises UnsupportedModelError for squares other than 2 x 2, and for more merging rounds."""
     found = {
         "merge_kernel_size": list(config.get("merge_kernel_size", (2, 2))),
         "window_kernel_size": list(vision.get("window_kernel_size", (2, 2))),

@@ -1,7 +1,7 @@
 """The vision tower of Moondream 2 (https://huggingface.co/vikhyatk/moondream2, revisions 2025-01-09 to 2025-04-14).
 
-CLIP's layers encode the whole image and overlapping crops of it. The crops' features are put together again, averaged
-down to the grid of the whole image's, and projected beside these.
+CLIP's layers encode the whole image and overlapping crops. The crops' features are joined, averaged to the grid of the
+whole image, and projected together with its features.
 """
 
 from __future__ import annotations
@@ -41,19 +41,26 @@ ACTIVATION = "gelu_pytorch_tanh"
 
 @dataclass(frozen=True, slots=True)
 class MoondreamSpec:
-    """layers: the tower's shape over one crop. margin: patches along each side of a crop that its neighbours have, too.
-    max_crops: of one image, the whole one not counted. inner_size, out_size: of the projector."""
+    """The shape of a tower."""
 
     layers: ClipSpec
+    """The shape for one crop."""
     margin: int
+    """Patches along each side of a crop that overlap its neighbors."""
     max_crops: int
+    """Maximum number for one image, without the whole image."""
     inner_size: int
+    """The projector's inner size."""
     out_size: int
+    """The projector's output size."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], hidden_size: int) -> MoondreamSpec:
-        """From a whole config. hidden_size: of the decoder. Raises UnsupportedModelError for sizes that do not fit each
-        other or the decoder, ModelLoadError for impossible ones."""
+        """Read a whole config. hidden_size: of the decoder.
+
+        Raises UnsupportedModelError for sizes that do not fit each other or the decoder, ModelLoadError for impossible
+        ones.
+        """
         own = config.get("config") or {}
         vision = {**DEFAULTS, **(own.get("vision") or {})}
         layers = ClipSpec.from_config(
@@ -96,8 +103,10 @@ class MoondreamSpec:
 
 
 class MoondreamTower(StagedVision):
-    """A `VisionEncoder`. Pixels of an image are one plane: the whole image at a crop's size in the upper left
-    corner, and below it the one that crops are cut from."""
+    """A `VisionEncoder`. The pixels of an image are one plane.
+
+    The whole image at a crop's size is in the upper left corner; below it is the image that crops are cut from.
+    """
 
     def __init__(self, spec: MoondreamSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -125,7 +134,7 @@ class MoondreamTower(StagedVision):
         return cls(MoondreamSpec.from_config(config, hidden_size), dtype=dtype, device=device)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
+        """Check that pixels give `num_tokens` embeddings. Raises InvalidImageError if they do not."""
         layers = self.spec.layers
         layout = self._layout(shape) if len(shape) == 4 and tuple(shape[:2]) == (1, layers.num_channels) else (0, 0)
         fits = min(layout) == 1 or (min(layout) > 1 and layout[0] * layout[1] <= self.spec.max_crops)
@@ -155,7 +164,7 @@ class MoondreamTower(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """See `VisionEncoder.in_stages`. One image after the other; ``[side * side, out_size]`` each."""
+        """Like `VisionEncoder.in_stages`; images one by one, each ``[side * side, out_size]``."""
         images = []
         for plane in pixels:
             images.append((yield from self._encode(plane[0].to(self.dtype), self._layout(plane.shape), budget)))
@@ -169,7 +178,7 @@ class MoondreamTower(StagedVision):
         return (shape[2] - 2 * size) // step + 1, (shape[3] - size) // step + 1
 
     def _plane(self, layout: tuple[int, int]) -> tuple[int, int]:
-        """Height and width of pixels with so many rows and columns of crops."""
+        """Height and width of pixels with these rows and columns of crops."""
         size, step = self.spec.layers.image_size, self.spec.stride * self.spec.layers.patch_size
         return 2 * size + (layout[0] - 1) * step, size + (layout[1] - 1) * step
 
@@ -188,7 +197,7 @@ class MoondreamTower(StagedVision):
         return (yield from by_rows(self.projector, self.projector.products, budget, features))
 
     def _put_together(self, crops: Tensor) -> Tensor:
-        """``[rows, columns, side, side, size]`` to the grid of all patches: of what crops share, each has one half."""
+        """Join crops ``[rows, columns, side, side, size]`` to one grid; each neighbor keeps half of an overlap."""
         rows, columns, side, _, _ = crops.shape
         margin = self.spec.margin
 

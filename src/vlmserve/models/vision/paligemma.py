@@ -22,7 +22,7 @@ from vlmserve.types import TowerInputs
 
 
 class PaliGemmaVision(TileVision):
-    """Tower and projector of a PaliGemma config; modules are named as checkpoints name them.
+    """Tower and projector of a PaliGemma config. Module names match checkpoints.
 
     Raises UnsupportedModelError for a tower that is not implemented, ModelLoadError for sizes that do not fit.
     """
@@ -38,7 +38,7 @@ class PaliGemmaVision(TileVision):
         self.dtype = dtype
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
+        """Check that pixels give `num_tokens` embeddings. Raises InvalidImageError if they do not."""
         if tuple(shape) != self.example_shape:
             raise InvalidImageError(f"the vision tower takes images of {self.example_shape}, not of {tuple(shape)}")
         if num_tokens != (made := self.vision_tower.spec.num_patches):

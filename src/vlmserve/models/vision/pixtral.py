@@ -1,5 +1,7 @@
-"""Pixtral's vision transformer (https://arxiv.org/abs/2410.07073), which takes images of any size, and the projectors
-of Pixtral and of Mistral Small 3, which merges squares of patches."""
+"""Vision of Pixtral (https://arxiv.org/abs/2410.07073), for images of any size, and of Mistral Small 3.
+
+Mistral Small 3's projector merges squares of patches.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +43,22 @@ DEFAULTS: Mapping[str, Any] = {
 }
 _THETA = 10000.0
 KEPT_PATCHES = 2**15
-"""Patches whose angles are kept for further images of the same sizes, and those of the last image."""
+"""Maximum patches whose angles are cached by image size, besides the last image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixtralSpec:
-    """The shape of a tower. theta: the base of the wavelengths."""
+    """The shape of a tower. theta: RoPE base."""
 
     shape: ClipSpec
     theta: float
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> PixtralSpec:
-        """From a ``vision_config``. Raises UnsupportedModelError for other towers, ModelLoadError for impossible
-        sizes."""
+        """Read a ``vision_config``.
+
+        Raises UnsupportedModelError for other towers, ModelLoadError for impossible sizes.
+        """
         shape = ClipSpec.from_config(config, KINDS, DEFAULTS)
         if shape.hidden_size // shape.num_heads % 4:
             raise ModelLoadError("config.json: the size of the vision tower's heads is no multiple of 4")
@@ -63,7 +67,7 @@ class PixtralSpec:
 
 
 class PixtralAttention(nn.Module):
-    """Full self-attention within an image, patches rotated by where they are."""
+    """Full self-attention within an image, with rotary embeddings by row and column."""
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -94,7 +98,7 @@ class PixtralLayer(StagedLayer):
 
 
 class PixtralLayout(NamedTuple):
-    """Where the patches of images lie. cos, sin: as `patch_angles` makes them. images: which belong to one image."""
+    """The arrangement of images' patches. cos, sin: from `patch_angles`. images: the patches of each image."""
 
     cos: Tensor
     sin: Tensor
@@ -102,7 +106,7 @@ class PixtralLayout(NamedTuple):
 
 
 class PixtralTower(nn.Module):
-    """An image of whole patches to their states, row by row. Modules are named as checkpoints name them."""
+    """Images of whole patches to states, row by row. Module names match checkpoints."""
 
     def __init__(self, spec: PixtralSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -115,12 +119,14 @@ class PixtralTower(nn.Module):
         self.transformer = nn.ModuleDict({"layers": nn.ModuleList(layers)})
 
     def products(self, num_patches: int) -> int:
-        """Multiplications for an image of so many patches."""
+        """MACs for an image with `num_patches` patches."""
         return num_patches * self.patch_conv.products + sum(layer.products(num_patches) for layer in self._layers())
 
     def in_stages(self, pixels: Sequence[Tensor], budget: StageBudget) -> Stages[list[Tensor]]:
-        """Images ``[channels, height, width]`` to ``[patches, hidden_size]`` each; together, or each by itself where
-        the device computes these faster."""
+        """Images ``[channels, height, width]`` to ``[patches, hidden_size]`` each.
+
+        Images are computed together if the device has range kernels, else one by one.
+        """
         together = next(iter(self._layers())).attention.attention.range_kernels is not None
         images: list[Tensor] = []
         for some in [pixels] if together else [[image] for image in pixels]:
@@ -129,7 +135,7 @@ class PixtralTower(nn.Module):
         return images
 
     def lay_out(self, sizes: Sequence[tuple[int, int]], device: torch.device) -> PixtralLayout:
-        """Of images of these heights and widths in pixels."""
+        """The layout of images. sizes: heights and widths in pixels."""
         patch = self.spec.patch_size
         grids = [(height // patch, width // patch) for height, width in sizes]
         cosines, sines = zip(*(self._angles(down, across, device) for down, across in grids), strict=True)
@@ -138,7 +144,7 @@ class PixtralTower(nn.Module):
         )
 
     def laid_out(self, images: Sequence[Tensor], layout: PixtralLayout, budget: StageBudget) -> Stages[list[Tensor]]:
-        """As `in_stages`, all images together."""
+        """Like `in_stages`, all images together."""
         spec = self.spec
         size = spec.patch_size
         embedded = []
@@ -153,7 +159,7 @@ class PixtralTower(nn.Module):
         return list(torch.split(stream.rows, layout.images.lengths))
 
     def _angles(self, down: int, across: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`patch_angles` of an image of so many patches. Those that were used last are kept."""
+        """`patch_angles` of a grid of patches, with a cache of recent grids."""
         grid = down, across
         if grid not in self._kept_angles:
             head_size = self.spec.hidden_size // self.spec.num_heads
@@ -189,12 +195,12 @@ class MergingProjector(Projector):
 
     @property
     def products(self) -> int:
-        """Multiplications for each square."""
+        """MACs for each square."""
         return super().products + self._merging.products
 
     def forward(self, x: Tensor) -> Tensor:
         """``[squares, merge^2, size]`` to ``[squares, output_size]``."""
-        # Element by element of all patches, as a convolution sees them.
+        # Channels first, as in a convolution's weight.
         together = self.norm(x).transpose(1, 2).flatten(1)
         return super().forward(self._merging(together))
 
@@ -204,10 +210,10 @@ class MergingProjector(Projector):
 
 
 class PixtralVision(StagedVision):
-    """Tower and projector of a config; modules are named as checkpoints name them.
+    """Tower and projector of a config. Module names match checkpoints.
 
-    Raises UnsupportedModelError for a tower, activation or selection of features that is not implemented,
-    ModelLoadError for impossible sizes.
+    Raises UnsupportedModelError for a tower, activation or feature selection that is not implemented, ModelLoadError
+    for impossible sizes.
     """
 
     def __init__(
@@ -219,7 +225,7 @@ class PixtralVision(StagedVision):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """norm_eps: of the norm before patches are merged; None: they are not, as in Pixtral 12B."""
+        """norm_eps: of the norm before merging; None: no merging, as in Pixtral 12B."""
         super().__init__()
         if (chosen := config.get("vision_feature_layer", -1 if norm_eps is not None else -2)) not in (-1, [-1]):
             raise UnsupportedModelError(
@@ -258,8 +264,10 @@ class PixtralVision(StagedVision):
         return cls(config, hidden_size, norm_eps=eps, dtype=dtype, device=device)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels ``[1, channels, height, width]`` become that many embeddings; raises InvalidImageError if
-        they do not."""
+        """Check that pixels ``[1, channels, height, width]`` give `num_tokens` embeddings.
+
+        Raises InvalidImageError if they do not.
+        """
         side, channels = self._side, self.vision_tower.spec.num_channels
         if len(shape) != 4 or tuple(shape[:2]) != (1, channels) or shape[2] % side or shape[3] % side or not all(shape):
             raise InvalidImageError(f"the vision tower takes images of whole squares of {side} pixels, not {shape}")
@@ -269,7 +277,7 @@ class PixtralVision(StagedVision):
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """See `VisionEncoder.example_shape`. 64 embeddings."""
+        """Like `VisionEncoder.example_shape`; 64 embeddings."""
         return 1, self.vision_tower.spec.num_channels, 8 * self._side, 8 * self._side
 
     @property
@@ -285,7 +293,7 @@ class PixtralVision(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """See `VisionEncoder.in_stages`. The embeddings of each image come row by row."""
+        """Like `VisionEncoder.in_stages`; embeddings of each image row by row."""
         states = yield from self.vision_tower.in_stages([image[0].to(self.dtype) for image in pixels], budget)
         return (yield from self._projected(states, pixels, budget))
 
@@ -303,7 +311,7 @@ class PixtralVision(StagedVision):
     def _projected(
         self, states: Sequence[Tensor], pixels: Sequence[Tensor], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """The states of images' patches to their embeddings."""
+        """Project states of patches to embeddings."""
         projector, merge = self.multi_modal_projector, self._merge
         images = []
         for x, image in zip(states, pixels, strict=True):
@@ -316,5 +324,5 @@ class PixtralVision(StagedVision):
 
     @property
     def _side(self) -> int:
-        """Pixels along each side of what becomes an embedding."""
+        """Pixels along each side of an embedding."""
         return self.vision_tower.spec.patch_size * self._merge

@@ -1,7 +1,13 @@
-"""The vision transformers of Qwen2-VL (https://arxiv.org/abs/2409.12191), Qwen2.5-VL
-(https://arxiv.org/abs/2502.13923), Qwen3-VL (https://arxiv.org/abs/2511.21631), GLM-4.1V to 4.6V, GLM-OCR and
-PaddleOCR-VL (https://arxiv.org/abs/2510.14528): images of any size, patches that are rotated by row and column, merged
-four to one."""
+"""The vision transformers of Qwen2-VL and similar towers, for images of any size.
+
+- Qwen2-VL: https://arxiv.org/abs/2409.12191
+- Qwen2.5-VL: https://arxiv.org/abs/2502.13923
+- Qwen3-VL: https://arxiv.org/abs/2511.21631
+- PaddleOCR-VL: https://arxiv.org/abs/2510.14528
+- GLM-4.1V to 4.6V, and GLM-OCR
+
+Rotary embeddings depend on row and column; squares of patches are merged to embeddings.
+"""
 
 from __future__ import annotations
 
@@ -37,25 +43,26 @@ from vlmserve.types import TowerInputs
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the patches of an image are, in the order in which a tower keeps them: merged ones side by side.
-
-    cos, sin: float32 ``[patches, 1, head_size / 2]``. windows: which patches lie in one window; frames: likewise, in
-    one frame. order: int64 ``[patches]``, where each is among those of `QwenVisionTower._patches`. back: int64
-    ``[embeddings]``, where each merged patch of the image, row by row, is among those of the windows. positions:
-    learned embeddings of the places in a frame, ``[patches of a frame, hidden_size]``; None: there are none.
-    """
+    """The arrangement of an image's patches in the tower's order, in which merged patches are adjacent."""
 
     cos: Tensor
+    """float32 ``[patches, 1, head_size / 2]``."""
     sin: Tensor
+    """float32 ``[patches, 1, head_size / 2]``."""
     windows: Ranges
+    """The patches of each window."""
     frames: Ranges
+    """The patches of each frame."""
     order: Tensor
+    """int64 ``[patches]``, index of each patch in `QwenVisionTower._patches`."""
     back: Tensor
+    """int64 ``[embeddings]``, index of each merged patch, in row order, in the order of the windows."""
     positions: Tensor | None
+    """Learned embeddings of a frame's patches, ``[patches of a frame, hidden_size]``."""
 
     @classmethod
     def join(cls, layouts: Sequence[Layout]) -> Layout:
-        """Of several images, one behind the other; without their positions."""
+        """Concatenate the layouts of several images, without positions."""
         if len(layouts) == 1:
             return layouts[0]
         patches = list(itertools.accumulate((len(layout.order) for layout in layouts), initial=0))
@@ -72,7 +79,7 @@ class Layout:
 
 
 class Layouts(NamedTuple):
-    """Of the images of a call. grids: frames, rows and columns of patches. joined: of all, one behind the other."""
+    """The layouts of a call's images. grids: frames, rows and columns of patches. joined: all images concatenated."""
 
     grids: list[tuple[int, int, int]]
     of_images: list[Layout]
@@ -81,7 +88,7 @@ class Layouts(NamedTuple):
 
 Merger = PatchMerger | ConvolvingMerger | ProjectingMerger
 KEPT_PATCHES = 2**15
-"""Patches whose layouts are kept for further images of the same sizes, and those of the last image."""
+"""Maximum patches whose layouts are cached by grid, besides the last image."""
 
 
 class PatchEmbedding(Linear):
@@ -96,8 +103,10 @@ class PatchEmbedding(Linear):
 
 
 class PositionGrid(nn.Module):
-    """Learned embeddings of places in a square, resized to images by bilinear or bicubic interpolation: corners to
-    corners, or edges to edges."""
+    """Learned position embeddings in a square, resized to each image by bilinear or bicubic interpolation.
+
+    Either corners or edges of both are aligned.
+    """
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -106,8 +115,10 @@ class PositionGrid(nn.Module):
         self._corners, self._cubic = spec.corners, spec.cubic
 
     def forward(self, rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
-        """``[patches, hidden_size]`` of the patches at those rows and columns, int64 ``[patches]``, of an image of
-        that many rows and columns."""
+        """Return embeddings of patches, ``[patches, hidden_size]``.
+
+        rows, columns: of the patches, int64 ``[patches]``. shape: rows and columns of the image.
+        """
         result = torch.zeros(len(rows), self.weight.shape[1], device=self.weight.device)
         vertical, horizontal = (self._taps(*axis) for axis in zip((rows, columns), shape, strict=True))
         for down, of_row in vertical:
@@ -116,7 +127,7 @@ class PositionGrid(nn.Module):
         return result.to(self.weight.dtype)
 
     def _taps(self, places: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
-        """The places in the square that lie around each, two or four, and their weights."""
+        """The two or four nearest positions in the square, and their weights."""
         exact = to_device(places, self.weight.device).float()
         if self._corners:
             exact = exact * (self._side - 1) / max(length - 1, 1)
@@ -131,14 +142,14 @@ class PositionGrid(nn.Module):
 
 
 def _cubic(distance: Tensor) -> Tensor:
-    """The weight of a place that is so far away, 0 to 2: Keys' kernel, as torch has it."""
+    """Keys' cubic kernel as in torch, for distances from 0 to 2."""
     near = (1.25 * distance - 2.25) * distance**2 + 1
     far = -0.75 * (((distance - 5) * distance + 8) * distance - 4)
     return torch.where(distance <= 1, near, far)
 
 
 class VisionAttention(nn.Module):
-    """Self-attention within windows or frames, patches rotated by where they are."""
+    """Self-attention within windows or frames, with rotary embeddings by row and column."""
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -158,7 +169,7 @@ class VisionAttention(nn.Module):
         self._num_heads = spec.num_heads
 
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """``[patches, hidden_size]`` to queries, keys and values side by side."""
+        """``[patches, hidden_size]`` to rotated queries, keys and values side by side."""
         qkv: Tensor = self._for_all_heads(self.qkv(x))
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys, _ = qkv.view(len(qkv), 3, self._num_heads, -1).unbind(1)
@@ -167,7 +178,7 @@ class VisionAttention(nn.Module):
         return rotated(self.attention, qkv, cos, sin)
 
     def _for_all_heads(self, qkv: Tensor) -> Tensor:
-        """Repeat keys and values that several heads of queries share."""
+        """Repeat keys and values that several query heads share."""
         if self._shared == 1:
             return qkv
         heads = qkv.view(len(qkv), -1, self.attention.head_size)
@@ -182,14 +193,13 @@ class VisionMLP(MLP, Layer):
         super().__init__(size, inner, spec.activation, names=names, **kind)
 
     def arrange(self, operations: Operations) -> None:
-        """See `Layer.arrange`. Its layers are arranged after it: on a GPU with 3,456 inner elements where Qwen2.5-VL
-        has 3,420."""
+        """Pad the inner size before the layers are packed: on a GPU, Qwen2.5-VL's 3,420 become 3,456."""
         self.reader.widen_for(self.last, operations)
 
 
 @dataclass(frozen=True, slots=True)
 class Frames(Ranges):
-    """The patches of frames, whose shapes are rows and columns."""
+    """The patches of frames. shapes: rows and columns."""
 
     shapes: list[tuple[int, int]]
 
@@ -223,14 +233,14 @@ class VisionLayer(StagedLayer):
 
 
 class QwenVisionTower(StagedVision):
-    """Images of any size, or videos, to embeddings. Modules are named as checkpoints name them."""
+    """Images of any size, or videos, to embeddings. Module names match checkpoints."""
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec = spec
         self.dtype = dtype
         self._device = device
-        # A dict puts the weight where checkpoints have it, under "patch_embed.proj".
+        # The dict matches the name in checkpoints, "patch_embed.proj".
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(spec, dtype=dtype, device=device)})
         self.blocks = nn.ModuleList(
             VisionLayer(spec, index, dtype=dtype, device=device) for index in range(spec.num_layers)
@@ -253,7 +263,7 @@ class QwenVisionTower(StagedVision):
         return cls(spec, dtype=dtype, device=device)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels ``[frames, channels, height, width]`` become that many embeddings.
+        """Check that pixels ``[frames, channels, height, width]`` give `num_tokens` embeddings.
 
         Raises InvalidImageError if they do not.
         """
@@ -272,7 +282,7 @@ class QwenVisionTower(StagedVision):
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """See `VisionEncoder.example_shape`. 64 embeddings."""
+        """Like `VisionEncoder.example_shape`; 64 embeddings."""
         side = 8 * self.spec.patch_size * self.spec.merge
         return 1, self.spec.num_channels, side, side
 
@@ -297,10 +307,12 @@ class QwenVisionTower(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """See `VisionEncoder.in_stages`. Images or videos ``[frames, channels, height, width]`` together, or each by
-        itself where the device computes these faster; the last frame is repeated to fill a patch. Embeddings come frame
-        by frame, row by row, beside what the decoder's layers get of them: ``[embeddings, (1 + deepstack) *
-        output_size]``."""
+        """Like `VisionEncoder.in_stages`, for images or videos ``[frames, channels, height, width]``.
+
+        They are computed together if the device has range kernels, else one by one. The last frame is repeated to fill
+        a patch. Embeddings come frame by frame, row by row, with features for the decoder's layers: ``[embeddings, (1 +
+        deepstack) * output_size]``.
+        """
         together = any(block.attn.attention and block.attn.attention.range_kernels for block in self._layers())
         images: list[Tensor] = []
         for some in [pixels] if together else [[image] for image in pixels]:
@@ -352,7 +364,7 @@ class QwenVisionTower(StagedVision):
         return torch.cat((merged, *of_layers), 1)[layout.back]
 
     def _whole_patches(self, pixels: Tensor) -> Tensor:
-        """Frames of an image or video, the last one repeated to fill a patch."""
+        """Repeat the last frame of an image or video to fill a patch."""
         missing = -len(pixels) % self.spec.frames
         return torch.cat((pixels, pixels[-1:].expand(missing, -1, -1, -1))) if missing else pixels
 
@@ -360,7 +372,7 @@ class QwenVisionTower(StagedVision):
         return by_rows(merger, merger.products, budget, x.view(-1, self.spec.merge**2, x.shape[-1]))
 
     def _patches(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
-        """``[patches, channels * frames * patch * patch]``, merged ones side by side, else row by row."""
+        """``[patches, channels * frames * patch * patch]``, merged patches adjacent, else row by row."""
         spec = self.spec
         deep, down, across = grid
         merge, size = spec.merge, spec.patch_size
@@ -370,7 +382,7 @@ class QwenVisionTower(StagedVision):
         return split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(deep * down * across, -1)
 
     def _layout(self, grid: tuple[int, int, int]) -> Layout:
-        """Of an image of that many frames, rows and columns of patches. Those that were used last are kept."""
+        """The layout of a grid (frames, rows and columns of patches), with a cache of recent grids."""
         layout = self.layouts.pop(grid, None) or self._new_layout(grid)
         self.layouts[grid] = layout
         while len(self.layouts) > 1 and sum(map(math.prod, self.layouts)) > KEPT_PATCHES:
@@ -399,7 +411,7 @@ class QwenVisionTower(StagedVision):
         )
 
     def _windows(self, grid: tuple[int, int, int]) -> list[Tensor]:
-        """Which merged patches lie in each window: frame by frame, window by window, row by row."""
+        """The merged patches of each window: frame by frame, window by window, row by row."""
         spec = self.spec
         deep, rows, columns = grid[0], grid[1] // spec.merge, grid[2] // spec.merge
         places = torch.arange(deep * rows * columns).view(deep, rows, columns)
@@ -407,7 +419,7 @@ class QwenVisionTower(StagedVision):
         return [window.flatten() for frame in places for band in frame.split(side) for window in band.split(side, 1)]
 
     def _rows_and_columns(self, down: int, across: int) -> tuple[Tensor, Tensor]:
-        """Of the patches of a frame, in the order of `_patches`."""
+        """Rows and columns of a frame's patches, in the order of `_patches`."""
         merge = self.spec.merge
         row, column = torch.meshgrid(torch.arange(down), torch.arange(across), indexing="ij")
         shape = (down // merge, merge, across // merge, merge)
@@ -415,7 +427,7 @@ class QwenVisionTower(StagedVision):
 
 
 def _placed(x: Tensor, layouts: Sequence[Layout]) -> Tensor:
-    """The patches of several images, each with the learned embedding of its place."""
+    """Add learned position embeddings to the patches of several images."""
     images = []
     for rows, layout in zip(torch.split(x, [len(layout.order) for layout in layouts]), layouts, strict=True):
         assert layout.positions is not None

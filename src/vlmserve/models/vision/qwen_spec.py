@@ -1,4 +1,4 @@
-"""The shapes of Qwen2-VL's vision tower and of those like it, as configs say them."""
+"""Shapes of Qwen2-VL's vision tower and similar ones, from configs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenVisionSpec:
-    """The shape of a tower. patch_size: pixels; merge: patches along each side that become one embedding; frames: that
-    a patch is deep. window: pixels along each side within which patches attend to each other; None: all of the image.
-    full_layers: those without windows all the same. gated: an MLP with gates and norms without means. norm_eps: of
-    layers. bias: whether layers have biases. head_norms: whether queries and keys are normed, head by head. theta: the
-    base of the wavelengths. num_positions: of a square of learned embeddings that is resized to the image; 0: none.
-    corners: its corners are those of the image, not its edges. cubic: it is resized by bicubic interpolation.
-    flat_patches: their projection has no axis for frames. patch_bias: whether it has a bias. projections: of queries,
-    keys and values as checkpoints name them. deepstack: the layers whose outputs are merged too, each for one of the
-    decoder's first layers (https://arxiv.org/abs/2406.04334). convolved: inner size of a gated MLP after a convolution
-    that merges patches; None: no convolution. last_norm: whether one follows the layers beside the merger's own.
-    merger_eps: of the merger's norm. kv_heads: heads of keys and values; None: `num_heads`. convolving: layers with a
-    gated convolution in place of attention; kernel: its patches along each side. patch_matrix: checkpoints have the
-    patches' projection as a matrix. patch_norm: a norm follows it. projector: inner size of a merger with a LayerNorm
-    of each patch and two layers; None: the usual merger. projector_act, projector_bias: of that.
-    """
+    """The shape of a tower."""
 
     num_layers: int
     hidden_size: int
@@ -36,40 +22,68 @@ class QwenVisionSpec:
     num_heads: int
     num_channels: int
     patch_size: int
+    """Pixels along each side."""
     merge: int
+    """Patches along each side of an embedding."""
     frames: int
+    """Frames in a patch."""
     output_size: int
     activation: str
     gated: bool
+    """Gated MLPs, and RMSNorm instead of LayerNorm."""
     norm_eps: float = 1e-6
+    """Epsilon of the layers' norms."""
     bias: bool = True
+    """Layers have biases."""
     head_norms: bool = False
+    """Queries and keys are normed, head by head."""
     theta: float = 10000.0
+    """RoPE base."""
     window: int | None = None
+    """Pixels along each side of an attention window; None: the whole image."""
     full_layers: tuple[int, ...] = ()
+    """Layers without windows."""
     num_positions: int = 0
+    """Number of learned embeddings in a square that is resized to the image; 0: none."""
     corners: bool = True
+    """Align corners instead of edges."""
     cubic: bool = False
+    """Resize by bicubic interpolation."""
     flat_patches: bool = False
+    """The patch projection has no axis for frames."""
     patch_bias: bool = False
+    """The patch projection has a bias."""
     projections: tuple[str, ...] = ("qkv",)
+    """Names of queries, keys and values in checkpoints."""
     deepstack: tuple[int, ...] = ()
+    """Layers whose outputs are merged too, for the decoder's first layers (https://arxiv.org/abs/2406.04334)."""
     convolved: int | None = None
+    """Inner size of a gated MLP after a convolution that merges patches; None: no convolution."""
     last_norm: bool = False
+    """A norm follows the layers, besides the merger's own."""
     merger_eps: float = 1e-6
+    """Epsilon of the merger's norm."""
     kv_heads: int | None = None
+    """Heads of keys and values; None: `num_heads`."""
     convolving: tuple[int, ...] = ()
+    """Layers with a gated convolution instead of attention."""
     kernel: int = 3
+    """Patches along each side of that convolution."""
     patch_matrix: bool = False
+    """Checkpoints have the patch projection as a matrix."""
     patch_norm: bool = False
+    """A norm follows the patch projection."""
     projector: int | None = None
+    """Inner size of a merger with a LayerNorm of each patch and two layers; None: the usual merger."""
     projector_act: str = "gelu"
     projector_bias: bool = True
 
     @classmethod
     def from_config(cls, config: Config, output_size: int) -> QwenVisionSpec:
-        """From a ``vision_config``; output_size: of the decoder. Raises UnsupportedModelError for other towers,
-        ModelLoadError for impossible sizes."""
+        """Read a ``vision_config``. output_size: of the decoder.
+
+        Raises UnsupportedModelError for other towers, ModelLoadError for impossible sizes.
+        """
         kind = config.get("model_type", "qwen2_vl")
         read = next((read for prefix, read in KINDS.items() if kind.startswith(prefix)), None)
         if read is None:
@@ -91,7 +105,7 @@ class QwenVisionSpec:
 
 
 def _common(config: Config, *, layers: int = 32, patch_size: int = 14) -> dict[str, Any]:
-    """What all configs call by the same names; layers, patch_size: where they do not say."""
+    """Settings with the same names in all configs. layers, patch_size: defaults."""
     return {
         "num_layers": config.get("depth", layers),
         "num_heads": config.get("num_heads", 16),
@@ -164,7 +178,7 @@ def _glm_ocr(config: Config, output_size: int) -> dict[str, Any]:
 
 
 def _glm4v(config: Config, output_size: int) -> dict[str, Any]:
-    """The layers' MLPs are as wide as the merger's output, and `intermediate_size` is the merger's own."""
+    """Layers' MLPs are as wide as the merger's output; `intermediate_size` is the merger's."""
     if config.get("attention_bias"):
         raise UnsupportedModelError("vision_config: attention_bias true is not supported for GLM-4V towers")
     width = config.get("out_hidden_size", 4096)
@@ -255,4 +269,4 @@ KINDS: Mapping[str, Callable[[Config, int], dict[str, Any]]] = {
     "lfm3_vl": _lfm3,
     "paddleocr_vl": _paddleocr,
 }
-"""By what the model types of towers begin with: the fields of a spec from a config and the decoder's width."""
+"""Readers of a spec's fields, by prefix of the tower's model type. They get the config and the decoder's width."""

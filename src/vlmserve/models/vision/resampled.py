@@ -1,6 +1,8 @@
-"""The vision side of the first Qwen-VL (https://arxiv.org/abs/2308.12966): OpenCLIP's ViT-bigG over images larger
-than those it was trained on, whose patches a layer of cross-attention with learned queries brings to a fixed number.
-Implements `VisionEncoder`."""
+"""Vision of the first Qwen-VL (https://arxiv.org/abs/2308.12966). Implements `VisionEncoder`.
+
+OpenCLIP's ViT-bigG, for larger images than it was trained on. Cross-attention with learned queries reduces the patches
+to a fixed number.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ from vlmserve.types import TowerInputs
 
 NORM_EPS = 1e-6
 TRAINED_POSITIONS = 256
-"""Of the tower's own position embeddings, 16 x 16."""
+"""The tower's own position embeddings, 16 x 16."""
 POOL_HEAD_SIZE = 128
 
 
 @dataclass(frozen=True, slots=True)
 class ResampledSpec:
-    """tower: of the patches. num_queries: embeddings that an image becomes. output_size: of the decoder."""
+    """tower: of the patches. num_queries: embeddings of an image. output_size: of the decoder."""
 
     tower: ClipSpec
     num_queries: int
@@ -39,7 +41,7 @@ class ResampledSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], output_size: int) -> ResampledSpec:
-        """From a ``visual`` section. Raises ModelLoadError for impossible sizes."""
+        """Read a ``visual`` section. Raises ModelLoadError for impossible sizes."""
         width, heads = config.get("width", 1664), config.get("heads", 16)
         size = config.get("output_dim", output_size)
         queries = config.get("n_queries", 256)
@@ -63,7 +65,7 @@ class ResampledSpec:
 
 
 def interpolated(positions: Tensor, count: int) -> Tensor:
-    """Embeddings of a square of positions, row by row, as ones of a square of `count` positions."""
+    """Resize position embeddings of a square, row by row, to a square of `count` positions."""
     if len(positions) == count:
         return positions
     side, wanted = math.isqrt(len(positions)), math.isqrt(count)
@@ -73,7 +75,7 @@ def interpolated(positions: Tensor, count: int) -> Tensor:
 
 
 class TowerAttention(nn.Module):
-    """Full self-attention within each image; queries, keys and values lie side by side in each head."""
+    """Full self-attention within each image. Each head's queries, keys and values are adjacent."""
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ class TowerAttention(nn.Module):
         self._num_heads = spec.num_heads
 
     def qkv(self, x: Tensor) -> Tensor:
-        """``[patches, size]`` to ``[patches, 3 * size]``, queries before keys before values."""
+        """``[patches, size]`` to ``[patches, 3 * size]``: queries, then keys, then values."""
         heads: Tensor = self.in_proj(x).view(len(x), self._num_heads, 3, -1)
         return heads.transpose(1, 2).flatten(1)
 
@@ -107,7 +109,7 @@ class TowerLayer(StagedLayer):
 
 
 class CrossAttention(nn.Module):
-    """Queries over keys and values; parameters are named as PyTorch's multi-head attention names them."""
+    """Cross-attention with the parameter names of PyTorch's multi-head attention."""
 
     def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -117,8 +119,10 @@ class CrossAttention(nn.Module):
         self._num_heads = size // POOL_HEAD_SIZE
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query: ``[queries, size]`` of all images alike. key, value: ``[images, patches, size]``. Returns
-        ``[images, queries, size]``."""
+        """query: ``[queries, size]``, shared by all images. key, value: ``[images, patches, size]``.
+
+        Returns ``[images, queries, size]``.
+        """
         inputs = query.expand(len(key), -1, -1), key, value
         heads = [
             F.linear(x, weight, bias).unflatten(2, (self._num_heads, -1)).transpose(1, 2)  # type: ignore[no-untyped-call]
@@ -146,7 +150,7 @@ class Resampler(nn.Module):
         self.ln_kv = LayerNorm(size, NORM_EPS, dtype=dtype, device=device)
 
     def products(self, patches: int) -> int:
-        """Multiplications for an image of that many patches."""
+        """MACs for an image with `patches` patches."""
         return patches * self._key_products + self._query_products
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -157,7 +161,7 @@ class Resampler(nn.Module):
 
 
 class ResampledVision(StagedVision):
-    """Images of one size to as many embeddings each. Modules are named as checkpoints name them."""
+    """Images of one size to a fixed number of embeddings each. Module names match checkpoints."""
 
     def __init__(self, spec: ResampledSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -168,7 +172,7 @@ class ResampledVision(StagedVision):
         self.positional_embedding = empty_parameter(TRAINED_POSITIONS, tower.hidden_size, dtype=dtype, device=device)
         self.ln_pre = LayerNorm(tower.hidden_size, NORM_EPS, dtype=dtype, device=device)
         layers = nn.ModuleList(TowerLayer(tower, dtype=dtype, device=device) for _ in range(tower.num_layers))
-        # A dict puts the layers where checkpoints have them, under "transformer.resblocks".
+        # The dict matches the names in checkpoints, "transformer.resblocks".
         self.transformer = nn.ModuleDict({"resblocks": layers})
         self.attn_pool = Resampler(spec, dtype=dtype, device=device)
         self.ln_post = LayerNorm(size, NORM_EPS, dtype=dtype, device=device)
@@ -181,7 +185,7 @@ class ResampledVision(StagedVision):
         return cls(ResampledSpec.from_config(config["visual"], hidden_size), dtype=dtype, device=device)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
+        """Check that pixels give `num_tokens` embeddings. Raises InvalidImageError if they do not."""
         tower = self.spec.tower
         expected = (1, tower.num_channels, tower.image_size, tower.image_size)
         if tuple(shape) != expected:
@@ -204,7 +208,7 @@ class ResampledVision(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """See `VisionEncoder.in_stages`. All images are computed together."""
+        """Like `VisionEncoder.in_stages`, all images together."""
         count = self.spec.tower.num_patches
         images = torch.cat(pixels).to(self.dtype)
         patches = yield from by_rows(self.conv1, count * self.conv1.products, budget, images)

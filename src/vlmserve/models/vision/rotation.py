@@ -1,4 +1,4 @@
-"""Rotary positions of patches: by the row and the column in which they lie."""
+"""Rotary embeddings of patches, by row and column."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.encoder_attention import EncoderAttention
 
 _AT_ONCE = 128
-"""Patches, on a CPU: what lies between stays in its caches, where all patches of a large image would not."""
+"""Patches to rotate at a time on a CPU, so that intermediate results stay in its caches."""
 
 
 def patch_angles(
     rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `rotate_heads`, float32 ``[patches, 1, head_size / 2]``. rows, columns: int64
-    ``[patches]``. by_row, by_column: radians a place, ``[head_size / 4]``."""
+    """Cosines and sines for `rotate_heads`, float32 ``[patches, 1, head_size / 2]``.
+
+    rows, columns: int64 ``[patches]``. by_row, by_column: radians per place, ``[head_size / 4]``.
+    """
     angles = torch.cat((rows[:, None] * by_row, columns[:, None] * by_column), -1)
     return to_device(angles.cos()[:, None], device), to_device(angles.sin()[:, None], device)
 
 
 def rotated(attention: EncoderAttention, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate_heads` by the device's kernels, if it has any for that."""
+    """`rotate_heads` with the device's kernels, if it has any."""
     if attention.range_kernels is not None:
         return attention.range_kernels.rotate(qkv, cos, sin)
     if attention.rotation is not None:
@@ -31,8 +33,10 @@ def rotated(attention: EncoderAttention, qkv: Tensor, cos: Tensor, sin: Tensor) 
 
 
 def rotate_heads(qkv: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate queries and keys in place, of ``[patches, 3 * size]`` with values behind them; element ``i`` of a head
-    pairs with ``i + head_size / 2``."""
+    """Rotate queries and keys in place. qkv: ``[patches, 3 * size]``: queries, keys, values.
+
+    Element ``i`` of a head pairs with ``i + head_size / 2``.
+    """
     heads = qkv.view(len(qkv), 3 * num_heads, -1)[:, : 2 * num_heads]
     half = heads.shape[-1] // 2
     at_once = _AT_ONCE if qkv.device.type == "cpu" else max(1, len(qkv))

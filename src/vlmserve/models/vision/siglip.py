@@ -1,5 +1,7 @@
-"""The vision transformer of SigLIP (https://arxiv.org/abs/2303.15343): CLIP's layers over patches alone. Idefics3 and
-SmolVLM have it see images that need not have the size of its table of positions."""
+"""The vision transformer of SigLIP (https://arxiv.org/abs/2303.15343): CLIP's layers without a class token.
+
+Idefics3 and SmolVLM also use it for images of other sizes than its position table.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ IDEFICS3_DEFAULTS = {**SIGLIP_DEFAULTS, "hidden_size": 1152, "num_attention_head
 
 
 def patch_positions(down: int, across: int, side: int, *, exact: bool = False) -> Tensor:
-    """int64 ``[down * across]``: which of a table's ``side * side`` positions each patch takes, row by row.
+    """The position in a ``side * side`` table for each patch, int64 ``[down * across]``, row by row.
 
-    An image with another number of patches lies over the table as if it were stretched to its size.
-    exact: divide by the number of patches, as MiniCPM-V does. Idefics3 multiplies by its rounded inverse.
+    The image is stretched over the table. exact: divide by the number of patches, as MiniCPM-V does. Idefics3
+    multiplies by the rounded inverse.
     """
-    # In float32 throughout, as transformers has it: where a patch falls between two positions, rounding decides.
+    # In float32 as in transformers: rounding decides for patches between two positions.
     boundaries = torch.arange(1 / side, 1.0, 1 / side)
 
     def places(count: int) -> Tensor:
@@ -49,7 +51,7 @@ def patch_positions(down: int, across: int, side: int, *, exact: bool = False) -
 
 
 class SiglipEmbeddings(nn.Module):
-    """Images to tokens: the patches row by row, each with its position."""
+    """Images to tokens: patches row by row, with positions."""
 
     def __init__(self, spec: ClipSpec, stretched: bool, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -62,7 +64,7 @@ class SiglipEmbeddings(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         positions: Tensor = self.position_embedding.weight
         if self._stretched:
-            # Of an image of the table's own size, too: rounding moves some of its patches.
+            # Also for images of the table's own size: rounding moves some patches.
             down, across = (edge // self._patch_size for edge in pixels.shape[2:])
             places = to_device(patch_positions(down, across, self._side), pixels.device)
             positions = positions[places]
@@ -71,10 +73,9 @@ class SiglipEmbeddings(nn.Module):
 
 
 class SiglipTower(nn.Module):
-    """Images to the states of their patches.
+    """Images to states of their patches. Module names match checkpoints.
 
-    stretched: positions are those of `patch_positions`; otherwise all images have the size of their table. Modules
-    are named as checkpoints name them.
+    stretched: positions from `patch_positions`; else all images must have the size of the table.
     """
 
     def __init__(self, spec: ClipSpec, *, stretched: bool = False, dtype: torch.dtype, device: torch.device) -> None:
@@ -86,13 +87,12 @@ class SiglipTower(nn.Module):
         self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
 
     def products(self, num_patches: int) -> int:
-        """Multiplications for an image of that many patches."""
+        """MACs for an image with `num_patches` patches."""
         patches = num_patches * self.embeddings.patch_embedding.products
         return patches + sum(layer.products(num_patches) for layer in self._layers())
 
     def in_stages(self, pixels: Tensor, budget: StageBudget) -> Stages[Tensor]:
-        """``[images, channels, height, width]`` to ``[images, patches, hidden_size]``,
-        the normed output of all layers."""
+        """``[images, channels, height, width]`` to the normed output ``[images, patches, hidden_size]``."""
         num_patches = (pixels.shape[2] // self.spec.patch_size) * (pixels.shape[3] // self.spec.patch_size)
         products = num_patches * self.embeddings.patch_embedding.products
         x = yield from by_rows(self.embeddings, products, budget, pixels)

@@ -1,5 +1,7 @@
-"""LFM2-VL's vision tower: SigLIP 2 NaFlex (https://arxiv.org/abs/2502.14786), which resizes its position embeddings to
-each grid of patches, and a projector that makes an embedding of each square of patches. Implements `VisionEncoder`."""
+"""LFM2-VL's vision: SigLIP 2 NaFlex (https://arxiv.org/abs/2502.14786). Implements `VisionEncoder`.
+
+Position embeddings are resized to each grid of patches. A projector makes an embedding of each square of patches.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ Grid = tuple[int, int]
 """Rows and columns of squares."""
 KINDS = ("siglip2_vision_model",)
 KEPT_PATCHES = 2**14
-"""Patches whose position embeddings are kept for later images of the same grids, besides the last grid."""
+"""Maximum patches whose position embeddings are cached by grid, besides the last grid."""
 _PATCHES = 256
 _SIDE = 8
 """Squares along each side of the image for warm-up and timing."""
@@ -49,7 +51,7 @@ class SquareEmbeddings(nn.Module):
 
     @property
     def products(self) -> int:
-        """MACs of each square."""
+        """MACs for each square."""
         return self._merge**2 * self.patch_embedding.products
 
     def forward(self, squares: Tensor) -> Tensor:
@@ -61,7 +63,7 @@ class SquareEmbeddings(nn.Module):
         return output
 
     def positions(self, grid: Grid) -> Tensor:
-        """``[squares * merge^2, hidden_size]``: the position embeddings of a grid. The last ones are kept."""
+        """The position embeddings of a grid, ``[squares * merge^2, hidden_size]``, with a cache of recent grids."""
         if grid not in self._kept:
             self._kept[grid] = self._resized(*grid)
         self._kept.move_to_end(grid)
@@ -73,14 +75,14 @@ class SquareEmbeddings(nn.Module):
         weight, merge = self.position_embedding.weight, self._merge
         table = weight.float().T.view(1, -1, self._side, self._side)
         size = rows * merge, columns * merge
-        # In float32, as transformers has it on CPUs, which antialias no shorter type.
+        # In float32 as in transformers on CPUs, because antialiasing supports no shorter dtype.
         resized = F.interpolate(table, size, mode="bilinear", align_corners=False, antialias=True)[0]
         squares = resized.view(-1, rows, merge, columns, merge).permute(1, 3, 2, 4, 0)
         return squares.reshape(rows * columns * merge**2, -1).to(weight.dtype)
 
 
 class SquareTower(nn.Module):
-    """Squares of images to the states of their patches. Modules are named as checkpoints name them."""
+    """Squares of images to states of their patches. Module names match checkpoints."""
 
     def __init__(self, spec: ClipSpec, merge: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -92,19 +94,21 @@ class SquareTower(nn.Module):
         self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
 
     def products(self, grids: Sequence[Grid]) -> int:
-        """MACs of an image whose parts have these grids."""
+        """MACs for an image whose parts have these grids."""
         lengths = self._lengths(grids)
         layers = sum(layer.products(*lengths) for layer in self._layers())
         return sum(map(math.prod, grids)) * self.embeddings.products + layers
 
     @property
     def takes_together(self) -> bool:
-        """The device computes several images faster together."""
+        """True if the device computes several images faster together."""
         return next(iter(self._layers())).self_attn.attention.range_kernels is not None
 
     def in_stages(self, squares: Tensor, grids: Sequence[Grid], budget: StageBudget) -> Stages[Tensor]:
-        """``[squares, channels, side, side]`` of parts with these grids to ``[squares * merge^2, hidden_size]``. The
-        patches of a part attend to each other."""
+        """``[squares, channels, side, side]`` of parts with these grids to ``[squares * merge^2, hidden_size]``.
+
+        The patches of a part attend to each other.
+        """
         patches = yield from by_rows(self.embeddings, self.embeddings.products, budget, squares)
         positions = torch.cat([self.embeddings.positions(grid) for grid in grids])
         stream = ResidualStream(patches.flatten(0, 1) + positions)
@@ -122,7 +126,7 @@ class SquareTower(nn.Module):
 
 
 class SquareVision(StagedVision):
-    """Tower and projector of a config; modules are named as checkpoints name them.
+    """Tower and projector of a config. Module names match checkpoints.
 
     Raises UnsupportedModelError for a tower or activation that is not implemented, ModelLoadError for impossible sizes.
     """
@@ -147,7 +151,7 @@ class SquareVision(StagedVision):
         self.dtype = dtype
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that squares of a shape become that many embeddings; raises InvalidImageError if they do not."""
+        """Check that squares give `num_tokens` embeddings. Raises InvalidImageError if they do not."""
         expected = self.example_shape[1:]
         if len(shape) != 4 or tuple(shape[1:]) != expected or not shape[0]:
             raise InvalidImageError(f"the vision tower takes squares of {expected}, not of {tuple(shape[1:])}")
@@ -159,7 +163,7 @@ class SquareVision(StagedVision):
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """See `VisionEncoder.example_shape`. 64 embeddings."""
+        """Like `VisionEncoder.example_shape`; 64 embeddings."""
         side = self.vision_tower.spec.patch_size * self._merge
         return _SIDE**2, self.vision_tower.spec.num_channels, side, side
 
@@ -174,7 +178,7 @@ class SquareVision(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """See `VisionEncoder.in_stages`. Each embedding is a square, in the order of the pixels."""
+        """Like `VisionEncoder.in_stages`; one embedding for each square, in the order of the pixels."""
         tilings = tilings or [None] * len(pixels)
         images = [(image, _grids(len(image), tiling)) for image, tiling in zip(pixels, tilings, strict=True)]
         embeddings: list[Tensor] = []
@@ -191,7 +195,7 @@ class SquareVision(StagedVision):
 
 
 def _grids(squares: int, tiling: TowerInputs | None) -> tuple[Grid, ...]:
-    """The grids of an image's parts. Without them, the squares form a square."""
+    """The grids of an image's parts. Without tiling, the squares form a square."""
     if isinstance(tiling, SquareGrids):
         return tiling.grids
     return ((math.isqrt(squares),) * 2,)

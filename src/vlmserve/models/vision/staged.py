@@ -1,4 +1,4 @@
-"""What vision towers that compute in stages have in common."""
+"""Base classes of vision towers that compute in stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ L = TypeVar("L", bound="StagedLayer")
 
 
 class FeedForward(Protocol):
-    """A block of a layer that computes each token by itself."""
+    """A block that computes each token independently."""
 
     @property
     def products(self) -> int:
@@ -33,19 +33,19 @@ class FeedForward(Protocol):
 
 
 class LayerParts(NamedTuple):
-    """The modules of a layer, in the order in which they compute."""
+    """The modules of a layer, in the order of computation."""
 
     first_norm: Normalization
     qkv: Linear
     attention: EncoderAttention | None
-    """None: `StagedLayer.mixed` computes something else."""
+    """None: `StagedLayer.mixed` replaces attention."""
     output: Linear
     second_norm: Normalization
     mlp: FeedForward
 
 
 class StagedLayer(nn.Module):
-    """A layer of a transformer: what it computes of each token before and after attention over an image's tokens."""
+    """A transformer layer, split into parts before and after attention over an image's tokens."""
 
     @property
     def parts(self) -> LayerParts:
@@ -57,26 +57,26 @@ class StagedLayer(nn.Module):
         return qkv
 
     def behind(self, stream: ResidualStream, attended: Tensor) -> None:
-        """Add what attention gave, ``[tokens, size]``, and the rest of the layer."""
+        """Add the attention output, ``[tokens, size]``, and compute the rest of the layer."""
         stream.add(Unfinished(self.parts.output, attended))
         stream.add(self.parts.mlp(stream.normed(self.parts.second_norm)))
 
     @cached_property
     def _token_products(self) -> tuple[int, int]:
-        """MACs of each token before and after attention."""
+        """MACs for each token before and after attention."""
         return self.parts.qkv.products, self.parts.output.products + self.parts.mlp.products
 
     def products(self, *lengths: int) -> int:
-        """MACs of images, or windows, of these numbers of tokens."""
+        """MACs for images or windows with these numbers of tokens."""
         return sum(lengths) * sum(self._token_products) + sum(map(self.mixing_products, lengths))
 
     def mixing_products(self, length: int) -> int:
-        """MACs of `mixed` for an image of that many tokens."""
+        """MACs of `mixed` for an image with `length` tokens."""
         assert self.parts.attention is not None
         return self.parts.attention.products(length)
 
     def mixed(self, qkv: Tensor, images: int | Ranges, budget: StageBudget) -> Stages[Tensor]:
-        """``[tokens, 3 * size]`` to ``[tokens, size]``. images: as for `in_stages`."""
+        """``[tokens, 3 * size]`` to ``[tokens, size]``. images: see `in_stages`."""
         attention = self.parts.attention
         assert attention is not None
         if isinstance(images, Ranges):
@@ -87,8 +87,11 @@ class StagedLayer(nn.Module):
         self, stream: ResidualStream, images: int | Ranges, budget: StageBudget, following: Normalization | None,
         *angles: Tensor,
     ) -> Stages[ResidualStream]:  # fmt: skip
-        """``[tokens, size]`` to the same. images: how many there are of one size, or where each image is. following: a
-        norm that the layer may compute as well. angles: cosines and sines of tokens, if they are rotated."""
+        """Compute the layer for ``[tokens, size]``.
+
+        images: number of equal images, or ranges of images. following: a norm that the layer may also compute. angles:
+        cosines and sines of tokens, for rotary embeddings.
+        """
         before, behind = self._token_products
         norm, known = self.parts.first_norm, stream.known
 
@@ -108,13 +111,13 @@ class StagedLayer(nn.Module):
 
 
 def with_following(layers: Iterable[L]) -> Iterator[tuple[L, Normalization | None]]:
-    """Each layer and the first norm of the next layer. None: it is the last one."""
+    """Yield each layer with the first norm of the next; None for the last."""
     these = list(layers)
     return itertools.zip_longest(these, [layer.parts.first_norm for layer in these[1:]])
 
 
 def through_layers(layers: Iterable[StagedLayer], x: Tensor, budget: StageBudget) -> Stages[Tensor]:
-    """``[images, tokens, size]`` to the same, through all layers."""
+    """Run all layers on ``[images, tokens, size]``."""
     stream = ResidualStream(x.flatten(0, 1))
     for layer, following in with_following(layers):
         stream = yield from layer.in_stages(stream, len(x), budget, following)
@@ -122,7 +125,7 @@ def through_layers(layers: Iterable[StagedLayer], x: Tensor, budget: StageBudget
 
 
 class StagedVision(nn.Module):
-    """The part of a `VisionEncoder` that follows from its stages."""
+    """The methods of `VisionEncoder` that follow from `in_stages`."""
 
     larger_shape: tuple[int, ...] | None = None
 
@@ -136,7 +139,7 @@ class StagedVision(nn.Module):
 
 
 class TileVision(StagedVision):
-    """One whose images consist of tiles of one size, each of which is computed by itself. A `TileEncoder`."""
+    """Base of towers whose images consist of independent tiles of one size. A `TileEncoder`."""
 
     dtype: torch.dtype
 
@@ -144,13 +147,13 @@ class TileVision(StagedVision):
         raise NotImplementedError
 
     def arranged(self, images: list[Tensor], tilings: Sequence[TowerInputs | None]) -> list[Tensor]:
-        """See `TileEncoder.arranged`. One tile's embeddings behind the other's."""
+        """Like `TileEncoder.arranged`; concatenates the tiles' embeddings."""
         return [tiles.flatten(0, 1) for tiles in images]
 
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """See `VisionEncoder.in_stages`. The tiles of all images are computed together."""
+        """Like `VisionEncoder.in_stages`; the tiles of all images together."""
         embeddings = yield from self.tiles_in_stages(torch.cat(pixels).to(self.dtype), budget)
         return self.arranged(list(torch.split(embeddings, [len(image) for image in pixels])), tilings)
 
