@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.engine.test_parity import NEW_TOKENS, Oracle, bytes_of_4, engine_for, generate, llava_oracle, mixed_prompts
+from tests.waiting import wait_until
 from vlmserve.engine.engine import Engine
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
@@ -51,6 +52,11 @@ class Saboteur:
         for path in self._chance.sample(entries, min(len(entries), self._chance.choice([0, 0, 1, 3]))):
             with contextlib.suppress(FileNotFoundError):  # it was evicted
                 self._break(path, self._chance.choice(entries))
+
+    def break_all(self) -> None:
+        """Cut off the last byte of each file."""
+        for path in self._folder.glob("*.entry"):
+            path.write_bytes(path.read_bytes()[:-1])
 
     def _break(self, path: Path, other: Path) -> None:
         data = bytearray(path.read_bytes())
@@ -100,6 +106,7 @@ def fuzz(oracle: Oracle, folder: Path, num_requests: int, seed: int, tally: Tall
         saboteur.act()
     while engine.has_work():
         _step(engine, answers)
+    wait_until(lambda: engine.stats().disk_queued_bytes == 0)  # the next engine finds all
     tally.finished += len(sent)
     tally.different += [f"seed {seed}: {name}" for name in sent if answers[name] != expected[sent[name]]]
     _count(engine, tally)

@@ -184,9 +184,11 @@ class SchedulerOutput(msgspec.Struct):
 
     @property
     def makes_progress(self) -> bool:
-        """Whether it computes tokens, images or states. Copies of blocks bring no request closer to its end."""
+        """True if it computes tokens, or brings images or states. Copies of blocks bring no request closer to its
+        end."""
         batch = self.cached_requests or self.new_requests
-        return bool(batch or self.images_to_encode or self.encodings or self.cross_states)
+        images = self.images_to_encode or self.encodings or self.embeddings_to_place
+        return bool(batch or images or self.cross_states)
 
     @property
     def encoded_keys(self) -> list[bytes]:

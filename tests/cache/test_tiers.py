@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -91,7 +92,7 @@ def test_broken_files_are_misses_and_removed(tier: DiskTier, name: str) -> None:
     assert tier.read(KEY, SIZE) is not None
 
 
-@pytest.mark.parametrize("kind", ["renamed", "link", "folder", "of everybody"])
+@pytest.mark.parametrize("kind", ["renamed", "link", "folder", "pipe", "of everybody"])
 def test_foreign_files_are_misses(tier: DiskTier, kind: str) -> None:
     store(tier, OTHER)
     path = tier.path(KEY)
@@ -101,9 +102,37 @@ def test_foreign_files_are_misses(tier: DiskTier, kind: str) -> None:
         path.symlink_to(tier.path(OTHER))
     elif kind == "folder":
         path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
     else:
         tier.path(OTHER).chmod(0o602)
     assert tier.read(OTHER if kind == "of everybody" else KEY, SIZE) is None
+
+
+def test_files_that_cannot_be_read_stay(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    store(tier, KEY)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", fail)
+        assert tier.read(KEY, SIZE) is None
+    assert tier.read(KEY, SIZE) is not None
+
+
+def test_known_entries_need_no_write_access(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    store(tier, KEY)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EROFS, "read-only file system")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "utime", fail)
+        store(tier, KEY)
+    assert tier.read(KEY, SIZE) is not None
+    store(tier, OTHER)
+    assert tier.has(OTHER)
 
 
 def test_entries_of_another_size_are_misses(tier: DiskTier) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_gemma3
-from tests.disk_fuzz import Tally, fuzz
+from tests.disk_fuzz import Saboteur, Tally, fuzz
 from tests.engine.test_gemma3 import CONVERSATIONS, GREEDY
 from tests.engine.test_parity import NEW_TOKENS, Oracle, engine_for, generate, llava_oracle, mixed_prompts, tight_cache
 from tests.waiting import wait_until
@@ -140,11 +141,13 @@ def test_windows_find_their_blocks(tmp_path: Path) -> None:
 
 def test_files_broken_at_random_change_no_answer(llava: Oracle, expected: list[list[int]], tmp_path: Path) -> None:
     tally = Tally()
-    for seed in range(2):
-        fuzz(llava, tmp_path, 15, seed, tally, expected)
-    assert tally.different == []
+    for seed in (0, 5):  # with room for all files
+        fuzz(llava, tmp_path, 10, seed, tally, expected)
     assert tally.hits > 0
+    Saboteur(tmp_path, random.Random(0)).break_all()
+    fuzz(llava, tmp_path, 10, 6, tally, expected)
     assert tally.broken > 0
+    assert tally.different == []
 
 
 def test_other_requests_overtake_one_that_reads(

@@ -67,6 +67,8 @@ def request(
 class TestedScheduler(Scheduler):
     """A scheduler whose resources tests look at."""
 
+    __test__ = False
+
     def __init__(self, memory: KVMemory, images: Images, *others: Resource, seqs: int, budget: int) -> None:
         super().__init__((images, *others, memory), max_num_seqs=seqs, max_num_batched_tokens=budget)
         self.memory, self.images, self.pool = memory, images, memory.pool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -12,7 +12,7 @@ from vlmserve.steps import Bytes
 
 NUM_READERS = 2
 MAX_BYTES = 512 * 2**20
-"""Maximum bytes that one request reads. Nothing more is read while others hold as much."""
+"""Maximum bytes that one request reads. No reading begins while requests hold as much."""
 
 Read = Callable[[bytes, int], bool]
 """Reads the entry with a key and a number of bytes. Returns False if there is none, or too much was read."""
@@ -27,6 +27,8 @@ class Fetches:
     def __init__(self, tier: DiskTier) -> None:
         self.tier = tier
         self._contents: dict[bytes, Bytes] = {}
+        self._num_bytes = 0
+        """Size of the contents."""
         self._holders: dict[bytes, set[str]] = {}
         self._keys: dict[str, list[bytes]] = {}
         self._running: dict[str, Future[dict[bytes, Bytes]]] = {}
@@ -39,7 +41,7 @@ class Fetches:
 
     @property
     def may_begin(self) -> bool:
-        return sum(map(len, self._contents.values())) < MAX_BYTES and len(self._running) < NUM_READERS
+        return self._num_bytes < MAX_BYTES and len(self._running) < NUM_READERS
 
     def begin(self, owner: str, plan: Callable[[Read], None]) -> None:
         """Read what a plan reads, in a thread."""
@@ -57,7 +59,9 @@ class Fetches:
         found = reading.result()
         self._keys[owner] = [*found]
         for key, content in found.items():
-            self._contents.setdefault(key, content)
+            if key not in self._contents:
+                self._contents[key] = content
+                self._num_bytes += len(content)
             self._holders.setdefault(key, set()).add(owner)
         return True
 
@@ -65,11 +69,21 @@ class Fetches:
         """Forget what was read for a request."""
         if (reading := self._running.pop(owner, None)) is not None:
             reading.cancel()
-        for key in self._keys.pop(owner, ()):
+        self.keep(owner, ())
+
+    def keep(self, owner: str, needed: Container[bytes]) -> None:
+        """Forget what was read for a request, except entries with these keys."""
+        held = self._keys.pop(owner, [])
+        for key in held:
+            if key in needed:
+                continue
             holders = self._holders[key]
             holders.remove(owner)
             if not holders:
+                self._num_bytes -= len(self._contents[key])
                 del self._holders[key], self._contents[key]
+        if kept := [key for key in held if key in needed]:
+            self._keys[owner] = kept
 
     def wait(self, seconds: float) -> bool:
         """Wait until something has been read. Return False at once if nothing is being read."""

@@ -169,9 +169,13 @@ class DiskTier:
         except FileNotFoundError:
             self._misses += 1
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, MemoryError) as error:  # it may be read another time
             self._broken += 1
-            logger.debug("disk cache: ignoring %s (%s)", path, error)
+            logger.debug("disk cache: cannot read %s (%s)", path, error)
+            return None
+        except ValueError as error:
+            self._broken += 1
+            logger.debug("disk cache: removing %s: %s", path, error)
             with contextlib.suppress(OSError):
                 path.unlink()
             return None
@@ -218,7 +222,7 @@ class DiskTier:
             if not self._writes:
                 return
             if path.exists():
-                os.utime(path)
+                _touch(path)
                 return
             self._make_room(_on_disk(_HEADER.size + size))
             _write(path, content())
@@ -253,7 +257,10 @@ def _checksum(path: Path, content: Bytes) -> bytes:
 def _read(path: Path, size: int) -> Bytes:
     """Return the content of a file. Raises ValueError if it was not written under this name with `size` bytes, and
     OSError if it cannot be read."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise ValueError("it is no file")
+    # A pipe that has taken its place meanwhile does not block.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
@@ -267,9 +274,14 @@ def _read(path: Path, size: int) -> Bytes:
         content = whole[_HEADER.size :]
         if (magic, length) != (MAGIC, size) or checksum != _checksum(path, content):
             raise ValueError("its contents were changed")
-        with contextlib.suppress(OSError):  # the folder may be read-only
-            os.utime(descriptor)
+        _touch(descriptor)
     return content
+
+
+def _touch(file: Path | int) -> None:
+    """Make a file the one that is evicted last."""
+    with contextlib.suppress(OSError):  # it may be another user's, on a read-only disk, or evicted
+        os.utime(file)
 
 
 def _write(path: Path, content: Bytes) -> None:

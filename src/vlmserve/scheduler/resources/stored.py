@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from vlmserve.cache.fetches import Fetches, Read
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.images import Images
 from vlmserve.scheduler.resources.memory import KVMemory
 from vlmserve.scheduler.resources.resource import Resource
 from vlmserve.scheduler.resources.stored_prefix import stored_prefix
+from vlmserve.scheduler.step_limits import StepLimits
+
+MAX_DEFERRED = 32
+"""Maximum requests of a step that are looked up on disk and then wait until others have read."""
 
 
 class Stored(Resource):
@@ -20,19 +26,35 @@ class Stored(Resource):
         """block_bytes: of a KV block's content."""
         self._fetches, self._images, self._memory = fetches, images, memory
         self._block_bytes = block_bytes
+        # Requests that have begun to read, or have nothing to read.
         self._asked: set[str] = set()
+        # Requests that have something to read, and have not begun.
+        self._deferred: set[str] = set()
+        self._num_deferred = 0
+
+    def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
+        self._num_deferred = 0
 
     def ready(self, request: Request) -> bool:
         name = request.request_id
-        if name not in self._asked:
-            if not self._fetches.may_begin:
-                return False
-            self._asked.add(name)
-            self._begin(request)
+        if name in self._asked:
+            return self._fetches.is_done(name)
+        may_begin = self._fetches.may_begin
+        if not may_begin and (name in self._deferred or self._num_deferred >= MAX_DEFERRED):
+            return False
+        plan = self._plan(request)
+        if plan is not None and not may_begin:
+            self._deferred.add(name)
+            self._num_deferred += 1
+            return False
+        self._deferred.discard(name)
+        self._asked.add(name)
+        if plan is not None:
+            self._fetches.begin(name, plan)
         return self._fetches.is_done(name)
 
-    def _begin(self, request: Request) -> None:
-        """Read in a thread what is on disk. Most requests have nothing there, and wait for no thread."""
+    def _plan(self, request: Request) -> Callable[[Read], None] | None:
+        """Return what reads a request's entries, in a thread. None: it has nothing on disk, as most requests."""
         has, memory, prefix = self._fetches.tier.has, self._memory, None
         found = memory.find(request)
         if memory.stores is not None:
@@ -42,7 +64,7 @@ class Stored(Resource):
         sizes = self._images.missing_after(request, found.num_tokens)
         images = [(key, size) for key, size in sizes.items() if has(key)]
         if not images and prefix is None:
-            return
+            return None
 
         def plan(read: Read) -> None:
             reach = found.num_tokens if prefix is None else prefix.read(read)
@@ -51,14 +73,26 @@ class Stored(Resource):
                 if key in needed or request.cross is not None:
                     read(key, size)
 
-        self._fetches.begin(request.request_id, plan)
+        return plan
+
+    def acquire(self, request: Request, running: Sequence[Request]) -> bool:
+        """Forget KV blocks, which memory has taken."""
+        self._keep_images(request, request.num_computed)
+        return True
 
     def advance(self, request: Request, num_computed: int) -> None:
-        if num_computed >= request.num_prompt_tokens:
-            self.release(request)
+        self._keep_images(request, num_computed)
+
+    def _keep_images(self, request: Request, num_computed: int) -> None:
+        """Forget all that was read except images of later tokens."""
+        if self._fetches.contents:
+            end = request.num_prompt_tokens
+            later = request.images_for(num_computed, end) if num_computed < end else ()
+            self._fetches.keep(request.request_id, {image.key for image in later})
 
     def release(self, request: Request, *, resumes: bool = False) -> None:
         self._asked.discard(request.request_id)
+        self._deferred.discard(request.request_id)
         self._fetches.release(request.request_id)
 
     def wait(self, seconds: float) -> bool:
