@@ -67,7 +67,7 @@ def test_a_shared_temporary_folder_is_not_used(homeless, taken):
 def test_without_a_home_nothing_is_kept(homeless, caplog):
     assert open_store(ServerConfig.model_validate({})) is None
     [record] = caplog.records
-    assert "are not kept: this user has no home; --storage-path names a file" in record.getMessage()
+    assert "are not kept: this user has no home folder: --storage-path names the file" in record.getMessage()
 
 
 def test_paths_in_unknown_homes_are_not_found(homeless):

@@ -123,7 +123,7 @@ def test_mixed_model_fits_and_keeps_important_bits(folder: Path, tmp_path: Path,
     )
     assert stages == sorted(stages)
     assert stages[-1] == 1
-    assert notes[0].endswith("1 stay plain")
+    assert notes[0].endswith("1 unquantized")
     model = load_model(tmp_path / "out", LoadSettings(device=CPU))
     assert 0.8 * budget < model.weight_bytes <= 1.03 * budget
     bits = {name: getattr(module, "bits", None) for name, module in model.language_model.named_modules()}

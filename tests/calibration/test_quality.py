@@ -133,7 +133,7 @@ def test_a_model_does_not_differ_from_itself() -> None:
 
 def test_models_with_other_tokens_are_not_compared(tmp_path: Path) -> None:
     first, second = make_llama(tmp_path / "a"), make_llama(tmp_path / "b", vocab_size=60)
-    with pytest.raises(ConfigurationError, match="different tokens"):
+    with pytest.raises(ConfigurationError, match="different vocabularies"):
         Comparison(load(second), [of_text(Prompt([1, 2, 3]))]).of(load(first))
 
 

@@ -67,7 +67,7 @@ def test_booleans_are_black_and_white():
         (np.full((4, 4), np.nan), "not nan to nan"),
         (np.full((4, 4), "a"), "must have numbers, not <U1"),
         (np.full((4, 4), 1j), "must have numbers, not complex128"),
-        ({}, "an image cannot come from a dict"),
+        ({}, "an image cannot be made from a dict"),
     ],
 )
 def test_an_array_that_shows_nothing_is_explained(array, message):

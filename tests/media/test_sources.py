@@ -62,7 +62,7 @@ def test_missing_files_folders_and_large_files_are_refused(tmp_path: Path) -> No
 
 
 def test_other_things_are_no_images() -> None:
-    with pytest.raises(InvalidImageError, match="an image cannot come from a dict"):
+    with pytest.raises(InvalidImageError, match="an image cannot be made from a dict"):
         prepare_image({}, PROCESSOR, LIMITS, OFF)  # type: ignore[arg-type]
 
 

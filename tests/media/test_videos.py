@@ -235,7 +235,7 @@ def test_repeated_video_is_not_prepared_again() -> None:
         (FRAMES, {"max_video_bytes": 5 * 40 * 24 * 3}, VideoTooLargeError, "more than the 14,400 bytes"),
         (FRAMES, {"max_image_pixels": 900}, ImageTooLargeError, "40 x 24"),
         ([FRAMES[0], b"no image"], {}, InvalidImageError, "not an image"),
-        (noise(9, 9), {}, InvalidVideoError, "cannot come from a Image"),
+        (noise(9, 9), {}, InvalidVideoError, "cannot be made from a Image"),
         (b"", {}, InvalidVideoError, "not a video in a supported format"),
         ("/nowhere.mp4", {}, InvalidVideoError, "no file /nowhere.mp4"),
         ("data:image/png;base64,AAAA", {}, InvalidVideoError, "not a video in a supported format"),

@@ -262,7 +262,7 @@ def test_broken_files_are_errors_that_say_so(tmp_path: Path, monkeypatch: pytest
         Tokenizer.from_folder(folder)
     (tmp_path / "glm").mkdir()
     folder = chatglm(tmp_path / "glm", None)
-    with pytest.raises(ModelLoadError, match=r"tokenizer\.model, which holds the tokenizer, is missing"):
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.model and tokenizer\.json are missing"):
         Tokenizer.from_folder(folder)
     (folder / "tokenizer.model").write_bytes(b"\xff\xfe\x00 nonsense")
     with pytest.raises(ModelLoadError, match="not a SentencePiece model"):
@@ -286,5 +286,5 @@ def test_a_tokenizer_that_is_code_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "tokenization_own.py").write_text("raise SystemExit('it ran')")
     code = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": code}))
-    with pytest.raises(UnsupportedModelError, match=r"code of its own, which is never run: convert it"):
+    with pytest.raises(UnsupportedModelError, match=r"is Python code, which is never run: convert it"):
         Tokenizer.from_folder(tmp_path)

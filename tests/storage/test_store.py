@@ -479,7 +479,7 @@ def test_settings_choose_the_store(tmp_path, monkeypatch, caplog):
         ({"storage_url": "mysql://host/name"}, "SQLite or PostgreSQL"),
         ({"storage_url": "postgresql://nobody:secret@127.0.0.1:1/none"}, "cannot be opened"),
         ({"storage_path": "/proc/nothing/history.db"}, "cannot be made"),
-        ({"storage_path": "/tmp/a.db", "storage_url": "memory"}, "give one of them"),
+        ({"storage_path": "/tmp/a.db", "storage_url": "memory"}, "not both"),
     ],
 )
 def test_unopenable_store_is_a_wrong_setting(settings, message):

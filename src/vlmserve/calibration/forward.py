@@ -45,8 +45,7 @@ class OneLayer:
         return self.layer(self.states, caches, step)
 
     def for_part(self) -> LayerExecutor:
-        """Return the same executor; `LayerByLayer` adds features."""
-        return self
+        return self  # `LayerByLayer` adds features
 
 
 @dataclass(frozen=True)

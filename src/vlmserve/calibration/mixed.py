@@ -37,10 +37,12 @@ Errors = Mapping[Scheme, float]
 
 @dataclass(frozen=True)
 class Choice:
-    """A layer that may be quantized. sizes: bytes of its weight for each scheme. errors: for each allowed scheme."""
+    """A layer that may be quantized."""
 
     sizes: Mapping[Scheme, int]
+    """Bytes of its weight for each scheme."""
     errors: Errors
+    """For each allowed scheme."""
 
     def steps(self) -> list[tuple[float, int, Scheme]]:
         """Successive reductions of bits: error per saved byte, saved bytes, scheme.
@@ -123,7 +125,7 @@ class SensitivityPass(Calibration):
 
     @torch.inference_mode()
     def measure(self, progress: Callable[[int, int], None]) -> dict[str, dict[Scheme, float]]:
-        """The errors of layers by name. progress: gets the number of finished stages and of all stages."""
+        """The errors of layers by name. progress: called with finished and total stages."""
         self._measured: dict[str, dict[Scheme, float]] = {}
         flow = LayerByLayer(self._decoder, self._executor, self._device, self._prompts)
         count = len(self._decoder.layers)

@@ -16,12 +16,14 @@ COLOURS = ("#444444", "#1b4f9c", "#b3261e", "#2e7d32", "#8e24aa", "#c77700", "#0
 
 @dataclass(frozen=True)
 class Point:
-    """A model. divergence: from the original model, in nats per token. rate: tokens per second of one request."""
+    """A model in the plot."""
 
     name: str
     megabytes: float
     divergence: float
+    """From the original model, in nats per token."""
     rate: float | None = None
+    """Tokens per second of one request."""
 
 
 def quality_plot(points: Sequence[Point], title: str) -> str:
@@ -75,7 +77,6 @@ def _panel(points: Sequence[Point], label: str, of: Callable[[Point], float]) ->
 
 
 def _ticks(largest: float) -> list[float]:
-    """Round numbers from 0 up to at least `largest`."""
     if largest <= 0:
         return [0.0, 1.0]
     power = 10.0 ** math.floor(math.log10(largest))

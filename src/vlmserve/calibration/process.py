@@ -57,13 +57,12 @@ def make_copy(job: Job, progress: Callable[[int, int], None]) -> None:
     except OSError as error:
         raise ConfigurationError(
             f"the calibrated weights cannot be written: {error.filename or place.parent}: {error.strerror}; "
-            "HF_HOME names another folder for them"
+            "set HF_HOME to use another folder"
         ) from error
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file."""
     with path.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,7 +74,6 @@ def _alone(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _shown() -> Iterator[Callable[[int, int], None]]:
-    """Show progress: a bar on a terminal, log lines elsewhere."""
     console = Console(stderr=True)
     if console.is_terminal:
         with Progress(console=console) as bars:

@@ -28,21 +28,22 @@ WINDOW = 1024
 
 
 class Quality(msgspec.Struct, frozen=True):
-    """Differences between a model and a reference.
-
-    num_tokens: predicted tokens. loss, reference_loss: mean negative log-likelihood in nats. divergence: mean of
-    ``KL(reference || model)`` of next tokens, in nats. agreement: share of tokens with the same argmax, 0 to 1.
-    change_error, divergence_error: standard errors of ``loss - reference_loss`` and `divergence`, from the variance
-    between prompts; None for one prompt.
-    """
+    """Differences between a model and a reference."""
 
     num_tokens: int
+    """Predicted tokens."""
     loss: float
+    """Mean negative log-likelihood in nats."""
     reference_loss: float
+    """The reference's mean negative log-likelihood in nats."""
     divergence: float
+    """Mean of ``KL(reference || model)`` of next tokens, in nats."""
     agreement: float
+    """Share of tokens with the same argmax, 0 to 1."""
     change_error: float | None
+    """Standard error of ``loss - reference_loss``, from the variance between prompts; None: one prompt."""
     divergence_error: float | None
+    """Standard error of `divergence`, likewise."""
 
     @property
     def perplexity(self) -> float:
@@ -70,8 +71,8 @@ def quality_samples(preparer: RequestPreparer, num_tokens: int, conversations: P
 class Comparison:
     """Compares models with a reference, which predicts each counted token once for all of them.
 
-    The reference's hidden states are stored, ``[counted tokens, hidden_size]``. progress: gets the number of finished
-    tokens and of all tokens. Raises ConfigurationError if no token can be predicted.
+    The reference's hidden states are stored, ``[counted tokens, hidden_size]``. progress: called with finished
+    and total tokens. Raises ConfigurationError if no token can be predicted.
     """
 
     @torch.inference_mode()
@@ -98,9 +99,7 @@ class Comparison:
         """Measure a model. Raises ConfigurationError if its vocabulary has another size than the reference's."""
         decoder = model.language_model
         if decoder.vocab_size != self._decoder.vocab_size:
-            raise ConfigurationError(
-                "the models have different tokens; give a quantized model and the one it was made of"
-            )
+            raise ConfigurationError("the models have different vocabularies; give a quantized model and its original")
         sums, done = [], 0
         for (group, predicted), states in zip(self._groups, self._states, strict=True):
             hidden = hidden_states(model, group)[predicted.rows]
@@ -117,12 +116,14 @@ class Comparison:
 
 
 class _Predicted(NamedTuple):
-    """Measured positions of a group. rows: of the batch, before counted tokens. targets: these tokens. prompts: index
-    of each row's prompt in the group."""
+    """Measured positions of a group."""
 
     rows: Tensor
+    """Rows of the batch before counted tokens."""
     targets: Tensor
+    """The counted tokens."""
     prompts: Tensor
+    """Index of each row's prompt in the group."""
 
 
 def _predicted(group: Group, counted: Mapping[Prompt, Sequence[int]]) -> _Predicted:

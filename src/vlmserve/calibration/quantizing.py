@@ -26,7 +26,7 @@ def quantize_checkpoint(
 ) -> tuple[Saving, list[str]]:
     """Write a quantized copy of a checkpoint. Returns its saving, and notes about problems.
 
-    folder, out: as in `Calibration`. progress: gets the number of finished parts and of all parts. Raises what
+    folder, out: as in `Calibration`. progress: called with finished and total parts. Raises what
     `Calibration`, `calibration_prompts` and `save_quantized` raise.
     """
     _check_disk(folder, out, config, kernels)
@@ -39,7 +39,9 @@ def quantize_checkpoint(
     if config.weight_memory is not None:
         config = choose_bits(folder, out, config, prompts, kernels, lambda done, total: progress(done, 2 * total))
         counts = Counter(config.overrides.values())
-        notes.append(f"{counts['int4']} layers have 4 bits, {counts['int8']} have 8, {counts['none']} stay plain")
+        notes.append(
+            f"{counts['int4']} layers have 4-bit weights, {counts['int8']} 8-bit, {counts['none']} unquantized"
+        )
 
         def own(done: int, total: int) -> None:
             progress(total + done, 2 * total)

@@ -31,7 +31,7 @@ def share_right(
 ) -> float:
     """The share of correct greedy answers, 0 to 1, ignoring case, surrounding spaces and a final full stop.
 
-    questions: at least one. progress: gets the number of finished questions and of all questions.
+    questions: at least one. progress: called with finished and total questions.
     """
     right = 0
     for start in range(0, len(questions), AT_ONCE):

@@ -112,7 +112,7 @@ class Calibration:
 
     @torch.inference_mode()
     def run(self, progress: Callable[[int, int], None] = lambda done, of: None) -> Result:
-        """Quantize and write everything. progress: gets the number of finished stages and of all stages."""
+        """Quantize and write everything. progress: called with finished and total stages."""
         flow = LayerByLayer(self._decoder, self._executor, self._device, self._prompts)
         count = len(self._decoder.layers)
         stage = self._begin(flow)
@@ -145,7 +145,7 @@ class Calibration:
             return 0
         if json.loads(path.read_text("utf-8")).get("settings") != settings:
             raise ConfigurationError(
-                f"{out} holds an unfinished checkpoint that was begun with other settings; finish it with those, or "
+                f"{out} holds an unfinished checkpoint from a run with other settings; use these settings again, or "
                 "delete the folder"
             )
         if not (out / STATES).is_file():
@@ -157,7 +157,7 @@ class Calibration:
             flow.cross |= {bytes.fromhex(key): tensor for key, tensor in load_file(out / CROSS).items()}
         self._errors, self._notes = json.loads(about["errors"]), json.loads(about["notes"])
         stage = int(about["stage"])
-        logger.info("going on with layer %d", stage)
+        logger.info("resuming with layer %d", stage)
         return stage
 
     def _note(self, flow: LayerByLayer, stage: int) -> None:
@@ -220,7 +220,6 @@ class Calibration:
         flow.embed(images)
 
     def _outer_targets(self) -> dict[str, Target]:
-        """The layers to quantize outside the decoder, by name."""
         return {path: target for path, target in self._targets.items() if not path.startswith(DECODER)}
 
     def _watch(self, targets: dict[str, Target], run: Callable[[], Iterable[object]], settle: Settle) -> None:
@@ -277,7 +276,6 @@ class Calibration:
         return layer
 
     def _layer_targets(self, index: int) -> dict[str, Target]:
-        """The layers to quantize in a decoder layer, by their names in it."""
         prefix = f"{DECODER}layers.{index}."
         return {path.removeprefix(prefix): target for path, target in self._targets.items() if path.startswith(prefix)}
 

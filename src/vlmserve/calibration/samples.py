@@ -66,7 +66,6 @@ def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def _common(first: Prompt, second: Prompt) -> int:
-    """Length of the common prefix of two prompts, in tokens."""
     pairs = zip(first.token_ids, second.token_ids, strict=False)
     shorter = min(len(first.token_ids), len(second.token_ids))
     return next((place for place, (one, other) in enumerate(pairs) if one != other), shorter)

@@ -32,7 +32,7 @@ def image_of(source: Any) -> Image.Image:
     InvalidImageError for anything else.
     """
     if not is_array(source):
-        raise InvalidImageError(f"an image cannot come from a {type(source).__name__}")
+        raise InvalidImageError(f"an image cannot be made from a {type(source).__name__}")
     array = _with_channels_last(_as_numpy(source))
     return Image.fromarray(_as_levels(array))
 

@@ -109,7 +109,7 @@ def _inflated(url: str, chunks: Iterable[bytes], encoding: str) -> Iterator[byte
         yield from chunks
         return
     if name not in ("gzip", "x-gzip", "deflate"):
-        raise _failed(url, f"the server sent it in the encoding {encoding[:40]!r}, although it was asked not to")
+        raise _failed(url, f"the server sent it with the unsupported Content-Encoding {encoding[:40]!r}")
     inflating = zlib.decompressobj(_GZIP_OR_ZLIB)
     try:
         for chunk in chunks:

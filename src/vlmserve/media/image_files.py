@@ -46,5 +46,5 @@ class ImageFiles:
         token = self.tokenizer.special_tokens.get(name, usual)
         token_id = self.tokenizer.token_id(token)
         if token_id is None:
-            raise ModelLoadError(f"the tokenizer has no token {token}, which is needed beside images")
+            raise ModelLoadError(f"the tokenizer lacks the token {token}, which prompts with images need")
         return token_id

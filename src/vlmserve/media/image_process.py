@@ -82,7 +82,7 @@ class ImageProcess(Image.Image):
             self._number = opened.shown
             self._take(opened)
             if not 1 <= self.n_frames <= len(data):
-                raise OSError("what the decoder says of it makes no sense")
+                raise OSError("the decoder returned an invalid description")
         except BaseException:
             self.process.close()
             raise
@@ -121,7 +121,7 @@ class ImageProcess(Image.Image):
             self._take(shown)
             row = self.width * _BYTES[self.mode]
             if not row <= shown.stride <= row + _LARGEST_PADDING:
-                raise OSError("what the decoder says of it makes no sense")
+                raise OSError("the decoder returned an invalid description")
         except BaseException:
             self.process.close()
             raise
@@ -156,7 +156,7 @@ class ImageProcess(Image.Image):
 
     def _take(self, shown: _Shown) -> None:
         if min(shown.width, shown.height) < 0 or shown.mode not in _BYTES or not 0 <= shown.orientation < 2**16:
-            raise OSError("what the decoder says of it makes no sense")
+            raise OSError("the decoder returned an invalid description")
         self._size, self._mode = (shown.width, shown.height), shown.mode
         exif = Image.Exif()
         exif[_ORIENTATION] = shown.orientation
@@ -166,7 +166,7 @@ class ImageProcess(Image.Image):
 def _error_of(limits: MediaConfig, is_document: bool, reason: str, detail: str) -> Exception:
     match reason:
         case "missing":
-            return InvalidImageError("HEIC images are not read here: pip install 'vlmserve[heif]', or send a JPEG")
+            return InvalidImageError("reading HEIC needs pillow-heif: pip install 'vlmserve[heif]', or send a JPEG")
         case "unidentified":
             return UnidentifiedImageError(detail)
         case "slow":

@@ -82,7 +82,7 @@ def _error_of(limits: MediaConfig, reason: str, _: str) -> VLMServeError:
     match reason:
         case "missing":
             return InvalidDocumentError(
-                "PDF files are not read here: pip install pypdfium2, or send images of the pages"
+                "reading PDF files needs pypdfium2: pip install pypdfium2, or send images of the pages"
             )
         case "encrypted":
             return InvalidDocumentError("the document is encrypted; save it without a password")

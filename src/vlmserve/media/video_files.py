@@ -131,7 +131,7 @@ def _error_of(limits: MediaConfig, reason: str, detail: str) -> VLMServeError:
     match reason:
         case "missing":
             return InvalidVideoError(
-                "video files are not read here: pip install 'vlmserve[video]', or send a list of frames"
+                "reading video files needs PyAV: pip install 'vlmserve[video]', or send a list of frames"
             )
         case "no video":
             return InvalidVideoError("the file has no video, only audio")

@@ -273,7 +273,9 @@ def read_video(source: Any, limits: MediaConfig) -> bytes:
     """Read a video file. Trusts `source`: reads paths. Raises InvalidVideoError for other types, and as `read_source`
     does."""
     if not isinstance(source, str | bytes | os.PathLike):
-        raise InvalidVideoError(f"a video cannot come from a {type(source).__name__}; give a file or a list of frames")
+        raise InvalidVideoError(
+            f"a video cannot be made from a {type(source).__name__}; give a file or a list of frames"
+        )
     return read_source(source, limits, "video")
 
 

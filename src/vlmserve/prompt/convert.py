@@ -98,7 +98,7 @@ def _from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
     from transformers.convert_slow_tokenizer import SentencePieceExtractor
 
     if not path.is_file():
-        raise ModelLoadError(f"{path}, which holds the tokenizer, is missing, and so is a tokenizer.json")
+        raise ModelLoadError(f"{path} and tokenizer.json are missing")
     try:
         extractor = SentencePieceExtractor(str(path))
         parts: dict[str, Any] = extractor.extract(models.BPE)

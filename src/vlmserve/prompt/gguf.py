@@ -43,17 +43,18 @@ _GPT4O = (
 
 
 class PreTokenizer(NamedTuple):
-    """How a byte-level tokenizer splits text before it merges.
-
-    split: pattern of pieces; None: GPT-2's pattern. digits: each digit is a piece. nfc: normalize to NFC first. whole:
-    use a piece that is a token without merging. begins: add BOS unless the file says otherwise.
-    """
+    """How a byte-level tokenizer splits text before it merges."""
 
     split: str | None = None
+    """Pattern of pieces; None: GPT-2's pattern."""
     digits: bool = False
+    """Each digit is a piece."""
     nfc: bool = False
+    """Normalize to NFC first."""
     whole: bool = False
+    """Use a piece that is a token without merging."""
     begins: bool = False
+    """Add BOS unless the file says otherwise."""
 
 
 _GPT2 = PreTokenizer()
@@ -117,7 +118,7 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     kinds = header.array("tokenizer.ggml.token_type") or [NORMAL] * len(texts)
     scores = header.array("tokenizer.ggml.scores") or [0.0] * len(texts)
     if not texts or len(kinds) != len(texts) or len(scores) != len(texts):
-        raise ModelLoadError(f"{path} holds no complete tokenizer")
+        raise ModelLoadError(f"{path}: its tokenizer is incomplete")
     embeddings = header.tensors.get("token_embd.weight")
     if embeddings is not None and len(texts) < embeddings.shape[0]:
         raise ModelLoadError(f"{path}: its tokenizer has {len(texts)} tokens, but the model {embeddings.shape[0]}")

@@ -60,16 +60,21 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """A turn. parts: texts, images and videos in order. is_string: the content was a string, not parts. tool_calls,
-    reasoning: of the assistant. tool_call_id, name: the call and the function of a result."""
+    """A turn of a conversation."""
 
     role: Role
     parts: tuple[Part, ...]
+    """Texts, images and videos in order."""
     is_string: bool = False
+    """The content was a string, not parts."""
     tool_calls: tuple[ToolCall, ...] = ()
+    """Function calls of the assistant."""
     tool_call_id: str | None = None
+    """The call whose result this is."""
     name: str | None = None
+    """The function whose result this is."""
     reasoning: str | None = None
+    """Reasoning of the assistant."""
 
 
 def read_template(source: str) -> str:

@@ -63,12 +63,12 @@ class Tokenizer:
         self.video_token = _ensure_token(backend, files.video_token_id, "the placeholder of videos")
         self.image_mark, self._image = self.image_token, None
         if files.image_ends is not None:
-            begin, end = (_ensure_token(backend, id_, "a token beside images") for id_ in files.image_ends)
+            begin, end = (_ensure_token(backend, id_, "a token around images") for id_ in files.image_ends)
             self.image_mark, self._image = begin, f"\n\n{begin}{self.image_token}{end}\n\n"
         self.frame_ends: tuple[str, str] | None = None
         self.frames_are_images = files.frames_are_images
         if files.frame_ends is not None:
-            begin, end = (_ensure_token(backend, id_, "a token beside frames") for id_ in files.frame_ends)
+            begin, end = (_ensure_token(backend, id_, "a token around frames") for id_ in files.frame_ends)
             assert begin is not None
             assert end is not None
             self.frame_ends = begin, end
@@ -381,8 +381,8 @@ def _converted(folder: Path, files: PromptFiles) -> tokenizers.Tokenizer:
         return tokenizer
     if "auto_map" in files.tokenizer_config:
         raise UnsupportedModelError(
-            f"the tokenizer of {folder} is code of its own, which is never run: convert it to a tokenizer.json "
-            "(transformers' tokenizers do that with save_pretrained) and put that beside the checkpoint"
+            f"the tokenizer of {folder} is Python code, which is never run: convert it to a tokenizer.json "
+            "(transformers' tokenizers do that with save_pretrained) and put that into the checkpoint's folder"
         )
     try:
         from transformers import AutoTokenizer

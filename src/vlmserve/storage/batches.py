@@ -29,20 +29,19 @@ JSON_LINES = "application/jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The state of a batch. Times are seconds since 1970.
-
-    tenant: whose caches it may use; empty: the shared ones. window: as the client wrote it. output_lifetime: seconds
-    that output files are kept. num_bytes: of stored results; 0 after the end.
-    """
+    """The state of a batch. Times are seconds since 1970."""
 
     id: str
     owner: str
     tenant: str
+    """Owner of its caches; empty: the shared caches."""
     endpoint: str
     window: str
+    """As the client wrote it."""
     input_file_id: str
     input_digest: str
     output_lifetime: float | None
+    """Seconds that output files are kept."""
     metadata: dict[str, str]
     created_at: float
     expires_at: float
@@ -62,15 +61,18 @@ class Batch:
     cached_tokens: int = 0
     completion_tokens: int = 0
     num_bytes: int = 0
+    """Bytes of stored results; 0 after the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """The result of a row. row: from 0. line: of the output or error file, without newline."""
+    """The result of a row."""
 
     row: int
+    """Index, from 0."""
     succeeded: bool
     line: bytes
+    """Line of the output or error file, without newline."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -312,7 +314,7 @@ class Batches:
 
 
 def delete_batch(connection: Connection, id: str) -> int:
-    """Delete a batch and data that only it uses; returns the number of bytes. Its files stay."""
+    """Delete a batch and data that only it uses; returns bytes. Its files stay."""
     mine = batch_results.c.batch_id == id
     deleted = sizes_of(connection, delete(batch_results).where(mine).returning(batch_results.c.num_bytes))
     digests = connection.execute(delete(batches).where(batches.c.id == id).returning(batches.c.input_digest))

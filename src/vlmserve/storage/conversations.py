@@ -153,7 +153,7 @@ class Conversations:
 
 
 def delete_conversation(connection: Connection, id: str) -> int:
-    """Delete a conversation with its items and responses; returns the number of bytes."""
+    """Delete a conversation with its items and responses; returns bytes."""
     made_in_it = select(responses.c.id).where(responses.c.conversation_id == id)
     deleted = delete_items(connection, or_(items.c.conversation_id == id, items.c.response_id.in_(made_in_it)))
     sizes = delete(responses).where(responses.c.conversation_id == id).returning(responses.c.num_bytes)

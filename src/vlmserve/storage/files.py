@@ -97,8 +97,6 @@ class Files:
             return [_file(row) for row in rows[: page.limit]], len(rows) > page.limit
 
     def delete(self, owner: str, id: str) -> None:
-        """Delete a file, and its bytes unless something else uses them."""
-
         def work(connection: Connection) -> None:
             self.find(connection, owner, id)
             delete_file(connection, id)
@@ -117,7 +115,7 @@ class Files:
 
 
 def delete_file(connection: Connection, id: str) -> int:
-    """Delete a file, and its bytes unless something else uses them; returns the number of deleted bytes."""
+    """Delete a file, and its bytes unless something else uses them; returns deleted bytes."""
     digests = connection.execute(delete(files).where(files.c.id == id).returning(files.c.digest)).scalars().all()
     return delete_orphans(connection, digests)
 

@@ -167,7 +167,6 @@ def delete_items(connection: Connection, which: ColumnElement[bool]) -> int:
 
 
 def sizes_of(connection: Connection, deleting: Executable) -> int:
-    """Run a statement that deletes rows and returns their sizes; returns the sum."""
     return sum(int(size) for size in connection.execute(deleting).scalars())
 
 

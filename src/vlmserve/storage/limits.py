@@ -26,11 +26,12 @@ class Taken(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Concurrent requests that a server wants to run. name: of the limit, the same on all servers. most: for all
-    servers."""
+    """Concurrent requests that a server wants to run."""
 
     name: str
+    """Name of the limit, the same on all servers."""
     most: int
+    """Maximum for all servers together."""
     wanted: int
 
 
@@ -114,5 +115,4 @@ class Limits:
 
 
 def _lock(name: str) -> int:
-    """The key of a limit's advisory lock in PostgreSQL."""
     return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "big", signed=True)

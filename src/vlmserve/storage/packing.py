@@ -28,7 +28,6 @@ def pack(value: Any) -> tuple[str, dict[str, bytes]]:
 
 
 def unpack(body: str, blobs: Mapping[str, bytes]) -> Any:
-    """Reverse `pack`. blobs: bytes by digest."""
     return _put_back(msgspec.json.decode(body), blobs)
 
 

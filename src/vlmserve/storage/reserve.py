@@ -33,7 +33,7 @@ class Reserve:
                 for _ in range(NUM_BYTES // len(_BLOCK)):
                     file.write(_BLOCK)
         except OSError as error:
-            logger.warning("No space could be set aside in %s: %s", self._path, error.strerror)
+            logger.warning("No disk space could be reserved in %s: %s", self._path, error.strerror)
             self.give()
 
     def give(self) -> None:

@@ -197,7 +197,7 @@ class Responses:
 
 
 def delete_thread(connection: Connection, thread: str) -> int:
-    """Delete all responses of a thread; returns the number of bytes."""
+    """Delete all responses of a thread; returns bytes."""
     mine = select(responses.c.id).where(responses.c.thread == thread)
     deleted = delete_items(connection, items.c.response_id.in_(mine))
     sizes = delete(responses).where(responses.c.thread == thread).returning(responses.c.num_bytes)

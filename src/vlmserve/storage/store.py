@@ -72,7 +72,7 @@ class Store:
 
     def _submit(self, work: Callable[Params, Result], /, *args: Params.args, **kwargs: Params.kwargs) -> Future[Result]:
         if not self._room.acquire(blocking=False):
-            raise OverloadedError("The history has too much to do already; try again later")
+            raise OverloadedError("Too many reads and writes of the history wait; try again later")
         future = self._workers.submit(work, *args, **kwargs)
         future.add_done_callback(lambda _: self._room.release())
         return future
@@ -93,7 +93,7 @@ def open_store(config: ServerConfig) -> Store | None:
     if a configured store does not open.
     """
     if config.storage_url is not None and config.storage_path is not None:
-        raise ConfigurationError("--storage-url and --storage-path say both where the history is; give one of them")
+        raise ConfigurationError("give --storage-url or --storage-path, not both")
     match config.storage_url:
         case "none":
             return None
@@ -137,5 +137,5 @@ def _path(config: ServerConfig) -> Path:
         return expanded(config.storage_path)
     folder = data_folder()
     if folder is None:
-        raise ConfigurationError("this user has no home; --storage-path names a file for them")
+        raise ConfigurationError("this user has no home folder: --storage-path names the file of the history")
     return folder / "history.db"
