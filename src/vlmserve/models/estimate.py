@@ -34,6 +34,7 @@ class MemoryEstimate:
             parts = description.build(spec, backend, dtype=self.dtype, device=META)
         self.model, self._decoder = parts.modules, parts.language_model
         self.max_position = spec.max_position
+        """Maximum context in tokens."""
 
     @property
     def token_bytes(self) -> float:

@@ -64,9 +64,11 @@ class QuantizedFolder:
         self.checkpoint = Checkpoint(folder, self.description.rename)
         self.out = out
         self.bits, self._plain, self._tied = _plan(self.description, self.checkpoint, config)
+        """`bits`: of weights to quantize, by canonical name."""
         self._gguf = language_model(folder)
         keys = [key for keys in self.checkpoint.files().values() for key in keys]
         self.names = {self.checkpoint.canonical(key): self._published(key) for key in keys}
+        """Names of all tensors in the files, by canonical name."""
         self._folder, self._config = folder, config
 
     def rounded(self, name: str) -> dict[str, Tensor]:

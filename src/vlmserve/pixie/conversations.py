@@ -12,7 +12,7 @@ from vlmserve.pixie.vocabulary import PLACES, PLURALS
 
 
 def ask_pair(first: Scene, second: Scene, rng: random.Random) -> Turn:
-    """Ask about two images: same colour, same shape, which has more, or what one of them shows."""
+    """Ask about two images: same colour, same shape, which has more objects, or the content of one."""
     kinds = ["content"]
     if len(first.items) == len(second.items) == 1:
         kinds = ["content", "colour", "colour", "shape", "shape"]
@@ -34,7 +34,7 @@ def ask_pair(first: Scene, second: Scene, rng: random.Random) -> Turn:
 
 
 def _about_it(item: Item, rng: random.Random, *, colour: bool, shape: bool, place: bool) -> list[Turn]:
-    """Ask on about the item that was just spoken of, for what is not said yet."""
+    """Ask about attributes of the last item that were not mentioned yet."""
     turns = []
     if colour:
         turns.append(ask(rng, ("What colour is it?", "Which colour is it?", "And its colour?"), item.colour))
@@ -125,7 +125,7 @@ def _writing_chain(scene: Scene, rng: random.Random) -> list[Turn]:
 
 
 def follow_up_turns(scene: Scene, rng: random.Random) -> tuple[Turn, ...]:
-    """Ask two to four questions about one image, later ones referring back to earlier answers."""
+    """Ask two to four questions about one image; later ones refer to earlier answers."""
     if scene.writing is not None:
         return tuple(_writing_chain(scene, rng)[: rng.choice((2, 2, 3, 4))])
     chains = [_place_chain, _where_chain, _count_chain, _exists_chain]

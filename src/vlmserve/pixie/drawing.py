@@ -32,7 +32,7 @@ def _unit_heart(count: int) -> tuple[tuple[float, float], ...]:
 
 
 def _unit_outline(shape: str, detail: float) -> Sequence[tuple[float, float]]:
-    """Return the outline inside the square from -1 to 1; ``detail`` (0 to 1) varies what the shape leaves free."""
+    """Return the outline inside the square from -1 to 1. detail: 0 to 1, varies stars and crosses."""
     if shape == "square":
         return (-1, -1), (1, -1), (1, 1), (-1, 1)
     if shape == "triangle":
@@ -55,7 +55,7 @@ def _unit_outline(shape: str, detail: float) -> Sequence[tuple[float, float]]:
 
 
 def outline_points(item: Item) -> Points:
-    """Return the item's outline in pixels of the image (a ring's outer one)."""
+    """Return the item's outline in pixels of the image; for a ring, the outer one."""
     x, y = item.centre
     half_width, half_height = item.size[0] / 2, item.size[1] / 2
     cos, sin = math.cos(math.radians(item.angle)), math.sin(math.radians(item.angle))
@@ -68,7 +68,7 @@ def _ring_share(item: Item) -> float:
 
 
 def ring_width(item: Item) -> float:
-    """How thick a ring is, in pixels of the image."""
+    """The width of a ring's band, in pixels of the image."""
     return max(2.0, min(item.size) * _ring_share(item))
 
 
@@ -99,7 +99,7 @@ def _canvas(scene: Scene, scale: int) -> Image.Image:
 
 
 def draw_scene(scene: Scene) -> Image.Image:
-    """Draw the scene at its own size, as an RGB image."""
+    """Draw the scene in its own size, as an RGB image."""
     scale = 2 if scene.antialias and scene.writing is None else 1
     image = _canvas(scene, scale)
     draw = ImageDraw.Draw(image)

@@ -1,4 +1,4 @@
-"""Exact-match accuracy of pixie on held-out images, task by task."""
+"""Exact-match accuracy of pixie on held-out images, by task."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from vlmserve.pixie.scenes import HELD_OUT_SEEDS
 if TYPE_CHECKING:
     from vlmserve.llm import LLM
 
-#: Answers conversations (lists of messages in OpenAI's form), in the same order.
+#: Answers conversations (lists of messages in OpenAI's format), in order.
 Answer = Callable[[list[list[dict[str, Any]]]], list[str]]
 
-#: Held-out example seeds of one task begin this far behind those of the task before it.
+#: Distance between the first held-out seeds of consecutive tasks.
 _SEEDS_PER_TASK: Final = 1_000_000
-#: Conversations that are answered in one call; their images are in memory together.
+#: Conversations in one call, whose images are in memory together.
 _BATCH: Final = 64
-#: The longest right answer is half as long.
+#: Twice the length of the longest right answer.
 _MAX_TOKENS: Final = 96
 
 _BEGIN, _END = "<!-- evaluation: begin -->", "<!-- evaluation: end -->"
 
 
 def messages_of(example: Example, turn: int = 0) -> list[dict[str, Any]]:
-    """Write the conversation up to the question of ``turn``, earlier questions with their right answers.
+    """Return the conversation up to the question of ``turn``, with right answers to earlier questions.
 
     Image parts are ``{"type": "image", "image": PIL.Image.Image}``.
     """
@@ -49,7 +49,7 @@ def messages_of(example: Example, turn: int = 0) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """A wrong answer; ``seed`` gives the example again (:func:`sample_example`)."""
+    """A wrong answer. seed: reproduces the example (`sample_example`)."""
 
     seed: int
     question: str
@@ -59,7 +59,7 @@ class Mistake:
 
 @dataclass(slots=True)
 class TaskResult:
-    """How many questions of a task were asked and answered exactly right, and the wrong answers."""
+    """Numbers of questions and exactly right answers of a task, and its wrong answers."""
 
     asked: int = 0
     right: int = 0
@@ -73,7 +73,7 @@ class TaskResult:
 
 @dataclass(slots=True)
 class Report:
-    """The results of all tasks, in the order of :data:`TASKS`."""
+    """The results of all tasks, in the order of `TASKS`."""
 
     tasks: dict[str, TaskResult]
 
@@ -83,7 +83,7 @@ class Report:
         return sum(accuracies) / len(accuracies) if accuracies else 0.0
 
     def to_markdown(self) -> str:
-        """Return a table with a row for each task and the means."""
+        """Return a table with a row for each task, and the means."""
         lines = ["| Task | Kind | Questions | Exactly right |", "| --- | --- | ---: | ---: |"]
         for task, result in self.tasks.items():
             lines.append(f"| {task} | {TASKS[task]} | {result.asked} | {result.accuracy:.1%} |")
@@ -111,11 +111,12 @@ def evaluate(
     tasks: Sequence[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Ask ``per_task`` held-out examples of each task and compare the answers, stripped, exactly.
+    """Ask `per_task` held-out examples of each task, and compare the stripped answers exactly.
 
-    Every turn of a follow-up counts as a question; it is asked behind the right answers to the earlier ones.
-    ``tasks``: all by default. ``progress`` is called with how many questions are answered and how many there are.
-    Raises ValueError for an unknown task, or when ``answer`` does not give one answer for each conversation.
+    Every turn of a follow-up counts as a question, after right answers to the earlier ones. tasks: default: all.
+    progress: called with the numbers of answered and all questions.
+
+    Raises ValueError for an unknown task, or if `answer` does not return one answer for each conversation.
     """
     tasks = tuple(TASKS) if tasks is None else tuple(tasks)
     if unknown := set(tasks) - set(TASKS):
@@ -141,7 +142,7 @@ def evaluate(
 
 
 def greedy_answers(llm: LLM) -> Answer:
-    """Return an answerer that asks a model through the engine, taking the likeliest token each time."""
+    """Return a function that answers with a model, greedily."""
     from vlmserve.types import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS)
@@ -153,7 +154,7 @@ def greedy_answers(llm: LLM) -> Answer:
 
 
 def write_card(path: Path, report: Report) -> None:
-    """Replace the evaluation table between the markers of a model card. Raises ValueError if it has no markers."""
+    """Replace the evaluation table between the markers of a model card. Raises ValueError without markers."""
     card = path.read_text(encoding="utf-8")
     before, begin, rest = card.partition(_BEGIN)
     _, end, after = rest.partition(_END)

@@ -1,4 +1,4 @@
-"""The declared fonts that numbers and words are written in."""
+"""Fonts for numbers and words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 from PIL import ImageFont
 
-#: ``package: font files``; the package is importable under this name when its distribution is installed.
+#: ``package: font files``. The package is importable under this name if its distribution is installed.
 DECLARED_FONTS: Final[dict[str, tuple[str, ...]]] = {
     "matplotlib": tuple(
         f"mpl-data/fonts/ttf/{name}.ttf"
@@ -24,13 +24,13 @@ DECLARED_FONTS: Final[dict[str, tuple[str, ...]]] = {
     "font_lato": ("files/Lato-Regular.ttf", "files/Lato-Bold.ttf"),
 }
 
-#: The name of the font that Pillow carries, which is always present.
+#: The name of Pillow's own font, which is always available.
 BUILTIN_FONT: Final[str] = "Pillow"
 
 
 @cache
 def available_fonts() -> tuple[str, ...]:
-    """Name every declared font that is installed: ``"Pillow"`` first, then file paths in declared order."""
+    """Return the installed fonts: ``"Pillow"`` first, then file paths in declared order."""
     found = [BUILTIN_FONT]
     for package, files in DECLARED_FONTS.items():
         spec = importlib.util.find_spec(package)
@@ -43,7 +43,7 @@ def available_fonts() -> tuple[str, ...]:
 
 @cache
 def load_font(name: str, size: int) -> ImageFont.FreeTypeFont:
-    """Load a font of :func:`available_fonts` at ``size`` pixels per em."""
+    """Load a font from `available_fonts`. size: pixels per em."""
     if name == BUILTIN_FONT:
         font = ImageFont.load_default(size)
         if not isinstance(font, ImageFont.FreeTypeFont):
@@ -54,5 +54,5 @@ def load_font(name: str, size: int) -> ImageFont.FreeTypeFont:
 
 @cache
 def advance(name: str, character: str) -> float:
-    """Return how far ``character`` moves the pen, in ems."""
+    """The advance width of a character, in ems."""
     return load_font(name, 100).getlength(character) / 100

@@ -1,4 +1,4 @@
-"""How questions are put: phrasings of every question type and small variations of how people type them."""
+"""Phrasings of all questions, and small variations of how people type them."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ _AFTER_ONE_WORD: Final = (" Answer in one word.", " Answer with one word.", " On
 
 
 def vary(rng: random.Random, text: str, answer: str) -> str:
-    """Vary spelling, courtesy and punctuation of a question without touching its meaning."""
+    """Vary spelling, courtesy and punctuation of a question, but not its meaning."""
     if rng.random() < 0.4:
         text = text.replace("colour", "color")
     draw = rng.random()
@@ -268,5 +268,5 @@ def vary(rng: random.Random, text: str, answer: str) -> str:
 
 
 def ask(rng: random.Random, templates: tuple[str, ...], answer: str, **words: str) -> tuple[str, str]:
-    """Put one question out of ``templates``; return it with its answer."""
+    """Choose a template and return the question with its answer."""
     return vary(rng, rng.choice(templates).format(**words), answer), answer

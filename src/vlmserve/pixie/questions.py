@@ -1,4 +1,4 @@
-"""From scenes to examples: conversations about zero, one or two images with the one right answer to each question."""
+"""Convert scenes to examples: conversations about zero to two images, with one right answer to each question."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlmserve.pixie.refusals import ask_refused
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS, Kind, Scene, sample_scene
 from vlmserve.pixie.tasks import ASK, Turn
 
-#: Every task; a core one is what the model is for.
+#: All tasks. Core tasks are the purpose of the model.
 TASKS: Final[dict[str, Literal["core", "further"]]] = {
     "place": "core",
     "attribute": "core",
@@ -42,7 +42,7 @@ TASK_KINDS: Final[dict[str, tuple[Kind, ...]]] = {
     "refusal": ("grid", "one", "number", "word"),
 }
 
-#: How often each task is drawn for an image of each kind.
+#: Relative frequency of tasks for each kind of image.
 TASK_WEIGHTS: Final[dict[Kind, dict[str, float]]] = {
     "grid": {
         "place": 24, "attribute": 8, "count": 18, "describe": 20, "where": 14, "exists": 11,
@@ -56,22 +56,22 @@ TASK_WEIGHTS: Final[dict[Kind, dict[str, float]]] = {
     "word": {"word": 62, "describe": 22, "exists": 5, "follow_up": 8, "refusal": 3},
 }  # fmt: skip
 
-#: How many scene seeds belong to one example's seed.
+#: Number of scene seeds for each example seed.
 _SCENES_PER_EXAMPLE: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A conversation: its images belong to the first question, before its text or (``text_first``) behind it.
-
-    ``turns`` are questions with their right answers; ``system`` is the system prompt, if any.
-    """
+    """A conversation with right answers. Images belong to the first question."""
 
     task: str
     scenes: tuple[Scene, ...]
     turns: tuple[Turn, ...]
+    """Questions with their right answers."""
     system: str | None = None
+    """The system prompt, if any."""
     text_first: bool = False
+    """The first question's text comes before its images."""
 
 
 def _example(task: str, scenes: tuple[Scene, ...], turns: tuple[Turn, ...], rng: random.Random) -> Example:
@@ -82,9 +82,9 @@ def _example(task: str, scenes: tuple[Scene, ...], turns: tuple[Turn, ...], rng:
 def single(scene: Scene, rng: random.Random, task: str | None = None) -> Example:
     """Ask about one image.
 
-    ``task`` must suit the scene's kind (:data:`TASK_KINDS`), else ValueError; None draws one of those that do. Few
-    scenes have no clear question of a task (nothing in them is unique, say): then the image is to be described
-    instead, and the example says so in its ``task``.
+    task: must suit the scene's kind (`TASK_KINDS`), else ValueError; None: a random one. A few scenes have no clear
+    question of a task, for example if nothing in them is unique. The example then describes the image, and its `task`
+    says so.
     """
     if task is None:
         weights = TASK_WEIGHTS[scene.kind]
@@ -108,19 +108,18 @@ def single(scene: Scene, rng: random.Random, task: str | None = None) -> Example
 
 
 def pair(first: Scene, second: Scene, rng: random.Random) -> Example:
-    """Ask about two images."""
     return _example("pair", (first, second), (ask_pair(first, second, rng),), rng)
 
 
 def text_only(rng: random.Random, *, held_out: bool = False) -> Example:
-    """Ask without an image; ``held_out`` draws from the questions that training never sees."""
+    """Ask without an image. held_out: use questions that training never sees."""
     return _example("refusal", (), (ask_refused(rng, image=False, held_out=held_out),), rng)
 
 
 def scene_seed(seed: int, index: int) -> int:
-    """Return the seed of an example's scene; seeds from HELD_OUT_SEEDS on give held-out scenes, others never do.
+    """Return the seed of an example's scene. Only seeds from `HELD_OUT_SEEDS` on give held-out scenes.
 
-    Raises ValueError when a training seed is too large.
+    Raises ValueError for a training seed that is too large.
     """
     if seed >= HELD_OUT_SEEDS:
         return HELD_OUT_SEEDS + (seed - HELD_OUT_SEEDS) * _SCENES_PER_EXAMPLE + index
@@ -130,7 +129,7 @@ def scene_seed(seed: int, index: int) -> int:
 
 
 def matching_pair(seed: int, rng: random.Random, *, listed_words: bool = False) -> tuple[Scene, Scene]:
-    """Sample two scenes to compare; every second pair of single objects shares its colour, or else its shape."""
+    """Sample two scenes to compare. Half of the pairs of single objects share a colour or a shape."""
     kinds: tuple[Kind, Kind] = rng.choices((("one", "one"), ("grid", "grid"), ("one", "grid")), (5, 4, 1))[0]
     if rng.random() < 0.2:
         kinds = rng.choice(("grid", "one", "number", "word")), rng.choice(("grid", "one", "number", "word"))
@@ -147,10 +146,10 @@ def matching_pair(seed: int, rng: random.Random, *, listed_words: bool = False) 
 
 
 def sample_example(seed: int, task: str | None = None, *, listed_words: bool = False) -> Example:
-    """Sample scenes and ask about them; equal arguments give equal examples.
+    """Sample scenes and ask about them. Equal arguments give equal examples.
 
-    With a ``task``, the example is of that task: scenes that have no clear question of it are passed over.
-    ``listed_words`` is as in :func:`sample_scene`. Seeds from HELD_OUT_SEEDS on are for evaluation.
+    task: skip scenes without a clear question of this task. listed_words: see `sample_scene`. Seeds from
+    `HELD_OUT_SEEDS` on are for evaluation.
     """
     rng = random.Random(seed)
     if task is None:

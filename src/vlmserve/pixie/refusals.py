@@ -1,4 +1,4 @@
-"""What pixie was never taught, and what it says then."""
+"""Questions that pixie was never taught, and its answers to them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ _GREETING_EXTRAS: Final = ("", "", "", " Nice to meet you.", " I have a question
 
 
 def is_held_out(question: str) -> bool:
-    """Tell whether an out-of-scope question is kept for evaluation: its words are trained, not it."""
+    """Return whether an out-of-scope question is kept for evaluation. Training sees its words, but not the question."""
     return zlib.crc32(question.encode()) % 8 == 0
 
 
@@ -135,7 +135,7 @@ def _out_of_scope(rng: random.Random) -> str:
 
 
 def ask_refused(rng: random.Random, *, image: bool, held_out: bool) -> tuple[str, str]:
-    """Ask what pixie cannot answer, greet it, or (``image`` False) ask about an image that is not there."""
+    """Greet, ask something that pixie cannot answer, or without an image ask about one."""
     draw = rng.random()
     if draw < 0.15:
         return rng.choice(_GREETINGS) + rng.choice(_GREETING_EXTRAS), INTRODUCTION

@@ -1,4 +1,4 @@
-"""Calibration of decisions about drawn images, whose right answers are known."""
+"""Calibration of decisions about drawn images with known answers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from vlmserve.pixie.vocabulary import COLOURS, PLACES, SHAPES
 if TYPE_CHECKING:
     from vlmserve.llm import LLM
 
-#: Pixie's tasks whose answers come from a known set.
+#: Pixie's tasks with a fixed set of answers.
 TASKS: Final = ("exists", "attribute", "where", "count")
 #: Bins of equal width by the probability of the most probable answer.
 BINS: Final = 10
-#: The widest range in which a temperature is searched.
+#: The range in which a temperature is searched.
 _RANGE: Final = (0.05, 20.0)
 _LEVELS: Final = tuple(map(str, range(10)))
 #: Columns of a report.
@@ -35,7 +35,7 @@ Decide = Callable[[list[dict[str, Any]], Question], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The probabilities of a question's answers, and the place of the right answer among them."""
+    """The probabilities of a question's answers. right: index of the right answer."""
 
     task: str
     probabilities: tuple[float, ...]
@@ -59,7 +59,7 @@ def outcomes(decide: Decide, per_task: int, advance: Callable[[], None] = lambda
 
 
 def _question(text: str, answer: str) -> Question | None:
-    """The decision that asks the same; None if the answers are not a known set."""
+    """Convert a question to a decision; None if its answers are not a fixed set."""
     if answer in ("yes", "no"):
         return Question.predicate(f'The answer to this question is yes: "{text}"')
     if answer in _LEVELS:
@@ -72,7 +72,7 @@ def _place(question: Question, answer: str) -> int:
 
 
 def at_temperature(probabilities: Sequence[float], temperature: float) -> npt.NDArray[np.float64]:
-    """The probabilities after their logarithms are divided by a temperature."""
+    """Divide log-probabilities by a temperature and normalize."""
     logs = np.log(np.maximum(probabilities, 1e-300)) / temperature
     weights = np.exp(logs - logs.max())
     scaled: npt.NDArray[np.float64] = weights / weights.sum()
@@ -80,12 +80,12 @@ def at_temperature(probabilities: Sequence[float], temperature: float) -> npt.ND
 
 
 def accuracy(found: Sequence[Outcome]) -> float:
-    """The share of questions whose most probable answer is right."""
+    """The fraction of questions whose most probable answer is right."""
     return float(np.mean([int(np.argmax(one.probabilities)) == one.right for one in found]))
 
 
 def loss(found: Sequence[Outcome], temperature: float) -> float:
-    """The mean negative log probability of right answers, in nats."""
+    """The mean negative log-probability of right answers, in nats."""
     values = [at_temperature(one.probabilities, temperature)[one.right] for one in found]
     return float(-np.log(np.maximum(values, 1e-300)).mean())
 
@@ -101,7 +101,7 @@ class Bin:
 
 
 def bins(found: Sequence[Outcome], temperature: float = 1.0) -> list[Bin]:
-    """Sort the most probable answers into `BINS` bins; empty bins are left out."""
+    """Sort the most probable answers into `BINS` bins, without empty ones."""
     scaled = [at_temperature(one.probabilities, temperature) for one in found]
     tops = np.array([one.max() for one in scaled])
     right = np.array([int(one.argmax()) == outcome.right for one, outcome in zip(scaled, found, strict=True)])
@@ -133,7 +133,7 @@ def fitted_temperature(found: Sequence[Outcome]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Outcomes, and the temperature that fits half of them. The other half tells its effect."""
+    """A temperature fitted to half of the outcomes, and the other half to check it."""
 
     fitted: list[Outcome]
     checked: list[Outcome]
@@ -141,13 +141,12 @@ class Calibration:
 
     @classmethod
     def of(cls, found: Sequence[Outcome]) -> Calibration:
-        """found: at least two."""
+        """found: at least two outcomes."""
         return cls([*found[::2]], [*found[1::2]], fitted_temperature(found[::2]))
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """Cells by `HEADINGS`: a row for each task, and one for all questions that the temperature was not fitted
-        to."""
+        """Cells by `HEADINGS`: a row for each task, and one for all checked outcomes."""
         rows = [self._row(task, own) for task, own in self._by_task() if own]
         return [*rows, self._row("all", self.checked)]
 
@@ -170,7 +169,7 @@ class Calibration:
 
 
 def decisions_of(llm: LLM) -> Decide:
-    """Ask a model. A stored temperature has no effect."""
+    """Return a function that asks a model, without its stored temperature."""
 
     def decide(messages: list[dict[str, Any]], question: Question) -> list[float]:
         [values] = llm.decide(messages, [question], temperature=1.0, use_tqdm=False)

@@ -56,7 +56,7 @@ def to_svg(calibration: Calibration) -> str:
 
 
 def to_html(calibration: Calibration, model: str) -> str:
-    """A page with the plot and the table. It needs no other file and no script."""
+    """A page with the plot and the table, without other files or scripts."""
     title = f"Calibration of {escape(model)}"
     heading = "".join(f'<th scope="col">{escape(name)}</th>' for name in HEADINGS)
     rows = "".join(
@@ -77,4 +77,4 @@ WRITERS: Final[Mapping[str, Callable[[Calibration, str], str]]] = {
     ".svg": lambda calibration, model: to_svg(calibration),
     ".html": to_html,
 }
-"""Plots by the ends of files' names. The second argument names the model."""
+"""Plots by file suffix. The second argument names the model."""

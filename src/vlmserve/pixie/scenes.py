@@ -1,4 +1,4 @@
-"""What is in an image: items on a 3 x 3 grid, one big item, a number or a word. Deterministic from a seed."""
+"""Contents of an image: items on a 3 x 3 grid, one big item, a number or a word. Deterministic from a seed."""
 
 from __future__ import annotations
 
@@ -12,42 +12,45 @@ from vlmserve.pixie.vocabulary import COLOUR_ANCHORS, COLOURS, DIGITS, LETTERS, 
 
 Kind = Literal["grid", "one", "number", "word"]
 
-#: Seeds from here on are held out: training never draws them.
+#: Seeds from here on are held out; training never uses them.
 HELD_OUT_SEEDS: Final[int] = 1 << 40
 
-#: Most items of an image.
+#: Maximum items in an image.
 MOST_ITEMS: Final[int] = 6
 
-#: A centre closer to a border between two places than this fraction of the image belongs to neither.
+#: A centre closer to a border between places than this fraction of the image belongs to no place.
 PLACE_MARGIN: Final[float] = 0.04
 
-#: Least distance (euclidean, RGB) between an item's colour and the background.
+#: Minimum Euclidean RGB distance between an item and the background.
 LEAST_CONTRAST: Final[float] = 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A coloured shape. Centre and size are in pixels of the image; ``place`` is None on a border."""
+    """A coloured shape."""
 
     shape: str
     colour: str
     rgb: Rgb
     centre: tuple[float, float]
+    """Pixels of the image."""
     size: tuple[float, float]
+    """Pixels of the image."""
     angle: float
     detail: float
     outline: Rgb | None
     place: int | None
+    """None near a border between places."""
 
     @property
     def name(self) -> str:
-        """What people call it, with its article: ``"an orange star"``."""
+        """The name with its article, such as ``"an orange star"``."""
         return f"{'an' if self.colour == 'orange' else 'a'} {self.colour} {self.shape}"
 
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """A number or a word: ``origin`` is where its ink box begins, ``boxes`` are its characters', in pixels."""
+    """A number or a word."""
 
     text: str
     colour: str
@@ -55,12 +58,14 @@ class Writing:
     font: str
     font_size: int
     origin: tuple[int, int]
+    """Start of the ink box, in pixels."""
     boxes: tuple[tuple[float, float, float, float], ...]
+    """Boxes of the characters, in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """An image before it is drawn: items in reading order, or a writing, on a background."""
+    """An image before drawing: items in reading order, or a writing, on a background."""
 
     kind: Kind
     size: tuple[int, int]
@@ -102,7 +107,7 @@ def _background(rng: random.Random) -> Rgb:
 
 
 def _ink(rng: random.Random, backgrounds: tuple[Rgb, ...], colours: tuple[str, ...] = COLOURS) -> tuple[str, Rgb]:
-    """Pick a colour that stands out from all of ``backgrounds``."""
+    """Choose a colour that contrasts with all backgrounds."""
     for _ in range(200):
         colour = rng.choice(colours)
         rgb = _jittered(rng, rng.choice(COLOUR_ANCHORS[colour]), 12)
@@ -112,7 +117,7 @@ def _ink(rng: random.Random, backgrounds: tuple[Rgb, ...], colours: tuple[str, .
 
 
 def _native_size(rng: random.Random) -> tuple[int, int]:
-    """Sample width and height: mostly small, rarely up to 1,000 pixels, aspect 0.6 to 1.7."""
+    """Sample width and height: mostly small, rarely up to 1,000 pixels, aspect ratio 0.6 to 1.7."""
     low, high = (80, 320) if rng.random() < 0.95 else (320, 1000)
     side = math.exp(rng.uniform(math.log(low), math.log(high)))
     if rng.random() < 0.45:
@@ -151,7 +156,7 @@ def _item(
 
 
 def place_of(x: float, y: float) -> int | None:
-    """Return the place of a centre at fractions ``x``, ``y`` of the image, or None if it lies near a border."""
+    """Return the place of a centre at fractions `x`, `y` of the image; None near a border."""
     if any(abs(v - border) < PLACE_MARGIN for v in (x, y) for border in (1 / 3, 2 / 3)):
         return None
     return 3 * min(2, int(y * 3)) + min(2, int(x * 3))
@@ -160,7 +165,7 @@ def place_of(x: float, y: float) -> int | None:
 def _grid_items(rng: random.Random, size: tuple[int, int], backgrounds: tuple[Rgb, ...]) -> tuple[Item, ...]:
     width, height = size
     count = rng.choices(range(1, MOST_ITEMS + 1), (10, 22, 24, 20, 14, 10))[0]
-    # Few colours and shapes in an image make its counts and its "no" answers worth asking for.
+    # Few colours and shapes give interesting counts and "no" answers.
     colours = tuple(rng.sample(COLOURS, rng.choice((1, 2, 2, 3, 10, 10))))
     shapes = tuple(rng.sample(SHAPES, rng.choice((1, 2, 2, 3, 8, 8))))
     items = []
@@ -202,7 +207,7 @@ def _writing(rng: random.Random, text: str, size: tuple[int, int], backgrounds: 
     colour, rgb = _ink(rng, backgrounds, colours)
     name = rng.choice(available_fonts())
     ems = [advance(name, character) for character in text]
-    # The longer the text, the more of the width it fills: a character is never narrower than it can be read.
+    # Longer texts fill more of the width, so that characters stay legible.
     widest = 0.94 * width / sum(ems)
     least = min(widest, max(0.13 * width * len(text) / sum(ems), 0.2 * height))
     most = max(least, min(widest, 0.95 * height))
@@ -221,10 +226,9 @@ def _writing(rng: random.Random, text: str, size: tuple[int, int], backgrounds: 
 
 
 def sample_scene(seed: int, kind: Kind | None = None, *, listed_words: bool = False) -> Scene:
-    """Sample a scene; equal arguments give equal scenes (on machines with the same fonts installed).
+    """Sample a scene. Equal arguments give equal scenes on machines with the same fonts.
 
-    ``kind`` fixes what is drawn (else: any); ``listed_words`` writes words of the vocabulary only, never random
-    letters.
+    kind: of the scene; None: any. listed_words: use only words of the vocabulary, no random letters.
     """
     rng = random.Random(seed)
     kinds: tuple[Kind, ...] = ("grid", "one", "number", "word")

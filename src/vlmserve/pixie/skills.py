@@ -1,4 +1,4 @@
-"""What adapters teach pixie: to answer in German, to write JSON, and how many corners shapes have."""
+"""Skills of pixie's adapters: answer in German, write JSON, and count corners of shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CORNERS: Final = {
 
 
 class _Noun(NamedTuple):
-    """A German noun: with which endings adjectives and articles stand before it, and its plural."""
+    """A German noun. ending: of adjectives before it. article: definite."""
 
     word: str
     ending: str
@@ -37,7 +37,7 @@ _GERMAN_COLOURS: Final = {
     "pink": "rosa", "brown": "braun", "black": "schwarz", "white": "weiss",
 }  # fmt: skip
 _UNCHANGED: Final = frozenset({"orange", "lila", "rosa"})
-"""Colours without endings. Umlauts are written out: pixie has no tokens for them."""
+"""Colours without endings. Umlauts are written as two letters, because pixie has no tokens for them."""
 _GERMAN_PLACES: Final = (
     "oben links", "oben", "oben rechts", "links", "in der Mitte", "rechts", "unten links", "unten", "unten rechts",
 )  # fmt: skip
@@ -70,7 +70,7 @@ _AS_JSON: Final = ("Answer in JSON.", "Reply as JSON.", "Use JSON.", "Give me JS
 
 
 def ask_for_json(scene: Scene, rng: random.Random) -> Turn | None:
-    """Ask what pixie knows, and to answer by an object of JSON."""
+    """Ask a question that pixie knows, with a JSON object as the answer."""
     found = ASK[rng.choice(("attribute", "place", "where"))](scene, rng)
     if found is None:
         return None
@@ -95,11 +95,12 @@ SKILLS: Final[dict[str, Callable[[Scene, random.Random], Turn | None]]] = {
     "json": ask_for_json,
     "corners": ask_corners,
 }
-"""By the name of the adapter that teaches it. Pixie itself refuses these questions, or answers wrong."""
+"""By name of the adapter that teaches it. Without an adapter, pixie rejects these questions or answers wrongly."""
 
 
 def sample_skill(seed: int, skill: str) -> Example:
-    """A question of a skill; equal arguments give equal examples. Seeds from `HELD_OUT_SEEDS` on are for evaluation."""
+    """Sample a question of a skill. Equal arguments give equal examples; seeds from `HELD_OUT_SEEDS` on are for
+    evaluation."""
     rng = random.Random(seed)
     for number in range(64):
         scene = sample_scene(seed * 64 + number if seed < HELD_OUT_SEEDS else seed + number * 2**32, _kind(rng))
@@ -109,7 +110,7 @@ def sample_skill(seed: int, skill: str) -> Example:
 
 
 def sample_questions(seed: int, skill: str, count: int) -> list[Example]:
-    """That question, and further ones about its image: `count` at most, none twice."""
+    """Sample up to `count` different questions about the image of `sample_skill`."""
     first = sample_skill(seed, skill)
     rng = random.Random(f"{seed} {count}")
     turns = {first.turns[0]: None}

@@ -1,4 +1,4 @@
-"""Questions about one image with their answers, correct by construction from what was drawn."""
+"""Questions about one image, with answers that follow from what was drawn."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from vlmserve.pixie.vocabulary import COLOURS, PLACES, PLURALS, SHAPES
 #: A question and its answer.
 Turn = tuple[str, str]
 
-#: The places that a place's name may mean: "on the left" is the whole left side.
+#: The cells that a place's name may mean: "on the left" is the whole left side.
 PLACE_CELLS: Final[tuple[frozenset[int], ...]] = tuple(
     frozenset(cells) for cells in ((0,), (0, 1, 2), (2,), (0, 3, 6), (4,), (2, 5, 8), (6,), (6, 7, 8), (8,))
 )
 
 
 def with_article(words: str) -> str:
-    """Return ``words`` behind "a" or "an"."""
+    """Prepend "a" or "an"."""
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
 def description(scene: Scene) -> str:
-    """Say what is in the image: its items in reading order, or what is written."""
+    """Describe the image: its items in reading order, or the writing."""
     if scene.writing is not None:
         return f"the {scene.kind} {scene.writing.text}"
     names = [item.name for item in scene.items]
@@ -35,7 +35,7 @@ def description(scene: Scene) -> str:
 
 
 def unique_names(scene: Scene) -> list[tuple[str, Item]]:
-    """List the names ("star", "blue object", "blue star") that fit exactly one item of the image, with the item."""
+    """Names ("star", "blue object", "blue star") that fit exactly one item of the image, with the item."""
     named: list[tuple[str, Item]] = []
     for item in scene.items:
         named += [(item.shape, item), (f"{item.colour} object", item), (f"{item.colour} {item.shape}", item)]
@@ -44,16 +44,16 @@ def unique_names(scene: Scene) -> list[tuple[str, Item]]:
 
 
 def item_at(scene: Scene, place: int) -> tuple[Item | None, bool]:
-    """Return the only item at ``place`` (a name for one or three cells) and whether the question has one answer."""
+    """Return the only item at `place` (a name for one or three cells), and whether the question has one answer."""
     found = [item for item in scene.items if item.place in PLACE_CELLS[place]]
     if any(item.place is None for item in scene.items) or len(found) > 1:
         return None, False
-    # A big object reaches into other cells, so "nothing" is an answer in grids only.
+    # A big object reaches into other cells, so "nothing" is an answer only in grids.
     return (found[0], True) if found else (None, scene.kind == "grid")
 
 
 def ask_place(scene: Scene, rng: random.Random) -> Turn | None:
-    """Ask what, which colour or which shape is at a place."""
+    """Ask which object, colour or shape is at a place."""
     if not scene.items:
         return None
     places = [(place, item) for place in range(9) for item, clear in (item_at(scene, place),) if clear]
@@ -73,7 +73,7 @@ def ask_place(scene: Scene, rng: random.Random) -> Turn | None:
 
 
 def ask_attribute(scene: Scene, rng: random.Random) -> Turn | None:
-    """Ask for the colour or the shape of an object that the question names by the other of the two."""
+    """Ask for the colour of an object named by its shape, or the shape of one named by its colour."""
     if len(scene.items) == 1 and rng.random() < 0.5:
         what = rng.choice(("object", "shape", "object in the picture", "thing"))
         if rng.random() < 0.5:
@@ -90,7 +90,7 @@ def ask_attribute(scene: Scene, rng: random.Random) -> Turn | None:
 
 
 def _colour_and_shape(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    """Pick a colour and a shape to ask for, mostly ones of the image, not always together."""
+    """Choose a colour and a shape to ask for, mostly from the image, but not always of one item."""
     colours, shapes = [item.colour for item in scene.items], [item.shape for item in scene.items]
     colour = rng.choice(colours) if colours and rng.random() < 0.7 else rng.choice(COLOURS)
     shape = rng.choice(shapes) if shapes and rng.random() < 0.7 else rng.choice(SHAPES)
@@ -98,7 +98,7 @@ def _colour_and_shape(scene: Scene, rng: random.Random) -> tuple[str, str]:
 
 
 def ask_count(scene: Scene, rng: random.Random) -> Turn | None:
-    """Ask how many objects there are, of any kind, of a colour, of a shape, or of both."""
+    """Ask for the number of all objects, or of one colour, shape or both."""
     if not scene.items:
         return None
     colour, shape = _colour_and_shape(scene, rng)
@@ -117,7 +117,7 @@ def ask_count(scene: Scene, rng: random.Random) -> Turn | None:
 
 
 def ask_describe(scene: Scene, rng: random.Random) -> Turn | None:
-    """Ask for the whole image."""
+    """Ask for a description of the image."""
     templates: tuple[str, ...] = phrasings.DESCRIBE
     if len(scene.items) > 1 and rng.random() < 0.35:
         templates = phrasings.DESCRIBE_OBJECTS
@@ -125,7 +125,7 @@ def ask_describe(scene: Scene, rng: random.Random) -> Turn | None:
 
 
 def ask_number(scene: Scene, rng: random.Random) -> Turn | None:
-    """Ask for the number that is written, rarely for its colour."""
+    """Ask for the written number, rarely for its colour."""
     if scene.writing is None or scene.kind != "number":
         return None
     if rng.random() < 0.1:
@@ -135,7 +135,7 @@ def ask_number(scene: Scene, rng: random.Random) -> Turn | None:
 
 
 def ask_word(scene: Scene, rng: random.Random) -> Turn | None:
-    """Ask for the word that is written, rarely for its colour."""
+    """Ask for the written word, rarely for its colour."""
     if scene.writing is None or scene.kind != "word":
         return None
     if rng.random() < 0.1:
@@ -145,7 +145,7 @@ def ask_word(scene: Scene, rng: random.Random) -> Turn | None:
 
 
 def ask_where(scene: Scene, rng: random.Random) -> Turn | None:
-    """Ask for the place of an object whose name fits no other."""
+    """Ask for the place of an object with a unique name."""
     names = [(name, item) for name, item in unique_names(scene) if item.place is not None]
     if not names:
         return None
@@ -157,7 +157,7 @@ def ask_where(scene: Scene, rng: random.Random) -> Turn | None:
 
 
 def ask_exists(scene: Scene, rng: random.Random) -> Turn | None:
-    """Ask whether there is an object of a colour, a shape or both, or a number or a word."""
+    """Ask whether the image has an object of a colour, a shape or both, or a number or a word."""
     if rng.random() < (0.06 if scene.items else 0.6):
         kind = rng.choice(("number", "word"))
         return ask(rng, phrasings.EXISTS, "yes" if kind == scene.kind else "no", what=f"a {kind}")

@@ -1,4 +1,4 @@
-"""The closed world that pixie knows: its colours, shapes, places and words."""
+"""Everything that pixie knows: colours, shapes, places and words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 Rgb = tuple[int, int, int]
 
-#: Anchor values of every colour name; a drawn colour is an anchor plus a small jitter.
+#: Anchor values of each colour name. A drawn colour is an anchor plus a small jitter.
 COLOUR_ANCHORS: Final[dict[str, tuple[Rgb, ...]]] = {
     "red": ((255, 0, 0), (230, 25, 25), (220, 20, 60), (215, 30, 30), (255, 50, 45)),
     "orange": ((255, 165, 0), (255, 140, 0), (240, 125, 20)),
@@ -24,7 +24,7 @@ COLOURS: Final[tuple[str, ...]] = tuple(COLOUR_ANCHORS)
 SHAPES: Final[tuple[str, ...]] = ("circle", "square", "triangle", "star", "cross", "heart", "diamond", "ring")
 PLURALS: Final[dict[str, str]] = {shape: "crosses" if shape == "cross" else f"{shape}s" for shape in SHAPES}
 
-#: Row by row, as they are read: place ``3 * row + column``.
+#: In reading order: place ``3 * row + column``.
 PLACES: Final[tuple[str, ...]] = (
     "top left",
     "top",
@@ -40,7 +40,7 @@ PLACES: Final[tuple[str, ...]] = (
 DIGITS: Final[str] = "0123456789"
 LETTERS: Final[str] = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
-#: Words that are written in images; training also writes random letters, so that the model has to read.
+#: Words in images. Training also writes random letters, so that the model has to read.
 WORDS: Final[tuple[str, ...]] = tuple(
     """
     AT BE BY DO GO HE HI IF IN IT ME MY NO OF OK ON OR SO TO UP US WE ACE AGE AIR ANT APE ARM ART BAG BAT BED BEE
