@@ -124,6 +124,22 @@ def test_another_cache_type_finds_no_blocks(
     assert stats.prompt_tokens > len(prompts)
 
 
+def test_other_code_finds_nothing(
+    llava: Oracle,
+    prompts: list[Prompt],
+    expected: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = restart(lambda: engine_for(llava, disk_cache=str(tmp_path)), prompts[:1], expected[:1], tmp_path)
+    monkeypatch.setattr("vlmserve.engine.disk.code_digest", lambda: "edited")
+    edited = engine_for(llava, disk_cache=str(tmp_path))
+    for one in (engine, edited):
+        assert generate(one, prompts[:1]) == expected[:1]
+    assert engine.stats().disk_hits > 0
+    assert edited.stats().disk_hits == 0
+
+
 def test_windows_find_their_blocks(tmp_path: Path) -> None:
 
     model = str(make_gemma3(tmp_path / "model"))

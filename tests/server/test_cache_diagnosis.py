@@ -63,6 +63,13 @@ def test_first_change_is_the_reason(after: AskedPrompt, reason: Any, reusable: i
         assert miss == Miss(reason, reusable, 100 - reusable, 100 - reusable, changed)
 
 
+def test_changes_within_long_texts_are_found() -> None:
+    before, after = (user("a" * 50_000 + letter + "a" * 50_000) for letter in "bc")
+    miss = asked(after, tokens=changed_at(30)).miss_after(asked(before))
+    assert miss is not None
+    assert miss.changed == Changed(0, 0, "text")
+
+
 def test_unchanged_prompts_may_be_missing() -> None:
     log = CacheLog(block_size=16)
     assert Diagnosis(log, asked(user("a")), None).begin("first", "model") is None

@@ -11,6 +11,7 @@ from vlmserve.cache.fetches import Fetches
 from vlmserve.cache.tiers import DiskTier, Entries
 from vlmserve.config import EngineConfig
 from vlmserve.models.protocols import LoadedModel
+from vlmserve.models.weights_cache import code_digest
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.scheduler.resources.images import Images
 from vlmserve.scheduler.resources.memory import KVMemory
@@ -67,4 +68,5 @@ class DiskCache:
 
 def _identity(config: EngineConfig, model: LoadedModel) -> bytes:
     """The digest of all that entries depend on besides their keys, which cover images, tokens, adapters and salts."""
-    return blake3(json.dumps([model.identity.hex(), str(model.dtype), config.tensor_parallel_size]).encode()).digest()
+    parts = [model.identity.hex(), str(model.dtype), config.tensor_parallel_size, code_digest()]
+    return blake3(json.dumps(parts).encode()).digest()

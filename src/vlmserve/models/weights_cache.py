@@ -249,7 +249,7 @@ def source_parts(folder: Path, settings: LoadSettings) -> dict[str, Any]:
         "format": FORMAT,
         "version": package_version("vlmserve"),
         "kernels": [settings.kernels, _extension_digest()],
-        "code": _code_digest(PACKAGE),
+        "code": code_digest(PACKAGE),
         **computation_parts(settings),
         "files": files,
         "configs": {path.name: blake3(path.read_bytes()).hexdigest() for path in configs},
@@ -264,8 +264,8 @@ def _extension_digest() -> str:
 
 
 @cache
-def _code_digest(package: Path) -> str:
-    """A digest of the Python code that packs weights, so that an edit invalidates older files."""
+def code_digest(package: Path = PACKAGE) -> str:
+    """Return a digest of the Python code of models, so that an edit makes older files unused."""
     digest = blake3()
     for name in PACKING:
         for path in [package / name] if name.endswith(".py") else sorted((package / name).rglob("*.py")):

@@ -19,7 +19,7 @@ MAX_BYTES = 32 * 2**20
 _GENERATION_PROMPT = 16
 """Maximum tokens of the marker that begins an answer."""
 _SAMPLE = 32 * 1024
-"""Bytes of each end of a long text, such as an image, that its digest covers."""
+"""Bytes of each end of a long file that its digest covers."""
 _PART_BYTES = 100
 """About as many bytes as a digest takes."""
 
@@ -224,4 +224,5 @@ def _add(hasher: blake3, value: object) -> None:
     else:
         data = value if isinstance(value, bytes) else value.encode() if isinstance(value, str) else repr(value).encode()
         hasher.update(b"%d:" % len(data))
-        hasher.update(data if len(data) <= 2 * _SAMPLE else data[:_SAMPLE] + data[-_SAMPLE:])
+        is_file = isinstance(value, bytes) or data.startswith(b"data:")
+        hasher.update(data[:_SAMPLE] + data[-_SAMPLE:] if is_file and len(data) > 2 * _SAMPLE else data)
