@@ -137,7 +137,7 @@ def test_requests_are_sent_as_they_are() -> None:
     assert results[0] == Result("two", "stop", "", 5, 1)
     assert results[1] == Result("three", "length")
     assert results[2] == Result("four", "stop", "", 2, 1)
-    assert results[3].error.startswith("n is not possible here")
+    assert results[3].error.startswith("n is not supported here")
     assert sent[0] == {"model": "gpt", "messages": [], "top_k": 3}
     assert sent[1]["model"] == "m"
     assert sent[3]["model"] == "mine"

@@ -113,9 +113,7 @@ def check_body(body: Mapping[str, Any]) -> None:
     """Raise InvalidRequestError for a request whose answer is not one text."""
     for field, neutral in (("n", 1), ("best_of", 1), ("stream", False), ("use_beam_search", False), ("tools", [])):
         if body.get(field) not in (None, neutral):
-            raise InvalidRequestError(
-                f"{field} is not possible here, where an answer is one text; /v1/batches takes it"
-            )
+            raise InvalidRequestError(f"{field} is not supported here, because an answer is one text; use /v1/batches")
 
 
 class ServerAnswers:
@@ -164,7 +162,7 @@ class ServerAnswers:
                 response = self._client.post(path, json=body)
             except httpx.HTTPError as error:
                 if last:
-                    raise VLMServeError(f"the server does not answer any more: {connection_problem(error)}") from error
+                    raise VLMServeError(f"the server stopped answering: {connection_problem(error)}") from error
                 time.sleep(pause)
                 continue
             if response.status_code == 200:

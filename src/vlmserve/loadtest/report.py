@@ -197,7 +197,7 @@ def _warnings(report: Report, config: TestConfig) -> list[str]:
     elif report.num_good == 0:
         warnings.append("No request succeeded.")
     if report.stopped is not None:
-        gave_up = f"; {report.num_unfinished} under way were given up" if report.num_unfinished else ""
+        gave_up = f"; {report.num_unfinished} in flight were cancelled" if report.num_unfinished else ""
         warnings.append(f"Not everything was sent: {report.stopped}{gave_up}.")
     return warnings
 

@@ -166,7 +166,7 @@ async def _vocabulary(target: Target) -> Vocabulary:
             return Vocabulary(costs, anchor, is_exact=True)
     short, long = [await _prompt_tokens(target, words) for words in (WORDS[:16], WORDS[:144])]
     if short is None or long is None or long <= short:
-        target.notes.append("The server counts no prompts: a word is taken for a token.")
+        target.notes.append("The server does not count prompt tokens: each word counts as one.")
         return Vocabulary()
     target.notes.append("The server has no /tokenize: the lengths of prompts are approximate.")
     cost = (long - short) / (144 - 16)

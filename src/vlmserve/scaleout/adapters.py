@@ -66,5 +66,5 @@ def _error(failed: Sequence[Outcome], count: int) -> RefusedError:
     statuses = {one.status for one in failed}
     status = HTTPStatus(statuses.pop()) if len(statuses) == 1 else HTTPStatus.BAD_GATEWAY
     reasons = "; ".join(f"{one.worker}: {one.said}" for one in failed)
-    message = f"{len(failed)} of {count} workers did not do it, the others did: {reasons}"
+    message = f"{len(failed)} of {count} workers failed: {reasons}"
     return RefusedError(status, message, "workers_failed")

@@ -274,7 +274,7 @@ class Gateway:
                 pause = _FIRST_RETRY
             except (UpstreamError, TimeoutError, msgspec.MsgspecError) as error:
                 if member.is_heard:
-                    logger.warning("The worker at %s is not heard any more: %s", member.url, error)
+                    logger.warning("The worker at %s does not respond: %s", member.url, error)
             self._lose(member)
             await asyncio.sleep(pause)
             pause = min(_LAST_RETRY, 2 * pause)

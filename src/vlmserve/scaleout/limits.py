@@ -92,7 +92,7 @@ class ClusterLimits:
             if not self._waiting[account.owner]:
                 del self._waiting[account.owner]
         if not heard_now:
-            self._be_alone("it is slow")
+            self._be_alone("it did not answer in time")
             account.places = None
         elif is_limited:
             self._want(account)  # returns the place if the request does not run after all

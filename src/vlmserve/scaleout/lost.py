@@ -52,7 +52,9 @@ class LostResponses:
         body: the request's JSON.
         """
         if len(self._tasks) >= _MOST:
-            logger.warning("The response %s was cut off, and is not stored: too many are", response.get("id"))
+            logger.warning(
+                "Response %s was cut off and is not stored: too many others wait to be stored", response.get("id")
+            )
             return
         data = msgspec.json.encode(LostResponse(msgspec.Raw(bytes(body)), response))
         task = asyncio.ensure_future(self._keep(owner, data, response))
@@ -69,7 +71,7 @@ class LostResponses:
                     if await _stored(upstream, owner, data):
                         return
                 if loop.time() >= deadline:
-                    logger.error("The response %s was cut off, and no worker has stored it", response.get("id"))
+                    logger.error("Response %s was cut off, and no worker stored it", response.get("id"))
                     return
                 await asyncio.sleep(_PAUSE)
 
@@ -86,7 +88,7 @@ async def _stored(upstream: Upstream, owner: str, data: bytes) -> bool:
         return False
     if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR or answer.status == HTTPStatus.TOO_MANY_REQUESTS:
         return False
-    logger.warning("A response that was cut off is not stored: %s", reason.decode(errors="replace"))
+    logger.warning("No worker stores a response that was cut off: %s", reason.decode(errors="replace"))
     return True
 
 

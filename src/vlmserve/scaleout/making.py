@@ -54,8 +54,8 @@ class MadeChanges:
             known = Changes(self.now({name for name, _ in self._service.names.adapter_infos()}))
             if not known.is_news(change):
                 if change in known:
-                    return "It is so already."
-                message = f"{change.adapter!r} was changed once more meanwhile"
+                    return "Nothing to change."
+                message = f"{change.adapter!r} was changed again in the meantime"
                 raise RefusedError(HTTPStatus.CONFLICT, message, "changed_meanwhile")
             said = await self._apply(change, force=force)
             self._changes.add(change)
@@ -67,7 +67,7 @@ class MadeChanges:
             body = LoadAdapterRequest(lora_name=change.name, lora_path=change.path, load_inplace=force, mixture=mixture)
             return await load(self._service, body)
         if force and self._is_unloaded(change):
-            return "It is so already."
+            return "Nothing to change."
         return await unload(self._service, UnloadAdapterRequest(lora_name=change.name, mixture=mixture))
 
     def _is_unloaded(self, change: Change) -> bool:

@@ -30,13 +30,17 @@ class GatewayMetrics:
         )
         self.requests = Counter(_PREFIX + "requests", "Requests sent to a worker.", ["worker"], registry=registry)
         self.retries = Counter(_PREFIX + "retries", "Requests sent to another worker.", registry=registry)
-        self.broken = Counter(_PREFIX + "broken_answers", "Answers whose worker ended them.", registry=registry)
+        self.broken = Counter(
+            _PREFIX + "broken_answers", "Answers that were cut off because their worker died.", registry=registry
+        )
         self.routing = Histogram(
-            _PREFIX + "routing_seconds", "Seconds to choose a worker, with the request's key.", buckets=_SECONDS,
+            _PREFIX + "routing_seconds", "Seconds to make a request's key and choose a worker.", buckets=_SECONDS,
             registry=registry,
         )  # fmt: skip
         self._prompt_tokens = Counter(_PREFIX + "prompt_tokens", "Tokens of prompts.", registry=registry)
-        self._cached_tokens = Counter(_PREFIX + "cached_tokens", "Those that a worker had cached.", registry=registry)
+        self._cached_tokens = Counter(
+            _PREFIX + "cached_tokens", "Tokens of prompts that a worker had cached.", registry=registry
+        )
         registry.register(_Workers(fleets, num_in_flight))
 
     def count_error(self, code: str) -> None:
@@ -61,9 +65,9 @@ class _Workers:
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        running = GaugeMetricFamily(_PREFIX + "worker_running", "Requests that it runs.", labels=["worker"])
-        usable = GaugeMetricFamily(_PREFIX + "worker_up", "1 if it gets requests.", labels=["worker"])
-        flight = GaugeMetricFamily(_PREFIX + "in_flight", "Requests under way.", value=self._num_in_flight())
+        running = GaugeMetricFamily(_PREFIX + "worker_running", "Running requests of a worker.", labels=["worker"])
+        usable = GaugeMetricFamily(_PREFIX + "worker_up", "1 if the worker gets requests.", labels=["worker"])
+        flight = GaugeMetricFamily(_PREFIX + "in_flight", "Requests in flight.", value=self._num_in_flight())
         for fleet in self._fleets():
             for worker in fleet:
                 running.add_metric([worker.info.name], fleet.running(worker))

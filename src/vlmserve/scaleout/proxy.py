@@ -361,7 +361,7 @@ async def forward(request: Request) -> Response:
     """Forward a request to a worker."""
     gateway: Gateway = request.app.state.gateway
     if gateway.num_in_flight >= gateway.settings.max_in_flight:
-        raise OverloadedError(f"{gateway.num_in_flight} requests are under way already; try again later")
+        raise OverloadedError(f"{gateway.num_in_flight} requests are in flight already; try again later")
     with contextlib.ExitStack() as stack:
         stack.enter_context(gateway.admit())
         proxy = Proxy(gateway, request)

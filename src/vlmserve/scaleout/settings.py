@@ -43,10 +43,8 @@ class GatewayConfig(Settings):
         description="Which worker gets a request: the one that has its images and prompt cached, the least loaded one, "
         "or each in turn.",
     )
-    max_in_flight: int = Field(10_000, ge=1, description="Requests under way at once; more are refused.")
-    max_attempts: int = Field(
-        3, ge=1, description="Workers that are tried for a request before anything of its answer has come."
-    )
+    max_in_flight: int = Field(10_000, ge=1, description="Maximum requests in flight; more get 429.")
+    max_attempts: int = Field(3, ge=1, description="Maximum workers to try for a request.")
     max_digests: int = Field(
-        2_000_000, ge=1000, description="Parts of prompts that are remembered for routing, over all workers."
+        2_000_000, ge=1000, description="Maximum prompt parts to remember for routing, over all workers."
     )

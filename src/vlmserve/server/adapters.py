@@ -182,7 +182,7 @@ class Adapters:
                 logger.error("adapter %s is lost: %s", name, error)
                 self._loaded.pop(name, None)
                 self._pools.pop(name, None)
-                # Drop a mixture that cannot be restored: it would mix removed or replaced adapters.
+                # Drop it: the version of the settings lacks the changes that requests made.
                 await self._drop(client, name)
         for name in sorted(self._unloaded):
             await self._drop(client, name)

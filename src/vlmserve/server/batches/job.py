@@ -153,7 +153,7 @@ class Job:
         while True:
             account = keys.of_owner(self._batch.owner)
             if account is None:
-                self._stop("failed", "key_revoked", "The API key that made the batch is not valid any more")
+                self._stop("failed", "key_revoked", "The API key that made the batch was removed")
                 await asyncio.Event().wait()  # until cancelled
             else:
                 most = account.key.max_concurrency

@@ -182,7 +182,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             raise
 
     async def _pack(self, store: Store, new: list[dict[str, Any]]) -> None:
-        """Compress the data to store until the answer is complete, which may take long."""
+        """Pack the items to store and check the room for them before the answer, which may take long."""
         self._inputs = await store.run(lambda: [PackedItem.of(item) for item in new])
         self._share.need(sum(len(item.body) + sum(map(len, item.blobs.values())) for item in self._inputs))
         self._file_ids = file_ids(new)
