@@ -134,7 +134,7 @@ class Decoder(nn.Module):
 
     @property
     def max_short_len(self) -> int | None:
-        """Maximum length of sequences with the short frequencies; None: all have the same frequencies."""
+        """Longer sequences use other rotary frequencies; None: all use the same."""
         return next((rope.switch for rope in self.spec.ropes if rope is not None), None)
 
     def first_position(self, prompt_len: int) -> int:

@@ -129,7 +129,7 @@ class LanguageModel(Protocol):
 
     @property
     def max_short_len(self) -> int | None:
-        """Maximum length of sequences with positions below it; longer ones are computed differently. None: no limit."""
+        """Longer sequences are computed differently, at positions from this number on; None: no limit."""
         ...
 
     def first_position(self, prompt_len: int) -> int:
