@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_llama
-from tests.engine.test_drafts import whole
-from tests.engine.test_structured import PERSON, engine_of, run, tokens
+from tests.engine.test_structured import engine_of, run, tokens
 from vlmserve.engine import drafting
 from vlmserve.engine.engine import Engine
-from vlmserve.types import EngineRequest, Grammar, Prompt, SamplingParams
+from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -80,41 +79,3 @@ def test_aborted_answers_are_kept(engines: tuple[Engine, Engine]) -> None:
         drafter.step()
     drafter.abort(["a", "unknown"])
     assert steps_of(drafter, request) < 40
-
-
-FORMS = [None, None, Grammar.json(PERSON), Grammar.regex("(ab|cd|ef){1,20}!"), Grammar.choice(["left", "right"])]
-
-
-def random_request(draw: random.Random, number: int) -> EngineRequest:
-    """One of few prompts, some of which repeat themselves."""
-    seed = draw.randrange(6)
-    prompt = prompt_of(seed, 12) * (1 + seed % 3)
-    params: dict[str, Any] = {
-        "temperature": draw.choice([0.0, 0.0, 0.7, 1.5]),
-        "max_tokens": draw.randint(2, 50),
-        "seed": draw.randrange(3),
-        "ignore_eos": draw.random() < 0.5,
-    }
-    grammar = draw.choice(FORMS)
-    if draw.random() < 0.3:
-        params |= {"logprobs": draw.randint(0, 3)}
-    if draw.random() < 0.2:
-        params |= {"repetition_penalty": 1.2, "presence_penalty": 0.4}
-    if draw.random() < 0.2:
-        params |= {"stop_token_ids": tuple(draw.choices(range(5, 250), k=9)), "min_tokens": 2}
-    if grammar is None and draw.random() < 0.1:
-        params |= {"no_repeat_ngram_size": 2}
-    return EngineRequest(f"r{number}", Prompt(prompt), SamplingParams(grammar=grammar, **params))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_answers_are_the_same(engines: tuple[Engine, Engine], seed: int) -> None:
-    plain, drafter = engines
-    draw = random.Random(seed)
-    requests = [random_request(draw, number) for number in range(25)]
-    before = drafter.stats()
-    expected, actual = run(plain, requests), run(drafter, requests)
-    for name, outputs in expected.items():
-        assert whole(actual[name]) == whole(outputs)
-    assert drafter.stats().accepted_drafts > before.accepted_drafts
-    assert drafter.stats().kv_blocks_used == 0

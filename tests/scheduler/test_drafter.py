@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vlmserve.scheduler.drafts.corpus import SEPARATOR, Answers, Corpus
 from vlmserve.scheduler.drafts.costs import MAX_DRAFTS, Account, StepCosts
-from vlmserve.scheduler.drafts.reader import Reader
+from vlmserve.scheduler.drafts.reader import BACK, Reader
 
 FLAT = [(1, 1.0), (32, 1.3)]
 """Rows that cost little: weights in 16 bits."""
@@ -51,6 +51,14 @@ def test_reader_goes_on_after_another_value() -> None:
     assert reader.tokens(2) == [12, 13], "one value stands for another"
     reader.read([*answer, 50, 51, 12])
     assert reader.tokens(9) == [13, 41, 14], "a longer value ends where both go on alike"
+
+
+def test_reader_looks_back_a_bounded_way() -> None:
+    reader = Reader("image", Corpus([9, 1, *[2] * (3 * BACK)]), 0, 1)
+    answer = [3] * (2 * BACK)
+    reader.read(answer)
+    reader.read([*answer, 1])
+    assert reader.match_class == 0, "the 1 lies too far back"
 
 
 def test_longer_matches_are_other_classes() -> None:

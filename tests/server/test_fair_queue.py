@@ -169,7 +169,7 @@ def test_slow_urls_of_one_client_delay_no_other() -> None:
             return client.get()
 
     class Preparer:
-        def conversation(self, messages: list[dict[str, Any]], **_: object) -> Conversation:
+        def conversation(self, messages: list[dict[str, Any]], *_: object, **__: object) -> Conversation:
             return Conversation(messages)
 
     async def main() -> None:

@@ -14,6 +14,8 @@ Source: TypeAlias = Literal["repeat", "prediction", "own", "image", "schema"]
 themselves. image: earlier answers to the same images. schema: earlier answers of the same grammar."""
 NEAR = 16
 """Tokens after a wrong draft among which the answer may go on."""
+BACK = 256
+"""Tokens before a wrong draft among which the answer may go on."""
 _LENGTHS = (0, 2, 5, 11)
 """Longest match of each class of matches but the last."""
 NUM_CLASSES = len(_LENGTHS) + 1
@@ -62,9 +64,10 @@ class Reader:
         if self.source == "own" or place >= len(own) or own[place] == SEPARATOR:
             self._place = None
             return
-        near = own[self._parted : place + NEAR]
+        first = max(self._parted, place - BACK)
+        near = own[first : place + NEAR]
         if token in near:
-            self._place, self._length = self._parted + near.index(token) + 1, 1
+            self._place, self._length = first + near.index(token) + 1, 1
         else:
             self._place = place + 1
 
