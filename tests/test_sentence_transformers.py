@@ -26,10 +26,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def saved(base: Path, folder: Path, mode: object, dense: str | None, *, normalize: bool) -> Path:
-    """A model as sentence-transformers writes it. dense: the activation of a Dense module."""
+def saved(base: Path, folder: Path, mode: object, dense: str | None, *, normalize: bool, **options: object) -> Path:
+    """A model as sentence-transformers writes it. dense: activation of a Dense module. options: of the Transformer."""
     torch.manual_seed(0)
-    modules = [models.Transformer(str(base)), models.Pooling(SIZE, mode)]
+    modules = [models.Transformer(str(base), **options), models.Pooling(SIZE, mode)]
     modules[0].tokenizer.pad_token = modules[0].tokenizer.convert_ids_to_tokens(2)
     if dense is not None:
         modules.append(models.Dense(SIZE, 20, activation_function=getattr(torch.nn, dense)()))
@@ -59,6 +59,21 @@ def test_saved_models_have_the_same_vectors(
     alone = [llm.embed(text, use_tqdm=False)[0].outputs.data for text in TEXTS]
     np.testing.assert_allclose(together, expected, atol=1e-4)
     np.testing.assert_allclose(alone, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_models_that_read_messages_have_the_same_vectors(tmp_path: Path, begins: bool) -> None:
+    base = make_text_model(tmp_path / "base", Qwen3ForCausalLM, Qwen3Config)
+    options = {"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}} if begins else {}
+    folder = saved(base, tmp_path / "saved", "lasttoken", None, normalize=True, **options)
+    expected = sentence_transformers.SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+    llm = LLM(str(folder), dtype="float32")
+    conversations = [[{"role": "user", "content": text}] for text in TEXTS]
+    for prompts in (TEXTS, conversations):
+        found = [one.outputs.data for one in llm.embed(prompts, use_tqdm=False)]
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    scores = [one.outputs.score for one in llm.score(TEXTS[0], TEXTS[1:], use_tqdm=False)]
+    np.testing.assert_allclose(scores, expected[1:] @ expected[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["max", ("mean", "cls")])

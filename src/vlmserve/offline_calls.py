@@ -27,7 +27,7 @@ from vlmserve.offline_inputs import (
 )
 from vlmserve.outputs import PoolingRequestOutput, RequestOutput, ScoringOutput, ScoringRequestOutput
 from vlmserve.sampling_params import Grammar
-from vlmserve.tasks import Prefill
+from vlmserve.tasks import Prefill, Task
 from vlmserve.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -276,13 +276,19 @@ class Prompts:
         on_error: OnError,
         lora_request: Adapters,
         cache_salt: str | None,
+        add_generation_prompt: bool | None,
         **options: Any,
     ) -> Call:
         """Make the call of `OfflineModel.embed`. options: of `RequestPreparer.chat`."""
-        task, salt = self.preparer.vectors.embed(dimensions), _checked(cache_salt)
+        vectors, salt = self.preparer.vectors, _checked(cache_salt)
+        task = vectors.embed(dimensions)
+        begins = vectors.begins_answers if add_generation_prompt is None else add_generation_prompt
+        options["add_generation_prompt"] = begins and not options["continue_final_message"]
         is_one = is_prompt(prompts) or has_roles(prompts)
 
         def prepare(item: Any) -> Prepared:
+            if isinstance(item, str):
+                return self._embedded(item, salt, task)
             if not has_roles(item):
                 return self._text_prompt(item, salt)._replace(task=task)
             return Prepared(self.preparer.chat(item, allow_local=True, cache_salt=salt, **options), salt, task=task)
@@ -323,9 +329,8 @@ class Prompts:
             if isinstance(item, Prompt):
                 return Prepared(item, salt, task=scorer.task)
             if isinstance(item, str):
-                return self._text_prompt(item, salt)._replace(task=scorer.task)
-            settings = scorer.template_settings
-            prompt = preparer.chat(item, allow_local=True, cache_salt=salt, template_settings=settings, **options)
+                return self._embedded(item, salt, scorer.task)
+            prompt = preparer.chat(item, allow_local=True, cache_salt=salt, **scorer.chat_options, **options)
             return Prepared(prompt, salt, task=scorer.task)
 
         take = scorer.tally(len(first))
@@ -400,6 +405,11 @@ class Prompts:
                 convert=lambda outcome: [_value(outcome)],
             ),
         )
+
+    def _embedded(self, text: str, salt: str, task: Task) -> Prepared:
+        from vlmserve.frontend.requests import embedded_text
+
+        return Prepared(embedded_text(self.preparer, text), salt, text, task=task)
 
     def _text_prompt(self, prompt: TextPrompt, salt: str = "") -> Prepared:
         """salt: of prompts without one."""

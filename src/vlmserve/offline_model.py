@@ -161,7 +161,7 @@ class OfflineModel(ABC, Generic[Texts]):
         truncate_prompt_tokens: int | None = None,
         stream: bool = False,
         on_error: OnError = "raise",
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -174,7 +174,8 @@ class OfflineModel(ABC, Generic[Texts]):
         A prompt is what `generate` takes, or a conversation, which shows images, videos and documents as in `chat`.
         Nothing is generated. The checkpoint's ``modules.json``, or the option ``pooling``, says how hidden states
         become a vector. dimensions: keep that many leading elements, before normalization. truncate_prompt_tokens:
-        keep that many of a prompt's last tokens. For the rest see `chat`.
+        keep that many of a prompt's last tokens. add_generation_prompt: None means what the checkpoint says, else True.
+        For the rest see `chat`.
         """
         check_arguments(OfflineModel.embed, others)
         call = self._prompts.embed_call(
@@ -184,7 +185,7 @@ class OfflineModel(ABC, Generic[Texts]):
             on_error,
             lora_request,
             cache_salt,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            add_generation_prompt,
             continue_final_message=continue_final_message,
             template_settings=chat_template_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,

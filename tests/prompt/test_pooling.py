@@ -53,6 +53,21 @@ def test_a_setting_overrides_files(tmp_path):
     assert read_vectors(tmp_path, "cls").embed() == Embed("cls", normalize=False)
 
 
+def test_texts_are_messages_where_the_transformer_reads_them(tmp_path):
+    path = write(tmp_path, {"pooling_mode": "mean"}) / "sentence_bert_config.json"
+    config: dict[str, Any] = {"modality_config": {"text": {}}}
+    path.write_text(json.dumps(config))
+    assert (read_vectors(tmp_path).message_options, read_vectors(tmp_path).begins_answers) == (None, True)
+    config["modality_config"]["message"] = {}
+    path.write_text(json.dumps(config))
+    assert read_vectors(tmp_path).message_options == {"add_generation_prompt": False, "template_settings": {}}
+    options = {"add_generation_prompt": True, "restore_suffix": False, "padding": True, "a": 3}
+    path.write_text(json.dumps({**config, "processing_kwargs": {"chat_template": options}}))
+    vectors = read_vectors(tmp_path)
+    assert vectors.message_options == {"add_generation_prompt": True, "template_settings": {"a": 3}}
+    assert vectors.begins_answers
+
+
 def test_dense_modules_are_found(tmp_path):
     write(tmp_path, {"pooling_mode": "mean"}, "Dense", "Normalize")
     (tmp_path / "2_Dense").mkdir()

@@ -429,5 +429,14 @@ def chats_of(
         return [Conversation(preparer, messages, options, shared=media).prompt() for messages in conversations]
 
 
+def embedded_text(preparer: RequestPreparer, text: str) -> Prompt:
+    """Make the prompt of a text that becomes a vector. Raises as `RequestPreparer.text` and `chat` do."""
+    options = preparer.vectors.message_options
+    if options is None:
+        return preparer.text(text)
+    check_unicode(text, "prompt")
+    return preparer.chat([{"role": "user", "content": text}], **options)
+
+
 def _compile(template: str, tokenizer: Tokenizer) -> ChatTemplate:
     return ChatTemplate(template, tokenizer.special_tokens, tokenizer.image_mark, tokenizer.video_token)

@@ -48,8 +48,8 @@ class Scorer(ABC):
     """True: queries and documents have prompts of their own."""
 
     @property
-    def template_settings(self) -> dict[str, Any]:
-        """Settings for the chat template of each conversation."""
+    def chat_options(self) -> Mapping[str, Any]:
+        """Options of `RequestPreparer.chat` for each conversation."""
         return {}
 
     def prompts(
@@ -90,6 +90,10 @@ class VectorScorer(Scorer):
     def __init__(self, preparer: RequestPreparer) -> None:
         self._preparer = preparer
         self.task = preparer.vectors.embed(normalize=True)
+
+    @property
+    def chat_options(self) -> Mapping[str, Any]:
+        return self._preparer.vectors.message_options or {}
 
     def _asked(self, queries: Sequence[Side], documents: Sequence[Side], instruction: str | None) -> list[Asked]:
         return [*map(self._query, queries), *map(_vector_of, documents)]
@@ -162,9 +166,9 @@ class JudgeScorer(Scorer):
         self.task = Score(tuple(map(tuple, ids)))
 
     @property
-    def template_settings(self) -> dict[str, Any]:
+    def chat_options(self) -> Mapping[str, Any]:
         """A judgement has no reasoning."""
-        return thinking_settings(False, self._preparer.template_settings)
+        return {"template_settings": thinking_settings(False, self._preparer.template_settings)}
 
     def _asked(self, queries: Sequence[Side], documents: Sequence[Side], instruction: str | None) -> list[Asked]:
         instruction = instruction or INSTRUCTION
@@ -246,8 +250,7 @@ def shortened(
         text = _text(query)
         if text not in rooms:
             [asked] = scorer.prompts([text], [""], instruction)
-            settings = scorer.template_settings
-            empty = asked if isinstance(asked, Prompt) else preparer.chat(asked, template_settings=settings)
+            empty = asked if isinstance(asked, Prompt) else preparer.chat(asked, **scorer.chat_options)
             rooms[text] = most - len(empty.token_ids)
         if rooms[text] < 1:
             raise InvalidRequestError(

@@ -30,6 +30,15 @@ _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU")
 
 _POOLED = "sentence_embedding"
 """sentence-transformers' name for the output of Pooling."""
+_NOT_FOR_TEMPLATES = (
+    "add_generation_prompt",
+    "max_length",
+    "padding",
+    "restore_suffix",
+    "return_tensors",
+    "truncation",
+)
+"""Options of a chat template in sentence-transformers that are no values for the template."""
 _OTHERWISE = "which is not supported; start with --pooling last, mean or cls"
 
 
@@ -60,6 +69,13 @@ class Vectors:
     """Formats of queries and documents."""
     classes: Classes | None = None
     """Set for a model with classes instead of vectors."""
+    message_options: Mapping[str, Any] | None = None
+    """Options of `RequestPreparer.chat` for texts, if each is a message of a user; None: a text is the prompt."""
+
+    @property
+    def begins_answers(self) -> bool:
+        """True if prompts of conversations end with the beginning of an answer, unless a request says otherwise."""
+        return self.message_options is None or bool(self.message_options["add_generation_prompt"])
 
     @property
     def instead_of_text(self) -> str | None:
@@ -114,7 +130,8 @@ def read_vectors(folder: Path, pooling: Pooling | None = None) -> Vectors:
         if pooling is None:
             return Vectors(Embed(), is_declared=True, problem=f"this model's vectors need {error}, {_OTHERWISE}")
         mode = pooling
-    return Vectors(Embed(mode, normalizes), is_declared=True, layers=layers)
+    options = _message_options(folder, modules, kinds)
+    return Vectors(Embed(mode, normalizes), is_declared=True, layers=layers, message_options=options)
 
 
 class _UnsupportedError(Exception):
@@ -139,6 +156,26 @@ def _layers(folder: Path, modules: Sequence[Mapping[str, Any]], kinds: Sequence[
                 raise _UnsupportedError(f"the activation {name}")
             layers.append(StoredLayer("linear", path, name))
     return tuple(layers)
+
+
+def _message_options(
+    folder: Path, modules: Sequence[Mapping[str, Any]], kinds: Sequence[str]
+) -> Mapping[str, Any] | None:
+    """`Vectors.message_options`, if the Transformer module reads messages."""
+    if kinds[:1] != ["Transformer"]:
+        return None
+    config = read_json(folder / str(modules[0].get("path", "")) / "sentence_bert_config.json")
+    if "message" not in _mapping(config.get("modality_config")):
+        return None
+    given = _mapping(_mapping(config.get("processing_kwargs")).get("chat_template"))
+    return {
+        "add_generation_prompt": bool(given.get("add_generation_prompt", False)),
+        "template_settings": {name: value for name, value in given.items() if name not in _NOT_FOR_TEMPLATES},
+    }
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _mode(folder: Path) -> Pooling:

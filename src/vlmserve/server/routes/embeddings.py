@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.requests import embedded_text
 from vlmserve.prompt.expand import last_tokens
 from vlmserve.server.generation import Generation, GenerationRequest
 from vlmserve.server.history import owner_of, with_files
@@ -68,13 +69,15 @@ class _VectorDialect(Dialect[Vectors]):
         if body.messages is None:
             return await prompts_of(service, body.prompts, body.truncate_prompt_tokens)
         self.content_field = "messages"
+        begins, continues = body.add_generation_prompt, body.continue_final_message
+        begins = service.preparer.vectors.begins_answers if begins is None else begins
         with service.bodies.share() as share:
             messages = await with_files(service, self._owner, conversation(body.messages), share)
             prompt = await service.preparation.prepare(
                 messages,
                 cache_salt=body.cache_salt or "",
-                add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
-                continue_final_message=body.continue_final_message,
+                add_generation_prompt=begins and not continues,
+                continue_final_message=continues,
                 template_settings=body.chat_template_kwargs,
                 mm_processor_kwargs=body.processor_kwargs,
             )
@@ -131,7 +134,7 @@ async def prompts_of(service: Service, inputs: list[str | list[int]], kept: int 
 
     def prepare(preparer: RequestPreparer) -> list[Prompt]:
         return [
-            preparer.text(one) if isinstance(one, str) else preparer.tokens(last_tokens(one, kept, most))
+            embedded_text(preparer, one) if isinstance(one, str) else preparer.tokens(last_tokens(one, kept, most))
             for one in inputs
         ]
 

@@ -87,8 +87,8 @@ class _ScoringDialect(Dialect[Scoring]):
             return await service.preparation.prepare(
                 await with_files(service, self._owner, asked, share),
                 cache_salt=body.cache_salt or "",
-                template_settings=scorer.template_settings,
                 mm_processor_kwargs=body.processor_kwargs,
+                **scorer.chat_options,
             )
 
     async def scores(self, generation: Generation, *, bounded: bool = False) -> list[float]:

@@ -50,7 +50,7 @@ class EmbeddingRequest(PromptRequest, ModelRequest):
     normalize: bool | None = Field(None, description="Scale vectors to length 1. Default: the model's, else yes.")
     chat_template_kwargs: TemplateSettings = None
     add_generation_prompt: bool | None = Field(
-        None, description="End the conversation with the start of an answer. Default: yes."
+        None, description="End the conversation with the start of an answer. Default: the model's, else yes."
     )
     continue_final_message: bool = Field(False, description="End the conversation inside of the last message.")
 
