@@ -32,6 +32,7 @@ from vlmserve.scaleout.upstream import Upstream, UpstreamError
 from vlmserve.scaleout.workers import Member
 from vlmserve.server.adapters import Adapters
 from vlmserve.server.body import BodyMemory
+from vlmserve.server.demand import Demand
 from vlmserve.types import AdapterInfo, EngineStats
 
 TOKEN = "a token of the test"
@@ -95,6 +96,7 @@ class Worker:
             check_serving=lambda: None,
             wake=_nothing,
             bodies=BodyMemory(2**20),
+            demand=Demand(is_lazy=False),
             engine_stats=EngineStats,
             abilities=None,
             phase="serving",
