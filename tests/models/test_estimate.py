@@ -85,7 +85,7 @@ def test_the_log_says_expected_and_actual_memory(caplog: pytest.LogCaptureFixtur
     expected, found = re.search(r"weights: (.*) MB in memory; (.*) MB were expected", text).groups()
     assert float(expected) == pytest.approx(float(found), rel=0.03)
     assert text.index(f"weights: {found} MB are expected; --quantize none: ") < text.index("MB in memory")
-    assert text.endswith(f"room for {engine.stats().kv_blocks_total * 16 // 2048} requests of 2048")
+    assert f"room for {engine.stats().kv_blocks_total * 16 // 2048} requests of 2048\n" in text + "\n"
 
 
 def test_a_dry_run_writes_nothing(families: dict[str, Path], tmp_path: Path) -> None:
