@@ -212,7 +212,7 @@ def test_unwritable_cache_is_an_error(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
-    with pytest.raises(ConfigurationError, match=r"cannot be written: .*Not a directory; HF_HOME"):
+    with pytest.raises(ConfigurationError, match=r"cannot be written: .*Not a directory; set HF_HOME"):
         load(EngineConfig(model=str(folder), **options))
 
 

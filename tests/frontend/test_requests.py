@@ -370,7 +370,7 @@ def test_tiles_use_words_of_the_tokenizer(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_cannot_write_tiles_is_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, byte_level(), **SPLIT)
-    with pytest.raises(ModelLoadError, match="no token <fake_token_around_image>"):
+    with pytest.raises(ModelLoadError, match="lacks the token <fake_token_around_image>"):
         RequestPreparer(folder, MediaConfig())
 
 

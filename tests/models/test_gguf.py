@@ -145,8 +145,8 @@ def in_superblocks(kind: str, input_bits: int | None = None) -> bool:
 
 
 def rounds_inputs(kind: str, input_bits: int | None = None) -> bool:
-    """Whether products with weights of that type have inputs of 8 bits. input_bits: asked for."""
-    return in_superblocks(kind, input_bits) or (kind in ("Q4_0", "Q4_1") if input_bits is None else input_bits == 8)
+    """Return whether matmuls with this type round their inputs to 8 bits. input_bits: as asked for."""
+    return in_superblocks(kind, input_bits) or input_bits == 8
 
 
 def kept_bits(kind: str, input_bits: int | None = None) -> int:

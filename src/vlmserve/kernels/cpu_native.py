@@ -314,7 +314,7 @@ def _settings_of_blocks(weight: GGUFWeight) -> dict[str, int]:
         return {"bits": _SUPERBLOCKS, "input_bits": 8}
     return {
         "bits": _CODED_GROUPS if blocks.is_coded else blocks.bits,
-        "input_bits": weight.input_bits or (16 if blocks.bits == 8 else 8),
+        "input_bits": weight.input_bits or 16,
         "group_size": GROUP,
         "minimums": int(blocks.minimums),
     }
