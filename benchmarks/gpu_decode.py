@@ -21,6 +21,7 @@ from benchmarks.gpu_stages import BLOCK_SIZE, Measured, Sizes, switched
 from benchmarks.gpu_timing import release, wait
 from benchmarks.gpu_work import decode_work
 from vlmserve.adapters.lora import Adapter
+from vlmserve.adapters.mixture import Mixture
 from vlmserve.devices.choice import open_device
 from vlmserve.devices.cuda import TritonDevice
 from vlmserve.devices.device import Device, EagerExecutor, LayerExecutor
@@ -120,14 +121,16 @@ def random_weights(modules: nn.Module, on: Device, quantization: QuantizationCon
     arrange_layers(modules, on)
 
 
-def random_adapter(model: LoadedModel, *, loaded: bool = True) -> RunnerAdapters:
+def random_adapter(model: LoadedModel, *, loaded: bool = True, mixed: bool = False) -> RunnerAdapters:
     """A slot of a random model, and in it an adapter that changes all products of its layers. loaded: False: a step is
-    to load it."""
+    to load it. mixed: it is one of X-LoRA."""
     modules, no_checkpoint = nn.Module(), cast(Checkpoint, None)
     modules.language_model = cast(nn.Module, model.language_model)
     device = model.device.torch_device
     adaptable = AdaptableModel(modules, no_checkpoint, (), None, model.dtype, device)
-    adapter = Adapter(ADAPTER)
+    mixture = Mixture.constant(model.language_model.hidden_size, device) if mixed else None
+    columns = torch.zeros(RANK, dtype=torch.int64, device=device) if mixed else None
+    adapter = Adapter(ADAPTER, mixture=mixture)
     slots = RunnerAdapters(replace(model, adaptable=adaptable), 1, lambda digest: adapter, RANK)
     for path, module in modules.named_modules():
         if isinstance(module, Weight) and ".layers." in path:
@@ -139,6 +142,7 @@ def random_adapter(model: LoadedModel, *, loaded: bool = True) -> RunnerAdapters
                     torch.randn(RANK, module.in_features, device=device) / module.in_features**0.5,
                     torch.randn(end - start, RANK, device=device) / 100,
                     start,
+                    columns,
                 )
                 for start, end in itertools.pairwise([0, *ends])
             ]

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from benchmarks.null_gpu import Counts, counts
 pytest.importorskip("triton", reason="CUDA's headers come with Triton, which is not installed", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 
+ON_NULL_GPU = pytest.mark.skipif(torch.version.cuda is None, reason="this torch is not built for CUDA")
+BATCHES = (96, 80, 64, 48, 32, 16, 8, 4, 2, 1)
 CAPTURED = 900
 """CUDA's error for what may not be called while a stream is captured."""
 
@@ -112,7 +115,7 @@ print(json.dumps(reserved))
 """
 
 
-@pytest.mark.skipif(torch.version.cuda is None, reason="this torch is not built for CUDA")
+@ON_NULL_GPU
 def test_graphs_reuse_the_memory_of_others(tmp_path: Path) -> None:
     seen = null_gpu.environment(null_gpu.build(tmp_path))
     run = subprocess.run(
@@ -122,76 +125,22 @@ def test_graphs_reuse_the_memory_of_others(tmp_path: Path) -> None:
     assert others == [first] * 3
 
 
-CAPTURED_LATER = """
-import dataclasses, json, msgspec, sys, torch
-from triton import knobs
-from benchmarks import gpu_decode, gpu_stages
-from vlmserve.devices.cuda import TritonDevice
-from vlmserve.runner.kv import PoolSizes
-from vlmserve.runner.runner import ModelRunner
-from vlmserve.runner.warm_up import warm_up_steps
-from vlmserve.steps import AdapterLoad, CachedRequest, NewRequest, SchedulerOutput
-from vlmserve.types import SamplingParams
-
-executors, make = [], TritonDevice.executor
-TritonDevice.executor = lambda self: executors.append(make(self)) or executors[-1]
-config = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 128}
-if "experts" in sys.argv:
-    config |= {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    config |= {"norm_topk_prob": True, "head_dim": 16, "mlp_only_layers": [], "decoder_sparse_step": 1}
-sizes = dataclasses.replace(gpu_stages.TINY, config=gpu_stages.TINY.config | config)
-model = gpu_decode.random_model(torch.device("cuda"), sizes, "none", eager=False)
-adapters = [gpu_decode.random_adapter(model, loaded=False)] if "adapters" in sys.argv else []
-runner = ModelRunner(model, PoolSizes(16, 4000), gpu_decode.no_grammars, *adapters)
-limit = 160 if "experts" in sys.argv else 64
-warm_up_steps(runner, max_num_seqs=96, max_num_batched_tokens=limit, max_model_len=1400, seconds=600)
-captured, compiled = [executors[0].num_captured], []
-knobs.runtime.jit_post_compile_hook = lambda fn, **rest: compiled.append(fn.name)
-digest, loads = (gpu_decode.ADAPTER, [AdapterLoad(0, gpu_decode.ADAPTER)]) if adapters else (b"", [])
-runner.submit(SchedulerOutput(adapter_loads=loads)).result()
-greedy = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-biased = msgspec.structs.replace(greedy, logit_bias={3: 1.0}, frequency_penalty=0.5)
-
-def request(name, start, rows, blocks, **options):
-    ids, params = [0] * (start + rows), options.pop("params", greedy)
-    return NewRequest(name, start, rows, start + rows, ids, [blocks], params, 0, 1400, [], **options)
-
-# Whole prompts, and chunks after long prefixes, alone and beside decodes of short and long contexts.
-for start, rows in ((0, 12), (0, 31), (1300, 2), (1300, 60), (0, limit)):
-    for beside in ([], [3], [1300]):
-        prompt = request("prompt", start, rows - len(beside), [0] * 90, params=biased, adapter=digest)
-        decodes = [request("decode", context, 1, [0] * 90) for context in beside]
-        runner.submit(SchedulerOutput(new_requests=[*decodes, prompt])).result()
-        finished = [one.request_id for one in (*decodes, prompt)]
-        runner.submit(SchedulerOutput(finished_request_ids=finished)).result()
-for count in (96, 40, 3):
-    for longest in (3, 590):
-        requests = [
-            request(str(number), (longest if number == 0 else 3) - 1, 1, list(range(number * 40, number * 40 + 38)),
-                    adapter=digest if number % 2 == 0 else b"")
-            for number in range(count)
-        ]
-        runner.submit(SchedulerOutput(new_requests=requests)).result()
-        for step in range(3):
-            following = [CachedRequest(one.request_id, one.start + 1 + step, 1) for one in requests]
-            runner.submit(SchedulerOutput(cached_requests=following)).result()
-        runner.submit(SchedulerOutput(finished_request_ids=[one.request_id for one in requests])).result()
-        captured.append(executors[0].num_captured)
-print(json.dumps([compiled, *captured]))
-"""
+def started(folder: Path, *arguments: str) -> Any:
+    """What `tests.benchmarks.started` prints on a null GPU."""
+    command = [sys.executable, "-m", "tests.benchmarks.started", *arguments]
+    seen = null_gpu.environment(null_gpu.build(folder))
+    run = subprocess.run(command, env=seen, capture_output=True, text=True, check=True)
+    return json.loads(run.stdout)
 
 
-@pytest.mark.skipif(torch.version.cuda is None, reason="this torch is not built for CUDA")
-@pytest.mark.parametrize("kind", ["plain", "adapters", "experts"])
+@ON_NULL_GPU
+@pytest.mark.parametrize("kind", ["plain", "lora", "x-lora", "experts", "gemma", "qwen"])
 def test_nothing_is_captured_or_compiled_after_start(tmp_path: Path, kind: str) -> None:
     """A batch that fills the GPU has two graphs: contexts are whole, or some are split."""
-    seen = null_gpu.environment(null_gpu.build(tmp_path))
-    command = [sys.executable, "-c", CAPTURED_LATER, kind]
-    run = subprocess.run(command, env=seen, capture_output=True, text=True, check=True)
-    compiled, at_start, *later = json.loads(run.stdout)
-    assert compiled == []
-    assert at_start == (len((96, 80, 64, 48, 32, 16, 8, 4, 2, 1)) + 1) * (2 if kind == "adapters" else 1)
-    assert later == [at_start] * 6
+    found = started(tmp_path, kind)
+    assert found["compiled later"] == []
+    assert found["captured"] == (len(BATCHES) + 1) * (2 if kind.endswith("lora") else 1)
+    assert found["captured later"] == [found["captured"]] * 6
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")

@@ -25,6 +25,15 @@ class Mixture:
     labels: tuple[str, ...] = ()
     """Adapter names for users, in the order of the scalings."""
 
+    @classmethod
+    def constant(cls, hidden_size: int, device: torch.device) -> Mixture:
+        """A mixture of one adapter, whose scaling is always 1."""
+        config = XLoraConfig(
+            hidden_size, 1, ("",), softmax=True, softmax_topk=False, temperature=1.0, layerwise=False, top_k=None,
+            relu=False, pass_value=None, weight=1.0,
+        )  # fmt: skip
+        return cls(config, [(torch.zeros(1, hidden_size, device=device), None)], num_layers=1)
+
     @property
     def num_columns(self) -> int:
         """Scalings of a token, layer after layer."""

@@ -25,8 +25,8 @@ Observer = Callable[[str, int, Mixture, Tensor], None]
 """
 AdapterSource = Callable[[bytes], Adapter]
 """Returns the adapter of a digest. It is in memory when a step loads it."""
-NO_CHANGES = b"no changes"
-"""Digest of an empty adapter for warm-up steps. It is gone once adapters are loaded."""
+NO_CHANGES, NO_MIXTURE = b"no changes", b"no mixture"
+"""Digests of an empty LoRA and an empty X-LoRA adapter for warm-up steps. They are gone once adapters are loaded."""
 
 
 class RunnerAdapters:
@@ -40,8 +40,8 @@ class RunnerAdapters:
         self._rows = model.language_model.adapter_rows = self._slots.rows
         self._source = source
         self._device = model.device.torch_device
-        self._by_digest = {NO_CHANGES: 0}
-        self._mixtures: dict[bytes, Mixture] = {}
+        self._by_digest = {NO_CHANGES: 0, NO_MIXTURE: 0}
+        self._mixtures = {NO_MIXTURE: Mixture.constant(model.language_model.hidden_size, self._device)}
         # Adapter slots of the batch's sampled rows.
         self._sampled: RowSlots | None = None
         self.observer: Observer | None = None

@@ -74,7 +74,8 @@ class RequestState:
         self.block_tables = [array("i", blocks) for blocks in request.block_ids]
         """For each pass of the model and column of the cache. A preempted request gets new lists."""
         self.num_blocks = sum(map(len, self.block_tables))
-        self.slots = [PADDING_SLOT] if request.states is None else [one.slot for one in request.states]
+        padding = [PADDING_SLOT] * len(request.block_ids)
+        self.slots = padding if request.states is None else [one.slot for one in request.states]
         """Working slots of states, by pass; the padding slot without states and in warm-up."""
         self.params = request.params
         self.head = head_of(request.task, request.num_prompt_tokens, layers)

@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from functools import partial
 
 import msgspec
+import numpy as np
 
 from vlmserve.logs import log_format_in_use
-from vlmserve.runner.adapters import NO_CHANGES
+from vlmserve.models.protocols import LoadedModel
+from vlmserve.runner.adapters import NO_CHANGES, NO_MIXTURE
 from vlmserve.runner.memory import run_longest_step
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput
-from vlmserve.types import SamplingParams
+from vlmserve.types import ImagePlacement, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,10 @@ MIXED_ROWS = 512
 """Maximum rows of warm-up steps that mix decodes and chunks."""
 _LEAST_ROWS_BESIDE = 3
 """A decode and a chunk of two rows; a chunk of one row would be a decode."""
+SCALED_ROWS = 128
+"""Maximum rows of X-LoRA chunks in warm-up. Larger chunks use the same kernels for scalings."""
+_IMAGE = b"warm-up"
+"""Key of the embeddings of an image."""
 ROWS_OF_DRAFTS = (1, 2, 4, 8, 16, 32)
 _ROUNDS_OF_DRAFTS = 3
 _SECONDS_OF_DRAFTS = 1.0
@@ -88,7 +94,8 @@ def warm_up_steps(
 def _prompts(runner: ModelRunner, most: int, max_model_len: int) -> list[Callable[[], None]]:
     """Steps with chunks of up to `most` rows, one for each kind of kernels.
 
-    Chunks run alone, with a decode, with adapters, with changed logits, and after a long context, which uses split-KV.
+    Chunks run alone, with a decode, with adapters, with changed logits, with images, and after a long context, which
+    uses split-KV.
     """
     sizes = sorted({min(rows, most) for rows in PROMPT_ROWS})
     steps: list[Callable[[], None]] = []
@@ -100,9 +107,21 @@ def _prompts(runner: ModelRunner, most: int, max_model_len: int) -> list[Callabl
     long = max_model_len - few - 1
     if few >= _LEAST_ROWS_BESIDE and long > 0:
         steps += [partial(_prefill, runner, few, start=long, beside=beside) for beside in ((), (0,), (long,))]
+        if _has_kernels_of_images(runner.model):
+            of_image = partial(_prefill, runner, shows_image=True)
+            steps += [partial(of_image, few, start=start, beside=one) for start in (0, long) for one in ((), (0,))]
+            # A single row is computed as a decode, here at another column than row of its image.
+            steps.append(partial(of_image, 1, start=2))
     if runner.takes_adapters:
         steps += [partial(_prefill, runner, rows, adapter=NO_CHANGES) for rows in sizes]
+        steps += [partial(_prefill, runner, rows, adapter=NO_MIXTURE) for rows in sizes if rows <= SCALED_ROWS]
     return [*steps, partial(_prefill, runner, 1, params=_CHANGING)]
+
+
+def _has_kernels_of_images(model: LoadedModel) -> bool:
+    """Return whether rows of images have other attention or positions."""
+    decoder = model.language_model
+    return decoder.grid_positions or decoder.bidirectional in ("images", "prefix")
 
 
 def time_rows(runner: ModelRunner, max_rows: int) -> list[tuple[int, float]]:
@@ -189,21 +208,32 @@ def _prefill(
     beside: Sequence[int] = (),
     adapter: bytes = b"",
     params: SamplingParams = _GREEDY,
+    shows_image: bool = False,
 ) -> None:
     """Run a step of `rows` rows: a decode for each context length in `beside`, and a chunk after `start` tokens.
 
-    adapter, params: of the chunk.
+    adapter, params: of the chunk. shows_image: all rows of the chunk are of one image.
     """
     requests = [_request(runner, number, 1, start=context) for number, context in enumerate(beside)]
     count = rows - len(beside)
-    requests.append(_request(runner, len(beside), count, start=start, adapter=adapter, params=params))
+    chunk = _request(runner, len(beside), count, start=start, adapter=adapter, params=params)
+    step = SchedulerOutput(new_requests=requests)
+    if shows_image:
+        first = max(0, start - 1)
+        shown = start + count - first
+        image = ImagePlacement(_IMAGE, first, shown, grid=(1, 1, shown))
+        chunk = msgspec.structs.replace(chunk, images=(image,))
+        size = shown * runner.model.language_model.image_width * runner.model.dtype.itemsize
+        step.embeddings_to_place[_IMAGE] = np.zeros(size, np.uint8)
+    requests.append(chunk)
     with runner.model.device.capturing("never"), runner.reserving_adapters():
-        runner.submit(SchedulerOutput(new_requests=requests)).result()
-    _finish(runner, requests)
+        runner.submit(step).result()
+    _finish(runner, requests, [_IMAGE] if shows_image else [])
 
 
-def _finish(runner: ModelRunner, requests: list[NewRequest]) -> None:
-    runner.submit(SchedulerOutput(finished_request_ids=[request.request_id for request in requests])).result()
+def _finish(runner: ModelRunner, requests: list[NewRequest], images: Sequence[bytes] = ()) -> None:
+    finished = [request.request_id for request in requests]
+    runner.submit(SchedulerOutput(finished_request_ids=finished, embeddings_to_evict=[*images])).result()
 
 
 def _request(
@@ -218,7 +248,7 @@ def _request(
 ) -> NewRequest:
     """A request that uses only the padding block, or block 0, which is free at start, if the device has none.
 
-    num_tokens: after `start` earlier ones. max_tokens: capacity of the block table.
+    num_tokens: after `start` earlier ones. max_tokens: capacity of the block table. X-LoRA has tables of two passes.
     """
     block = runner.padding_block if runner.model.device.padding_blocks else 0
     length = start + num_tokens
@@ -229,7 +259,7 @@ def _request(
         num_tokens=num_tokens,
         num_prompt_tokens=length,
         token_ids=[0] * length,
-        block_ids=[[block] * blocks] * runner.num_columns,
+        block_ids=[[block] * blocks] * runner.num_columns * (2 if adapter == NO_MIXTURE else 1),
         params=params,
         seed=0,
         max_len=length + 2,

@@ -240,9 +240,13 @@ def block_of_chunk(
     return begin, first, new, context, low, high, is_split, has_none, part_row, table
 
 
-# Numbers that change from step to step are no constants: a kernel is compiled once, not for each kind of number.
+# Numbers that change from step to step are no constants: a kernel is compiled once, not for each kind of number. Slots
+# and tables of a column begin anywhere, depending on the rows of the step.
 @Kernel
-@triton.jit(do_not_specialize=["num_decodes", "num_sequences", "num_items", "table_stride", "column"])
+@triton.jit(
+    do_not_specialize=["num_decodes", "num_sequences", "num_items", "table_stride", "column"],
+    do_not_specialize_on_alignment=["tables_ptr", "positions_ptr", "slots_ptr"],
+)
 def attend_rows(
     query_ptr, keys_ptr, values_ptr, scales_ptr, tables_ptr, starts_ptr, contexts_ptr, reach_ptr, sinks_ptr, out_ptr,
     sums_ptr, largest_ptr, decodes_ptr, items_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_norm_ptr,

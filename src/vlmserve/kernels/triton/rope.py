@@ -116,7 +116,7 @@ def store_tile(
 
 
 @Kernel
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def rotate_and_write(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_norm_ptr, key_norm_ptr, query_ptr, keys_ptr, values_ptr,
     scales_ptr, stride, eps, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, ROTATED: tl.constexpr,
