@@ -14,6 +14,7 @@
 #include <string>
 #include <type_traits>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -133,6 +134,7 @@ struct Warp {
     Block *block;
     std::vector<u8> registers;
     u32 mask, alive, at[LANES];
+    u32 held;  // lanes that wait for others before an instruction of the whole warp
     bool diverged, waits;
     u32 next;
     std::vector<Copy> copies;
@@ -217,7 +219,18 @@ std::unordered_map<std::string, Operation> &table() {
     return operations;
 }
 
-void add(const std::string &name, Operation operation) { table()[name] = operation; }
+// Instructions that all lanes of a warp execute together.
+std::unordered_set<Operation> &collectives() {
+    static std::unordered_set<Operation> operations;
+    return operations;
+}
+
+void add(const std::string &name, Operation operation) {
+    table()[name] = operation;
+    const std::string kind = name.substr(0, name.find('.'));
+    for (const char *one : {"bar", "shfl", "redux", "vote", "ldmatrix", "stmatrix", "mma", "wgmma"})
+        if (kind == one) collectives().insert(operation);
+}
 
 // Operations on each lane. F has no state.
 
@@ -855,12 +868,20 @@ void run_until_waiting(Warp &warp, const Instruction *code, const s32 *lines, Co
     while (warp.alive && !warp.waits) {
         u32 at, mask;
         if (warp.diverged) {
+            bool all_held = !(warp.alive & ~warp.held);
+            u32 candidates = all_held ? warp.alive : warp.alive & ~warp.held;
             at = ~0u;
             for (int l = 0; l < LANES; l++)
-                if (warp.alive >> l & 1) at = std::min(at, warp.at[l]);
+                if (candidates >> l & 1) at = std::min(at, warp.at[l]);
             mask = 0;
             for (int l = 0; l < LANES; l++)
                 if ((warp.alive >> l & 1) && warp.at[l] == at) mask |= 1u << l;
+            // A block of other lanes may lie after the instruction and jump back to it.
+            if (mask != warp.alive && !all_held && collectives().count(code[at].run)) {
+                warp.held |= mask;
+                continue;
+            }
+            warp.held &= ~mask;
             if (mask == warp.alive) warp.diverged = false;
         } else {
             at = warp.next;
@@ -916,7 +937,7 @@ const char *ptx_run(const Instruction *code, const s32 *lines, const u8 *registe
                 warp.block = &block;
                 warp.registers.assign(registers, registers + register_bytes);
                 warp.copies.clear();
-                warp.group = 0, warp.diverged = warp.waits = false, warp.next = 0, warp.alive = 0;
+                warp.group = 0, warp.held = 0, warp.diverged = warp.waits = false, warp.next = 0, warp.alive = 0;
                 for (u32 l = 0; l < LANES; l++) {
                     const u32 thread = w * LANES + l;
                     if (thread < num_threads) warp.alive |= 1u << l;

@@ -123,6 +123,21 @@ def test_a_barrier_that_is_missing_shows(backwards: bool) -> None:
     assert not np.array_equal(run(exchanged(""), NUMBERS, backwards=backwards), expected)
 
 
+def test_barriers_wait_for_blocks_behind_them() -> None:
+    """A compiler may place the block of some lanes after the barrier that all lanes reach."""
+    barrier = """
+    setp.lt.u32 %p1, %r1, 10;
+    @%p1 bra $L__behind;
+$L__together:
+    bar.sync 0;
+    bra $L__on;
+$L__behind:
+    bra $L__together;
+$L__on:
+    """
+    assert np.array_equal(run(exchanged(barrier), NUMBERS), NUMBERS ^ 32)
+
+
 def test_asynchronous_copies_arrive_when_awaited() -> None:
     copy = """
     cp.async.ca.shared.global [%r6], [%rd3], 4;

@@ -41,6 +41,7 @@ kernels/triton/test_products.py::test_weights_are_expanded_to_the_bit[interprete
 kernels/triton/test_products.py::test_weights_are_expanded_to_the_bit[interpreter-8 bits-75-75]
 kernels/triton/test_rounding.py::test_activations_round_to_the_same_bits[interpreter-halves-float8]
 kernels/triton/test_rounding.py::test_activations_round_to_the_same_bits[interpreter-pairs-int8]
+kernels/triton/test_rounding.py::test_activations_round_to_the_same_bits[interpreter-pairs-float8]
 kernels/triton/test_rounding.py::test_norms_round_to_the_same_bits[interpreter-300-float8]
 kernels/triton/test_rounding.py::test_norms_round_to_the_same_bits[interpreter-300-int8]
 kernels/triton/test_sampling.py
