@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not 
 
 ON_NULL_GPU = pytest.mark.skipif(torch.version.cuda is None, reason="this torch is not built for CUDA")
 BATCHES = (96, 80, 64, 48, 32, 16, 8, 4, 2, 1)
+PROMPT_STEPS, LAYER_LAUNCHES, MOST_KERNELS = 13, 10, 50
+"""Steps at start that are not captured, launches of a step in each layer, and compiled kernels of a plain model."""
 CAPTURED = 900
 """CUDA's error for what may not be called while a stream is captured."""
 
@@ -141,6 +143,15 @@ def test_nothing_is_captured_or_compiled_after_start(tmp_path: Path, kind: str) 
     assert found["compiled later"] == []
     assert found["captured"] == (len(BATCHES) + 1) * (2 if kind.endswith("lora") else 1)
     assert found["captured later"] == [found["captured"]] * 6
+
+
+@ON_NULL_GPU
+def test_start_launches_little_for_each_layer(tmp_path: Path) -> None:
+    """A start with a warm cache of compiled kernels takes the time of these launches, and of loading each kernel."""
+    few, many = (started(tmp_path, "plain", str(layers)) for layers in (2, 4))
+    assert many["captured"] == few["captured"] == len(BATCHES) + 1
+    assert many["compiled"] == few["compiled"] <= MOST_KERNELS
+    assert (many["launches"] - few["launches"]) / 2 <= LAYER_LAUNCHES * (few["captured"] + PROMPT_STEPS)
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
