@@ -30,6 +30,7 @@ from tests.peft_adapters import make_adapter
 from tests.ranks import RankThreads
 from vlmserve.engine import drafting
 from vlmserve.engine.engine import Engine
+from vlmserve.scheduler.drafts import drafter
 from vlmserve.types import BeamSearch, EngineOutput, EngineRequest, Grammar, Prompt, SamplingParams, Thoughts
 
 MAX_LEN = 160
@@ -179,6 +180,12 @@ def differs(actual: list[EngineOutput], expected: list[EngineOutput]) -> bool:
 
 def fuzz(model: Model, num_requests: int, seed: int, tally: Tally, *, ranks: int = 1) -> None:
     """Send requests to one engine that drafts, and compare every answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter, "MAX_REQUESTS", 1000)
+        _fuzz(model, num_requests, seed, tally, ranks)
+
+
+def _fuzz(model: Model, num_requests: int, seed: int, tally: Tally, ranks: int) -> None:
     crowd = Crowd(model, seed)
     choice = crowd.chance.choice
     block = bytes_of_4(model.oracle.folder)

@@ -16,6 +16,8 @@ from vlmserve.scheduler.request import Request
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 from vlmserve.tasks import GENERATE
 
+MAX_REQUESTS = 1
+"""Maximum running requests for drafts. Steps of small models with more requests became slower, by up to a third."""
 MAX_KEPT_TOKENS = 1 << 18
 """Maximum tokens of earlier answers; they take at most 60 MB."""
 _ORDER: tuple[Source, ...] = ("repeat", "prediction", "own", "image", "schema")
@@ -40,6 +42,7 @@ class Drafter:
     def __init__(self, costs: StepCosts) -> None:
         self.num_drafted = self.num_accepted = 0
         self._account = Account(costs)
+        self._drafts = False
         self._answers = Answers(MAX_KEPT_TOKENS, _MAX_KEPT_OF_KEY)
         self._rates: dict[tuple[Source, int], Rate] = {
             (source, number): Rate(*_FIRST_RATES[number], most=128)
@@ -47,8 +50,11 @@ class Drafter:
             for number in range(NUM_CLASSES)
         }
 
-    def begin_step(self, running: Iterable[Request]) -> None:
+    def begin_step(self, running: Sequence[Request]) -> None:
         """Note what a step computes without drafts."""
+        self._drafts = len(running) <= MAX_REQUESTS
+        if not self._drafts:
+            return
         left = [request.num_uncomputed for request in running]
         num_decodes = left.count(1)
         self._account.begin_step(num_decodes, min(sum(left) - num_decodes, _MAX_PROMPT_ROWS))
@@ -56,7 +62,7 @@ class Drafter:
     def propose(self, request: Request) -> Sequence[int]:
         """Return tokens that may follow the newest token of a request; none where they would cost more than they
         save."""
-        if request.task != GENERATE:
+        if not self._drafts or request.task != GENERATE:
             return ()
         drafting = request.drafting = request.drafting or self._start(request)
         drafting.proposed = None
@@ -122,9 +128,10 @@ class Drafter:
         """Keep the answers of requests that have ended."""
         for request in ended:
             answer = request.token_ids[request.num_prompt_tokens :]
-            if request.drafting is None or len(answer) < _MIN_KEPT:
+            if request.task != GENERATE or len(answer) < _MIN_KEPT:
                 continue
-            for key in request.drafting.keys.values():
+            keys = _keys_of(request) if request.drafting is None else request.drafting.keys
+            for key in keys.values():
                 self._answers.append(key, answer)
 
 
