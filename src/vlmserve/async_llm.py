@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
     """A model that answers in a process of its own, for one event loop.
 
-    Options are those of `LLM`. Use it as an asynchronous context manager, or call `close` at the end; the model is
+    It has the options of `LLM`. Use it as an asynchronous context manager, or call `close` at the end; the model is
     loaded at first, or by `start`. Calls may run at the same time, and their requests share the engine's steps. A
     task that is cancelled ends its requests in the engine.
 
@@ -229,7 +229,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
     async def _one(
         self, call: Call, number: int, item: Any, params: SamplingParams, adapter: LoRARequest | None
     ) -> Outcome:
-        """What comes of one item. Raises what is wrong with it if the call is to."""
+        """Answer one item. Raises its error if the call asks for errors."""
         try:
             async with self._ahead.place() as place:
                 name = await self._load_adapter(adapter)

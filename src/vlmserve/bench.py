@@ -35,7 +35,7 @@ PRODUCT_SIZE = 2048
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What the machine can do: bytes read and floating point operations, each a second."""
+    """Limits of the machine: bytes read and floating point operations per second."""
 
     bytes_per_s: float
     flops_per_s: float

@@ -219,7 +219,7 @@ class EngineConfig(Settings):
         description="States that become the vector of an embedding: last token, mean, cls (first token), or all "
         "(a vector of each token); auto reads the checkpoint's files, else last.",
     )
-    seed: int = Field(0, ge=0, description="Seed from which vlmserve derives the seeds of requests without one.")
+    seed: int = Field(0, ge=0, description="Base seed for requests that set none.")
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of the engine, all ranks together (default: by the number of cores)."
     )

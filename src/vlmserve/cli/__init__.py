@@ -212,9 +212,8 @@ def batch(
         str,
         typer.Argument(
             metavar="INPUT",
-            help="A folder of images, a quoted pattern like 'photos/*.jpg', a list of paths or URLs (.txt), or rows "
-            "with columns (.csv, .jsonl), of which image or images names each row's images. Or requests in OpenAI's "
-            "batch form (.jsonl).",
+            help="A folder of images, a quoted pattern like 'photos/*.jpg', a list of paths or URLs (.txt), rows with "
+            "a column image or images (.csv, .jsonl), or requests in OpenAI's batch form (.jsonl).",
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Results: .jsonl, .csv or .parquet.")],
@@ -329,7 +328,7 @@ def verify(
     ] = None,
     tokens: Annotated[int, typer.Option(metavar="INT", min=1, help="Number of tokens of each answer.")] = 32,
 ) -> None:
-    """Compare logits and greedy tokens of a checkpoint with those of transformers.
+    """Compare a checkpoint's logits and greedy tokens with Transformers.
 
     Both compute in float32 unless --dtype says otherwise. The exit status is 1 if they differ.
     """

@@ -27,7 +27,7 @@ def show_cache(engine: EngineConfig) -> None:
         for file in files:
             table.add_row(file.model, f"{file.num_bytes / 1e6:,.1f}", _date(file.used), file.path.name)
         console.print(table)
-    if engine.disk_cache is None:
+    if not engine.disk_cache:
         console.print("no disk cache; --disk-cache DIR names its folder")
     else:
         entries = Entries.at(engine.disk_cache, engine.disk_cache_memory)
@@ -42,7 +42,7 @@ def show_cache(engine: EngineConfig) -> None:
 def clear_cache(engine: EngineConfig) -> None:
     """Remove all packed weights, and all entries of the disk cache. Raises ConfigurationError where that fails."""
     caches: list[WeightsCache | Entries] = [WeightsCache.at(engine.weights_cache, engine.weights_cache_size)]
-    if engine.disk_cache is not None:
+    if engine.disk_cache:
         caches.append(Entries.at(engine.disk_cache, engine.disk_cache_memory))
     for cache in caches:
         try:

@@ -108,7 +108,7 @@ class CpuDevice(TorchDevice):
         return torch_linear(weight, bias, epilogue, dtype)
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
-        """See `Operations.table`. oneDNN cannot give back single rows, so a plain table stays as it is."""
+        """Leave plain tables unpacked: oneDNN cannot return single rows of a packed one."""
         return torch_linear(weight, None, Epilogue(float_output=True), dtype)
 
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:

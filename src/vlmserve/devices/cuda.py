@@ -160,7 +160,7 @@ class CudaDevice(TorchDevice):
         return -(-in_features // PADDED_INPUTS) * PADDED_INPUTS
 
     def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
-        """See `Operations.linear`. torch's product of 4 bits where it can compute a layer."""
+        """Use torch's 4-bit matmul for layers that it supports."""
         if not isinstance(weight, QuantizedWeight):
             return super().linear(weight, bias, epilogue, dtype)
         if weight.is_float8:

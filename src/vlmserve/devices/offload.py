@@ -49,7 +49,7 @@ class PlainBlocks:
 
 @dataclass(slots=True)
 class _Staged:
-    """Memory on the device for blocks that are on their way. computed, copied: behind what has used it last."""
+    """Device memory for blocks in flight. computed, copied: events after its last uses."""
 
     memory: Tensor
     computed: CopyEvent | None = None
@@ -119,7 +119,7 @@ class PinnedBlocks:
         return to_device(torch.tensor(blocks), self._parts[0].device)
 
     def _slices(self, staged: _Staged, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each tensor of the cache, ``[blocks, words]``, and where its part of so many blocks is staged."""
+        """Yield each tensor of the cache, ``[blocks, words]``, and its staging memory for `count` blocks."""
         for part, start in zip(self._parts, self._starts, strict=False):
             num_bytes = part.shape[1] * part.element_size()
             yield part, staged.memory[:count, start : start + num_bytes].view(part.dtype)

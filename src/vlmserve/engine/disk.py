@@ -39,7 +39,7 @@ class DiskCache:
     @classmethod
     def open(cls, config: EngineConfig, model: LoadedModel, runner: ModelRunner, memory: KVMemory) -> DiskCache | None:
         """Return the cache in the folder of the settings. None: there is none, or it may not be used."""
-        if config.disk_cache is None:
+        if not config.disk_cache:
             return None
         entries = Entries.at(config.disk_cache, config.disk_cache_memory)
         if not entries.is_usable():

@@ -157,7 +157,7 @@ class _Answer:
         )
 
     def _thought(self, thinking: Thinking) -> int | None:
-        """A word of its thoughts or a marker of them; None if it has none."""
+        """Return a reasoning token or a marker; None if the request has no reasoning."""
         left = self.max_tokens - self.produced
         token = thinking.forced(left, self.shortest)
         if token is None and thinking.is_before:
