@@ -1,1 +1,1 @@
-"""What devices compute: attention backends, matmuls, norms, sampling. Kernels know nothing of layers."""
+"""Kernels that devices run: attention backends, matmuls, norms, sampling."""

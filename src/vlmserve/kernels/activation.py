@@ -1,4 +1,4 @@
-"""Activation functions under the names that Hugging Face configs give them."""
+"""Activation functions, by their names in Hugging Face configs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """The sigmoid approximation of GELU that CLIP was trained with."""
+    """CLIP's sigmoid approximation of GELU."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -33,7 +33,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(name: str) -> Activation:
-    """The function of that name. Raises UnsupportedModelError if there is none."""
+    """Raises UnsupportedModelError for an unknown name."""
     if name not in ACTIVATIONS:
         raise UnsupportedModelError(f"activation {name!r} is not supported; known are {', '.join(sorted(ACTIVATIONS))}")
     return ACTIVATIONS[name]

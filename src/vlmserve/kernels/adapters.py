@@ -1,8 +1,7 @@
-"""What adapters change in layers, for rows of a batch that have one (LoRA: https://arxiv.org/abs/2106.09685, DoRA:
-https://arxiv.org/abs/2402.09353, X-LoRA: https://arxiv.org/abs/2402.07148).
+"""Adapters in layers: LoRA (https://arxiv.org/abs/2106.09685), DoRA (https://arxiv.org/abs/2402.09353) and X-LoRA
+(https://arxiv.org/abs/2402.07148).
 
-A model has a few slots for adapters. All its layers share one `AdapterRows`, which says which row of the batch that is
-being computed has the adapter of which slot.
+A model has a few adapter slots. All layers share one `AdapterRows`, which maps each row of the batch to a slot.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Run(NamedTuple):
-    """Rows ``first <= row < last`` have the adapter of a slot; last None: all to the end."""
+    """Rows ``first <= row < last`` that use one slot. last None: to the end."""
 
     first: int
     last: int | None
@@ -33,22 +32,19 @@ class Run(NamedTuple):
 
 
 class RowSlots(NamedTuple):
-    """Which row of a batch has the adapter of which slot.
-
-    runs: of rows with an adapter. slots: int32 on the model's device, that of each row, below 0 for none; one for all
-    rows if `stride` is 0.
-    """
+    """The adapter slot of each row of a batch."""
 
     runs: Sequence[Run]
+    """Rows with an adapter."""
     slots: Tensor
+    """int32 ``[rows]`` on the model's device, below 0 for no adapter. One element for all rows if `stride` is 0."""
     stride: int = 1
 
 
-# Steps that decode have the same requests again and again.
+# Decoding steps repeat the same requests.
 @lru_cache(maxsize=8)
 def slots_of_rows(slots: tuple[int, ...], counts: tuple[int, ...]) -> tuple[Sequence[Run], np.ndarray]:
-    """The runs and slots of `RowSlots`, on the host. slots, counts: of each request, its slot and the number of its
-    rows."""
+    """Return runs and slots for `RowSlots`, on the host. slots, counts: slot and number of rows of each request."""
     rows = np.repeat(np.array(slots, np.int32), counts)
     borders = [0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]
     runs = [Run(a, b, int(rows[a])) for a, b in itertools.pairwise(borders) if a < b]
@@ -56,11 +52,10 @@ def slots_of_rows(slots: tuple[int, ...], counts: tuple[int, ...]) -> tuple[Sequ
 
 
 class AdapterRows:
-    """Which rows of the batch that is being computed have which adapter.
+    """Adapters of the rows in the current batch.
 
-    scalings: float32 ``[rows, columns]``, of the adapters that an X-LoRA adapter mixes; None: no row has one.
-    unpacked: slots of adapters that change a decoder's layers beside kernels, which neither programs nor graphs know:
-    they replace weights, or change products that pack no changes.
+    scalings: float32 ``[rows, columns]``, X-LoRA's weights of mixed adapters, or None. unpacked: slots whose adapters
+    replace weights or change matmuls that cannot pack changes; programs and graphs do not support them.
     """
 
     def __init__(self, num_slots: int, device: torch.device = CPU) -> None:
@@ -73,42 +68,37 @@ class AdapterRows:
         self._beyond: set[int] = set()
         self._layout: tuple[int | None, ...] | None = None
         self.reserves = False
-        """Kernels are launched for `LinearAdapters.reserved` ranks, which suit all adapters that fit."""
-        # Scalings of all steps lie here, so that a captured step finds the next one's.
+        """Launch kernels for `LinearAdapters.reserved` ranks, which cover every adapter that fits."""
+        # One buffer for all steps, so a captured graph finds the next step's scalings.
         self._scalings = torch.empty(0, device=device)
         self.clear()
 
     @property
     def runs(self) -> Sequence[Run]:
-        """Of rows with an adapter."""
         return self.rows.runs
 
     @property
     def active(self) -> bool:
-        """Whether any row has an adapter."""
         return bool(self.rows.runs)
 
     @property
     def has_unpacked(self) -> bool:
-        """Whether any row has an adapter that is `unpacked`."""
         return any(run.slot in self.unpacked for run in self.rows.runs)
 
     @property
     def layout(self) -> Hashable:
-        """What the kernels' launches depend on beside rows and scalings: the highest rank that each product has among
-        all slots."""
+        """The maximum rank of each linear over all slots. Kernel launches depend on it."""
         if self._layout is None:
             self._layout = tuple(self._ranks)
         return self._layout
 
     @property
     def fits_reserved(self) -> bool:
-        """Launches for reserved ranks compute the adapters of all slots. X-LoRA needs scalings as well."""
+        """Return whether launches for reserved ranks compute all slots. X-LoRA also needs scalings."""
         return self.scalings is None and not self._beyond
 
     @contextmanager
     def reserving(self) -> Iterator[None]:
-        """Launch kernels for reserved ranks."""
         self.reserves = True
         try:
             yield
@@ -116,42 +106,44 @@ class AdapterRows:
             self.reserves = False
 
     def add_product(self, reserved: int | None = None) -> int:
-        """Another product that has adapters. Returns its number. reserved: see `LinearAdapters`."""
+        """Register a linear and return its number. reserved: see `LinearAdapters`."""
         self._ranks.append(None)
         self._reserved.append(reserved)
         return len(self._ranks) - 1
 
     def set_rank(self, product: int, rank: int | None) -> None:
-        """The highest rank of a product's adapters, as they are padded; None: it has none."""
+        """Set the maximum padded rank of a linear's adapters. None: it has none."""
         self._ranks[product] = rank
         self._layout, reserved = None, self._reserved[product]
         fits = rank is None or (reserved is not None and rank <= reserved)
         (self._beyond.discard if fits else self._beyond.add)(product)
 
     def clear(self) -> None:
-        """No row has an adapter."""
         self.use(self._none)
 
     def set_all(self, slot: int) -> None:
-        """All rows have the adapter of a slot; below 0: none."""
+        """Use one slot for all rows. Below 0: no adapter."""
         if slot < 0:
             self.clear()
         else:
             self.use(RowSlots((Run(0, None, slot),), self._each[slot : slot + 1], 0))
 
     def set(self, slots: Sequence[int], counts: Sequence[int], scalings: Tensor | None = None) -> None:
-        """As `use`. slots, counts: see `slots_of_rows`."""
+        """Like `use`. slots, counts: see `slots_of_rows`."""
         runs, rows = slots_of_rows(tuple(slots), tuple(counts))
         self.use(RowSlots(runs, to_device(torch.from_numpy(rows), self.device)), scalings)
 
     def use(self, rows: RowSlots, scalings: Tensor | None = None, wanted: RowSlots | None = None) -> None:
-        """scalings: see the class, a copy of which is kept; rows without X-LoRA have some as well, except for the last
-        ones without any adapter. wanted: of those rows to which `narrow` may narrow them; None: it is not called."""
+        """Set the adapters of a step's rows.
+
+        scalings: copied. Rows without X-LoRA have scalings too, except trailing rows without any adapter. wanted: slots
+        of the rows that `narrow` selects. None: `narrow` is not called.
+        """
         self.rows, self._wanted = rows, wanted
         self.scalings = None if scalings is None else self._kept(scalings, len(rows.slots))
 
     def narrow(self, rows: Tensor) -> None:
-        """Of the rows that are used, the wanted ones alone are computed from here on. rows: int64, which these are."""
+        """Continue with the wanted rows only. rows: their int64 indices."""
         assert self._wanted is not None
         self.use(self._wanted, None if self.scalings is None else self.scalings.index_select(0, rows))
 
@@ -165,57 +157,54 @@ class AdapterRows:
 
 
 class LowRank(NamedTuple):
-    """``up @ down`` is added to rows ``start <= i < start + len(up)`` of a weight.
-
-    down: ``[rank, in_features]``. up: ``[outputs, rank]``, with the adapter's scale. columns: int64 ``[rank]``, the one
-    of a row's `AdapterRows.scalings` by which each product with `down` is multiplied; None: by none.
-    """
+    """A low-rank update: ``up @ down`` is added to rows ``start <= i < start + len(up)`` of a weight."""
 
     down: Tensor
+    """``[rank, in_features]``."""
     up: Tensor
+    """``[outputs, rank]``, multiplied by the scale."""
     start: int = 0
     columns: Tensor | None = None
+    """int64 ``[rank]``: the column of `AdapterRows.scalings` that scales each output of `down`."""
 
     def to(self, dtype: torch.dtype, device: torch.device) -> LowRank:
-        """The same for inputs of a type on a device."""
         columns = None if self.columns is None else self.columns.to(device)
         return LowRank(self.down.to(device, dtype), self.up.to(device, dtype), self.start, columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an adapter changes in a product: ``y = factor * (W x + up (down x)) + shift`` before bias and activation.
-
-    factor, shift: float32 ``[out_features]``; None: 1 and 0. weight, bias: in place of the layer's own, all of it.
-    outputs: int64 indices of outputs, and the rows of the weight in place of the layer's own there.
-    """
+    """An adapter's change of a linear: ``y = factor * (W x + up (down x)) + shift``, before bias and activation."""
 
     parts: tuple[LowRank, ...] = ()
     factor: Tensor | None = None
+    """float32 ``[out_features]``."""
     shift: Tensor | None = None
+    """float32 ``[out_features]``."""
     weight: Tensor | None = None
+    """Replaces the layer's weight."""
     bias: Tensor | None = None
+    """Replaces the layer's bias."""
     outputs: tuple[Tensor, Tensor] | None = None
+    """int64 indices of outputs, and the weight rows that replace the layer's there."""
 
     @property
     def adds(self) -> bool:
-        """Whether it changes what the layer's own weight gives."""
+        """Return whether it modifies the result of the layer's own weight."""
         return bool(self.parts) or self.factor is not None or self.shift is not None
 
     @property
     def replaces(self) -> bool:
-        """Whether rows of the weight are replaced."""
         return self.weight is not None or self.outputs is not None
 
     def with_inputs(self, order: Tensor) -> Change:
-        """The same for inputs in another order, but for weights that are replaced: these take them as they come.
+        """Return the change for reordered inputs. Replacement weights keep the original order.
 
-        order: int64 ``[in_features]``, which old one is each new one.
+        order: int64 ``[in_features]``, the old index of each new input.
         """
         return replace(self, parts=tuple(part._replace(down=part.down[:, order]) for part in self.parts))
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Change:
-        """The same for inputs of a type on a device."""
         parts = tuple(part.to(dtype, device) for part in self.parts)
         factor, shift = (
             None if values is None else values.to(device, torch.float32) for values in (self.factor, self.shift)
@@ -227,27 +216,26 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class TableChange:
-    """What an adapter changes in a table of embeddings.
-
-    low_rank: ``[count, rank]`` and ``[size, rank]``, the second with the adapter's scale. factor: float32 ``[size]``;
-    None: 1. rows: int64 indices, and the vectors that stand there. weight: in place of the whole table. columns: as in
-    `LowRank`.
-    """
+    """An adapter's change of an embedding table."""
 
     low_rank: tuple[Tensor, Tensor] | None = None
+    """``[count, rank]`` and ``[size, rank]``. The second includes the adapter's scale."""
     factor: Tensor | None = None
+    """float32 ``[size]``."""
     rows: tuple[Tensor, Tensor] | None = None
+    """int64 indices, and their replacement vectors."""
     weight: Tensor | None = None
+    """Replaces the whole table."""
     columns: Tensor | None = None
+    """As in `LowRank`."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
         tensors = [*(self.low_rank or ()), *(self.rows or ()), self.factor, self.weight, self.columns]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def apply(self, indices: Tensor, vectors: Tensor, scalings: Tensor | None = None) -> Tensor:
-        """The vectors ``[rows, size]`` of those indices, changed. scalings: of these rows."""
+        """Return the changed vectors ``[rows, size]``. scalings: of these rows."""
         if self.weight is not None:
             vectors = F.embedding(indices, self.weight)
         if self.low_rank is not None:
@@ -263,47 +251,45 @@ class TableChange:
 
 
 class PackedChange(Protocol):
-    """A `Change` as a product's kernel reads it.
-
-    rank: of its first factors together, as they are padded. words: what the kernel finds of it in
-    `LinearAdapters.table`, valid as long as this object.
-    """
+    """A `Change` in the layout that a matmul kernel reads."""
 
     rank: int
+    """The padded ranks of all `down` matrices together."""
     num_bytes: int
     words: Sequence[int]
+    """Entries of `LinearAdapters.table`, valid while this object exists."""
 
 
 @runtime_checkable
 class ReservesRanks(Protocol):
-    """A `Product` whose kernel reads on the device which ranks adapters have, up to a rank that it is launched for."""
+    """A `Product` whose kernel reads adapter ranks on the device, up to the rank at launch."""
 
     def reserved_rank(self, parts: int, rank: int) -> int:
-        """The highest rank of a packed change that has up to `parts` parts of that rank."""
+        """Return the maximum rank of a packed change with at most `parts` parts of this rank."""
         ...
 
 
 @runtime_checkable
 class PacksChanges(Protocol):
-    """A `Product` whose kernel computes adapters. change_words: as many words each of its packed changes has."""
+    """A `Product` whose kernel computes adapters. change_words: words of each packed change."""
 
     change_words: int
 
     def pack_change(self, change: Change) -> PackedChange:
-        """The parts, factor and shift of a change, for the kernel."""
+        """Pack a change's parts, factor and shift."""
         ...
 
 
 class PreparedChange(NamedTuple):
-    """A change as a layer takes it. packed: its parts, factor and shift, where the layer's kernel computes them; then
-    `change` has the rest only."""
+    """A change, prepared for one layer."""
 
     change: Change
+    """If `packed` is set, only what `packed` lacks."""
     packed: PackedChange | None
+    """Parts, factor and shift, for a kernel that computes them."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
         change = self.change
         tensors = [tensor for part in change.parts for tensor in part if isinstance(tensor, Tensor)]
         tensors += [one for one in (change.factor, change.shift, change.weight, change.bias) if one is not None]
@@ -312,20 +298,19 @@ class PreparedChange(NamedTuple):
 
 
 class TableAdapters:
-    """The adapters of a table of embeddings, by slot."""
+    """The adapters of an embedding table, by slot."""
 
     def __init__(self, rows: AdapterRows) -> None:
         self._rows = rows
         self._changes: dict[int, TableChange] = {}
 
     def set(self, slot: int, change: TableChange | None) -> None:
-        """Put an adapter into a slot; None: empty it."""
         self._changes.pop(slot, None)
         if change is not None:
             self._changes[slot] = change
 
     def apply(self, indices: Tensor, vectors: Tensor) -> Tensor:
-        """``[rows, size]``, a table's vectors at ``[rows]`` indices, with what adapters change. Overwrites them."""
+        """Apply the adapters to embeddings ``[rows, size]`` of `indices`, in place."""
         for first, last, slot in self._rows.runs:
             if (change := self._changes.get(slot)) is not None:
                 scalings = None if self._rows.scalings is None else self._rows.scalings[first:last]
@@ -334,15 +319,14 @@ class TableAdapters:
 
 
 class LinearAdapters:
-    """The adapters of a product, by slot.
+    """The adapters of a linear, by slot.
 
-    rank: the highest of those that are packed; None: none is. While rows reserve: the reserved rank. table: int64
-    ``[1 + slots * words]`` on the model's device, which kernels read: the highest rank, and the words of each slot's
-    adapter, 0 where none is packed.
+    rank: the maximum packed rank, or None; the reserved rank while rows reserve. table: int64 ``[1 + slots * words]``
+    on the model's device. The maximum rank comes first, then each slot's words, 0 if nothing is packed.
     """
 
     def __init__(self, rows: AdapterRows, words: int = 1, reserved: int | None = None) -> None:
-        """words: of each adapter in the table, see `PacksChanges.change_words`. reserved: see `ReservesRanks`."""
+        """words: see `PacksChanges.change_words`. reserved: see `ReservesRanks`."""
         self._rows, self._words, self._reserved = rows, words, reserved
         self._number = rows.add_product(reserved)
         self._changes: dict[int, PreparedChange] = {}
@@ -355,32 +339,28 @@ class LinearAdapters:
 
     @property
     def active(self) -> bool:
-        """Whether any row of this batch may have a change."""
+        """Return whether any row may have a change."""
         return (bool(self._changes) or self._rows.reserves) and self._rows.active
 
     @property
     def replaces(self) -> bool:
-        """Whether weights are replaced for any row of this batch."""
+        """Return whether any row has replaced weights."""
         changes = (self._changes.get(run.slot) for run in self._rows.runs)
         return any(prepared is not None and prepared.change.replaces for prepared in changes)
 
     @property
     def num_slots(self) -> int:
-        """That the model has."""
         return self._rows.num_slots
 
     @property
     def row_slots(self) -> RowSlots:
-        """Which rows have which adapter."""
         return self._rows.rows
 
     @property
     def scalings(self) -> Tensor | None:
-        """`AdapterRows.scalings`."""
         return self._rows.scalings
 
     def set(self, slot: int, prepared: PreparedChange | None) -> None:
-        """Put an adapter into a slot; None: empty it."""
         self._changes.pop(slot, None)
         if prepared is not None:
             self._changes[slot] = prepared
@@ -393,8 +373,8 @@ class LinearAdapters:
         self.table.copy_(to_device(table, self._rows.device))
 
     def change(self, x: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
-        """What a product gave for ``[..., in_features]``, its bias added and no activation, with what adapters change.
-        Overwrites it."""
+        """Apply the adapters to a linear's output, in place. x: ``[..., in_features]``. output: with bias, without
+        activation."""
         inputs, outputs = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
         for first, last, slot in self._rows.runs:
             if (prepared := self._changes.get(slot)) is not None:
@@ -403,9 +383,9 @@ class LinearAdapters:
         return output
 
     def replace(self, x: Tensor, residual: Tensor | None, output: Tensor, finish: Finish) -> Tensor:
-        """The final result with rows and outputs recomputed whose weights are replaced. Overwrites it.
+        """Recompute rows and outputs with replaced weights, in place.
 
-        finish: a product with the layer's epilogue.
+        output: the final result. finish: a matmul with the layer's epilogue.
         """
         for first, last, slot in self._rows.runs:
             if slot not in self._changes:
@@ -423,7 +403,7 @@ class LinearAdapters:
 
 
 class Finish(Protocol):
-    """A product of rows with a weight and a bias, with a layer's epilogue and a residual."""
+    """A matmul with bias, the layer's epilogue and a residual."""
 
     def __call__(self, weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None) -> Tensor: ...
 
@@ -444,7 +424,7 @@ def _apply(change: Change, x: Tensor, output: Tensor, bias: Tensor | None, scali
 
 
 def _scaled(inner: Tensor, columns: Tensor | None, scalings: Tensor | None) -> Tensor:
-    """``[rows, rank]`` products with a first factor, each multiplied with its column of the rows' scalings."""
+    """Scale ``[rows, rank]``, the output of `down`, by the rows' scalings."""
     if columns is None:
         return inner
     assert scalings is not None, "rows of X-LoRA have scalings"

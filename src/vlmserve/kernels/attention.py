@@ -1,9 +1,8 @@
-"""The interface of attention backends and the metadata of one flat batch.
+"""The interface of attention backends, and the metadata of one flat batch.
 
-A step packs the tokens of many sequences into one batch. Sequence `s` owns the query rows
-``query_starts[s] <= row < query_starts[s + 1]``, which are its newest tokens: the last query row sits at position
-``context_lens[s] - 1``. Its keys and values live in the blocks ``block_tables[column, s]``, ``block_size`` tokens each,
-and token ``t`` is in slot ``block_tables[column, s, t // block_size] * block_size + t % block_size``.
+A step packs the tokens of many sequences into one batch. Sequence `s` owns query rows ``query_starts[s] <= row <
+query_starts[s + 1]``, its newest tokens. Its last row has position ``context_lens[s] - 1``. Token ``t`` is in cache
+slot ``block_tables[column, s, t // block_size] * block_size + t % block_size``.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from vlmserve.layer_specs import AttentionSpec, CacheType
 
 
 class BidirectionalRows(NamedTuple):
-    """Query rows ``first <= row < last`` of a batch, all of one sequence, attend to its positions before `reach`, which
-    are more than those up to their own; a window bounds only how far back they attend. All of these positions are in
-    the cache or in this batch."""
+    """Query rows ``first <= row < last`` of one sequence attend to all its positions before `reach`. A window only
+    limits how far back they attend. The cache or this batch contains all these positions."""
 
     sequence: int
     first: int
@@ -34,9 +32,11 @@ class BidirectionalRows(NamedTuple):
 
 
 class CrossRows(NamedTuple):
-    """Rows ``first <= row < last`` of a batch attend to these keys and values of all layers, ``[layers, 2, kv_heads,
-    states, head_size]``, by cross-attention; where layers make their own, to what they make them of, ``[states,
-    cross_size]``."""
+    """Rows ``first <= row < last`` attend to `states` by cross-attention.
+
+    states: keys and values ``[layers, 2, kv_heads, states, head_size]``, or their inputs ``[states, cross_size]`` if
+    layers project them.
+    """
 
     first: int
     last: int
@@ -45,36 +45,36 @@ class CrossRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
-    """The sequence and cache slot of each token of a flat batch. Sequences with one new token (decodes) come first.
-    Tensors lie on the model's device."""
+    """The sequence and cache slot of each token of a flat batch. Decodes (one new token) come first. Tensors are on the
+    model's device."""
 
     query_starts: Tensor
     """int32 ``[sequences + 1]``."""
     context_lens: Tensor
-    """int32 ``[sequences]``, tokens in the cache after this step."""
+    """int32 ``[sequences]``: cached tokens after this step."""
     block_tables: Tensor
-    """int32 ``[columns, sequences, max_blocks]``, rows padded with 0. See `CacheLayout` for columns."""
+    """int32 ``[columns, sequences, max_blocks]``, padded with 0. `CacheLayout` explains columns."""
     slot_mapping: Tensor
     """int64 ``[columns, tokens]``."""
     query_lens: list[int]
     host_context_lens: list[int]
-    """`context_lens`, readable without synchronizing with the device."""
+    """`context_lens` on the host, which needs no synchronization."""
     num_decodes: int
     """Leading sequences with one query row."""
     bidirectional: Sequence[BidirectionalRows] = ()
-    """Rows that attend to later ones, in order."""
+    """Rows that attend to later rows, in order."""
     num_positions: int = 0
-    """Highest position plus 1, where positions do not count tokens."""
+    """Maximum position + 1, if positions do not count tokens."""
     cross: Sequence[CrossRows] = ()
     decodes: Tensor | None = None
-    """int32 ``[1]``, `num_decodes` of a step with chunks that the device may have captured."""
+    """int32 ``[1]``: `num_decodes` on the device, for captured steps with chunks."""
     wanted: Sequence[int] | None = None
-    """The sequences whose last row alone is wanted; no row of others is. None: the wanted rows are others."""
+    """Sequences with only their last row wanted. None: the wanted rows are different."""
     states: StateRows | None = None
     """Rows by the states that they read and write. None: no layer has states."""
 
     def of_last_rows(self, rows: Tensor) -> BatchMetadata:
-        """The last rows of the `wanted` sequences as a step of their own. rows: int64, these in this step."""
+        """Return the last rows of the `wanted` sequences as a step. rows: their int64 indices in this step."""
         assert self.wanted is not None
         count, device = len(self.wanted), rows.device
         numbers = to_device(torch.tensor(self.wanted), device)
@@ -97,8 +97,8 @@ class BatchMetadata:
         block_size: int,
         device: torch.device | None = None,
     ) -> BatchMetadata:
-        """One column, from the positions ``start <= i < end`` of each sequence's new tokens, decodes first, and its
-        block ids."""
+        """Build one column from each sequence's new positions ``start <= i < end``, decodes first, and its block
+        ids."""
         counts, context_lens = [end - start for start, end in chunks], [end for _, end in chunks]
         padded = np.zeros((1, len(tables), max(map(len, tables))), np.int32)
         for row, table in zip(padded[0], tables, strict=True):
@@ -124,11 +124,11 @@ def place_tokens(
     positions: np.ndarray,
     slots: np.ndarray,
 ) -> None:
-    """Write the position ``[tokens]`` of each new token and its cache slots ``[columns, tokens]``.
+    """Write each new token's position ``[tokens]`` and cache slots ``[columns, tokens]``.
 
     counts: new tokens of each sequence. tables: ``[columns, sequences, max_blocks]``.
     """
-    new = np.array(counts)  # numpy's functions take longer over lists
+    new = np.array(counts)  # faster than passing a list to numpy
     owner = np.arange(len(new)).repeat(new)
     np.subtract(np.arange(len(owner)), (new.cumsum() - context_lens)[owner], out=positions)
     np.multiply(tables[:, owner, positions // block_size], block_size, out=slots, dtype=np.int64)
@@ -137,35 +137,30 @@ def place_tokens(
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class LayerCache:
-    """Keys and values of one layer. The order of the axes belongs to the backend that allocated them, but blocks come
-    first.
-
-    scales: float32, one for each token and head of keys and of values, which are ``scale * stored``. The stored ones
-    are int8, or float8 e4m3 in a tensor of uint8. None: keys and values have the type of queries.
-    """
+    """Keys and values of one layer. The backend chooses the order of axes; blocks come first."""
 
     keys: Tensor
     values: Tensor
     block_size: int
     scales: Tensor | None = None
+    """float32 scale of each token and head. Keys and values are ``scale * stored``, with `stored` int8 or float8
+    e4m3 (as uint8). None: they have the queries' dtype."""
     column: int = 0
-    """Block tables of this column list its blocks. Layers of several columns share tensors, see `CacheLayout`."""
+    """The column of block tables that lists its blocks. Layers of several columns share tensors, see `CacheLayout`."""
 
     @property
     def stored(self) -> CacheType:
-        """How keys and values are stored."""
         if self.scales is None:
             return "auto"
         return "fp8" if self.keys.dtype == torch.uint8 else "int8"
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that blocks consist of."""
         return [self.keys, self.values] if self.scales is None else [self.keys, self.values, self.scales]
 
 
 class AttentionContext(NamedTuple):
-    """All that attention of one layer reads in one step besides the rows of tokens."""
+    """Inputs of one layer's attention in a step, besides the token rows."""
 
     cache: LayerCache
     spec: AttentionSpec
@@ -175,19 +170,18 @@ class AttentionContext(NamedTuple):
 
 
 class RotaryRows(NamedTuple):
-    """How queries and keys are rotated (RoPE).
-
-    cos, sin: float32 ``[rows, size / 2]``. positions: int64 ``[tokens]``, the row of each token; None: its own number.
-    """
+    """How to rotate queries and keys (RoPE)."""
 
     cos: Tensor
+    """float32 ``[rows, size / 2]``."""
     sin: Tensor
+    """float32 ``[rows, size / 2]``."""
     positions: Tensor | None
+    """int64 ``[tokens]``: the row of each token. None: token i uses row i."""
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms over each head of queries and of keys, before they are rotated. query, key: their weights,
-    ``[head_size]``."""
+    """RMSNorms of each query head and key head, applied before RoPE. query, key: weights ``[head_size]``."""
 
     query: Tensor
     key: Tensor
@@ -195,28 +189,28 @@ class HeadNorms(NamedTuple):
 
 
 class AttentionBackend(Protocol):
-    """Paged attention over a flat batch, causal but for bidirectional rows."""
+    """Paged attention over a flat batch, causal except for bidirectional rows."""
 
     name: str
     reads_on_device: bool
-    """Kernels read lengths on the device, so a step may be captured and repeated at other lengths."""
+    """Kernels read lengths on the device, so a captured step works for other lengths."""
 
     def allocate(
         self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
-        """A zeroed cache of one layer. dtype: of queries, and of keys and values as they come."""
+        """Allocate a zeroed cache for one layer. dtype: of queries, and of keys and values before storage."""
         ...
 
     def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
-        """What a block of one layer takes, keys and values together."""
+        """Return the bytes of one layer's block, keys and values together."""
         ...
 
     def prepare(
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
     ) -> object:
-        """What all layers of one step share (masks, gather indices), computed once; passed to `attend`.
+        """Compute what all layers of a step share (masks, gather indices), for `attend`.
 
-        layers: how the layers attend that will call `attend`; equal ones count once. dtype: of queries.
+        layers: the layers that will attend; equal layers count once. dtype: of queries.
         """
         ...
 
@@ -229,15 +223,15 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Write `key` and `value` (``[tokens, kv_heads, head_size]``) into their slots, then attend.
 
-        key, value: None for layers that share other layers' (`AttentionSpec.shares_with`), which were written.
-        query: ``[tokens, heads, head_size]``. Returns ``[tokens, heads * head_size]`` of the query's dtype.
+        query: ``[tokens, heads, head_size]``. key, value: None for layers that share another layer's
+        (`AttentionSpec.shares_with`). Returns ``[tokens, heads * head_size]`` of the query's dtype.
         """
         ...
 
 
 @runtime_checkable
 class RotatingBackend(AttentionBackend, Protocol):
-    """A backend that rotates queries and keys by their positions on the way."""
+    """A backend that also applies RoPE to queries and keys."""
 
     def attend_rotated(
         self,
@@ -245,19 +239,17 @@ class RotatingBackend(AttentionBackend, Protocol):
         rope: RotaryRows | None,
         context: AttentionContext,
     ) -> Tensor:
-        """As `attend`, from rows ``[tokens, (heads + 2 * kv_heads) * head_size]`` of queries, keys and values whose
-        queries and keys are still to be rotated. Rows of layers that share keys and values have queries alone.
+        """Like `attend`, for rows ``[tokens, (heads + 2 * kv_heads) * head_size]`` before RoPE.
 
-        Element ``i`` of a head pairs with ``i + size / 2`` of those that are rotated; what follows them stays as it
-        is.
-        rope: None: nothing is rotated.
+        Layers that share keys and values have only queries in their rows. Element ``i`` of a head pairs with ``i + size
+        / 2``; elements from `size` on are not rotated. rope None: no rotation.
         """
         ...
 
 
 @runtime_checkable
 class NormingBackend(RotatingBackend, Protocol):
-    """A backend that also norms the heads of queries and keys on the way."""
+    """A backend that also norms the heads of queries and keys."""
 
     def attend_normed(
         self,
@@ -266,6 +258,5 @@ class NormingBackend(RotatingBackend, Protocol):
         rope: RotaryRows | None,
         context: AttentionContext,
     ) -> Tensor:
-        """As `attend_rotated`, from rows whose queries and keys are still to be normed. rope: None: nothing is
-        rotated."""
+        """Like `attend_rotated`, for rows before the norms. rope None: no rotation."""
         ...

@@ -1,4 +1,4 @@
-"""Allocates caches, whose first axis is blocks or slots of states. Clears and copies blocks."""
+"""Allocates caches, and clears and copies their blocks. The first axis is blocks or state slots."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from vlmserve.kernels.transfers import to_device
 from vlmserve.layer_specs import AttentionSpec, CacheLayout, StateSpec
 
 _POPULATE_WRITE = 23
-"""Linux's MADV_POPULATE_WRITE, which Python does not name."""
+"""Linux's MADV_POPULATE_WRITE, which Python does not define."""
 
 
 class Blocks(Protocol):
-    """Tensors whose first axis is blocks, or slots of states."""
+    """Tensors whose first axis is blocks or state slots."""
 
     @property
     def tensors(self) -> Sequence[Tensor]: ...
 
 
 def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that on a CPU take memory only once they are written to.
+    """Allocate zeros. On a CPU, pages take memory only when they are written.
 
-    Their pages come from the system: an allocator may take them from what it holds, and write the zeros.
+    Maps pages directly: an allocator may reuse memory and write the zeros.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, max(math.prod(shape) * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system without them
+        with contextlib.suppress(OSError):  # the kernel lacks huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
 def populate(tensor: Tensor, count: int) -> None:
-    """Have the system give memory to the first `count` blocks of a tensor on a CPU. Their contents stay.
+    """Back the first `count` blocks of a CPU tensor with memory, without changing them.
 
-    Without it, the first write to each page waits for the system. Only Linux 5.14 or newer does it.
+    Otherwise the first write to each page faults. Needs Linux 5.14; does nothing elsewhere.
     """
     if sys.platform == "linux" and tensor.device.type == "cpu":
         start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
@@ -58,7 +58,7 @@ def populate(tensor: Tensor, count: int) -> None:
 def allocate_layers(
     layers: Sequence[AttentionSpec], allocate: Callable[[AttentionSpec], LayerCache], layout: CacheLayout | None = None
 ) -> list[LayerCache]:
-    """The caches of layers. layout: which of them share tensors; None: each has its own, and all have one column."""
+    """Allocate the caches of all layers. layout: which layers share tensors. None: no sharing, one column."""
     if layout is None:
         caches: list[LayerCache] = []
         for layer in layers:
@@ -74,7 +74,7 @@ def allocate_layers(
 def allocate_states(
     layers: Sequence[StateSpec], num_slots: int, dtype: torch.dtype, device: torch.device
 ) -> list[StateCache]:
-    """Zeroed states of layers. dtype: of the model."""
+    """Allocate zeroed states. dtype: of the model."""
     return [
         StateCache(
             **{
@@ -87,20 +87,20 @@ def allocate_states(
 
 
 def distinct(layers: Iterable[LayerCache]) -> list[LayerCache]:
-    """One of the layers that share tensors, for each slot."""
+    """Return one layer for each group that shares tensors."""
     return list({id(layer.keys): layer for layer in layers}.values())
 
 
 def clear_blocks(cache: LayerCache, blocks: Tensor) -> None:
-    """Zero blocks (int64 ids on the cache's device)."""
+    """Zero blocks. blocks: int64 ids on the cache's device."""
     for tensor in cache.tensors:
         tensor.index_fill_(0, blocks, 0)
 
 
 def copy_blocks(source: Blocks, target: Blocks, source_blocks: Tensor, target_blocks: Tensor) -> None:
-    """Copy blocks between caches of one geometry, which may be the same cache or lie on two devices.
+    """Copy blocks between caches of one geometry, which may be the same cache or on different devices.
 
-    source_blocks, target_blocks: int64 ids on the CPU, as many of each. All are read before any is written.
+    source_blocks, target_blocks: int64 ids on the CPU, equally many. All sources are read before any target is written.
     """
     for origin, destination in zip(source.tensors, target.tensors, strict=True):
         blocks = origin.index_select(0, to_device(source_blocks, origin.device)).to(destination.device)

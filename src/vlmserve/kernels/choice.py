@@ -1,4 +1,4 @@
-"""Chooses the kernels: the native ones for an instruction set, or torch's."""
+"""Chooses native kernels for an instruction set, or torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ MEASURED = frozenset(("avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2
 
 
 def check_kernels(choice: str) -> str:
-    """The kernels that are asked for: "auto", "torch", "native" or one of `supported_isas`.
+    """Resolve a kernel choice to "auto", "torch", "native" or one of `supported_isas`.
 
-    choice: one of these; "auto" asks the environment (``VLMSERVE_KERNELS``). Raises ConfigurationError for kernels that
-    this machine does not have.
+    "auto" reads ``VLMSERVE_KERNELS``. Raises ConfigurationError for kernels that this machine lacks.
     """
     if choice == "auto":
         choice = os.environ.get(VARIABLE) or "auto"
@@ -38,10 +37,10 @@ def check_kernels(choice: str) -> str:
 
 
 def choose_kernels(choice: str, dtype: torch.dtype) -> str | None:
-    """The instruction set whose kernels run on this CPU from now on; None: torch's kernels do.
+    """Select kernels and return their instruction set. None: torch.
 
-    choice: see `check_kernels`; "auto" takes the best instruction set whose kernels are not slower than torch. dtype:
-    that the model runs in. Raises what `check_kernels` raises.
+    choice: see `check_kernels`; "auto" takes the best instruction set that is not slower than torch. dtype: of the
+    model. Raises ConfigurationError.
     """
     choice = check_kernels(choice)
     isas = supported_isas()
@@ -61,11 +60,11 @@ def choose_kernels(choice: str, dtype: torch.dtype) -> str | None:
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether torch multiplies bfloat16 matrices in hardware here (AVX512-BF16 or AMX on x86, BF16 on Arm).
+    """Return whether torch has hardware bfloat16 matmuls here (AVX512-BF16 or AMX on x86, BF16 on Arm).
 
-    What the processor has is not all that counts: ``ONEDNN_MAX_CPU_ISA`` can hold oneDNN to less.
+    ``ONEDNN_MAX_CPU_ISA`` can restrict oneDNN below what the processor has.
     """
-    if not hasattr(torch.cpu, "get_capabilities"):  # older releases do not report them
+    if not hasattr(torch.cpu, "get_capabilities"):  # older releases
         return False
     if torch._C._has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False

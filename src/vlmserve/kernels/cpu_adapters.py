@@ -1,4 +1,4 @@
-"""Adapters of products as the native kernels read them (csrc/table.h: `Adapter`)."""
+"""Adapters of linears, in the layout of the native kernels (csrc/table.h: `Adapter`)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from vlmserve.kernels.extension import DTYPES, extension
 from vlmserve.kernels.pages import allocate
 
 TILE = 32
-"""Output features that lie together in a packed weight; of a gated one, half are gates."""
+"""Output features of a tile of a packed weight. Half are gates if gated."""
 PANEL = 16
-"""Those of them that a kernel reads together."""
+"""Output features that a kernel reads together."""
 
 
 class NativeChange:
-    """A `PackedChange`. rank: of all first factors together, rounded up to whole panels. words: the address of the
-    kernels' `Adapter`."""
+    """A `PackedChange`. rank: of all `down` matrices, rounded up to whole panels. words: the address of the kernels'
+    `Adapter`."""
 
     def __init__(self, change: Change, out_features: int, in_features: int, dtype: torch.dtype, *, gated: bool) -> None:
-        """dtype: of inputs. gated: whether outputs are in the order of a gated weight."""
+        """dtype: of inputs. gated: whether outputs are ordered as in a gated weight."""
         parts = [_of_even_rank(part) for part in change.parts]
         order = outputs_in_tiles(out_features, gated=gated)
         self.rank = -(-sum(len(part.down) for part in parts) // PANEL) * PANEL
@@ -43,18 +43,17 @@ class NativeChange:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
         tensors = [self._down, self._factor, self._shift, self._struct, self._columns, *self._up]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _placed(tensor: Tensor) -> Tensor:
-    """A copy of what steps read of an adapter. In small pages, finding it would take longer than reading it."""
+    """Copy what steps read into large pages. TLB misses of small pages would take longer than the read."""
     return allocate(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def outputs_in_tiles(out_features: int, *, gated: bool) -> Tensor:
-    """int64 ``[panels * 16]``: which output lies where in a packed weight, -1 where none does."""
+    """Return int64 ``[panels * 16]``: the output at each place of a packed weight, -1 for padding."""
     features, each = (out_features // 2, PANEL) if gated else (out_features, TILE)
     tiles = -(-features // each)
     columns = torch.arange(tiles * each).view(tiles, each)
@@ -65,7 +64,7 @@ def outputs_in_tiles(out_features: int, *, gated: bool) -> Tensor:
 
 
 def _of_even_rank(part: LowRank) -> LowRank:
-    """The same with a zero more in each factor where the rank is odd: kernels read second factors in pairs."""
+    """Pad an odd rank by one zero, because kernels read `up` in pairs."""
     if len(part.down) % 2 == 0:
         return part
     columns = None if part.columns is None else F.pad(part.columns, (0, 1))
@@ -73,7 +72,7 @@ def _of_even_rank(part: LowRank) -> LowRank:
 
 
 def _pack_down(parts: Sequence[LowRank], rank: int, in_features: int, dtype: torch.dtype) -> Tensor | None:
-    """First factors, one below the other, as `pack` arranges a plain weight."""
+    """Stack and pack the `down` matrices like a plain weight."""
     if not rank:
         return None
     plain = torch.zeros(rank, in_features, dtype=dtype)
@@ -85,7 +84,7 @@ def _pack_down(parts: Sequence[LowRank], rank: int, in_features: int, dtype: tor
 
 
 def _columns(parts: Sequence[LowRank], rank: int) -> Tensor | None:
-    """int32 ``[rank]``: which scaling of a row each product with a first factor gets; None: none gets any."""
+    """Return int32 ``[rank]``: the scaling of each `down` output. None: no scalings."""
     known = [part.columns for part in parts if part.columns is not None]
     if not known:
         return None
@@ -98,7 +97,7 @@ def _columns(parts: Sequence[LowRank], rank: int) -> Tensor | None:
 def _pack_up(
     parts: Sequence[LowRank], order: Tensor, dtype: torch.dtype, step: int
 ) -> Iterator[tuple[Tensor, int, int, int, int, int]]:
-    """The fields of csrc/table.h's `AdapterPart`, in order. Every step-th panel belongs together."""
+    """Yield the fields of csrc/table.h's `AdapterPart`. Every step-th panel belongs together."""
     first = 0
     for down, up, start, _ in parts:
         rank = len(down)

@@ -1,7 +1,7 @@
-"""Paged attention by the native kernels for a CPU: an `AttentionBackend` that also rotates queries and keys.
+"""Paged attention with RoPE by the native CPU kernels.
 
-A layer is one call, which writes the new keys and values and attends straight over the block table. How the cache lies
-in memory is documented in csrc/attention.h.
+One call per layer writes new keys and values, and attends over the block table. csrc/attention.h documents the cache
+layout.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from vlmserve.kernels.extension import DTYPES, extension, supported_isas
 from vlmserve.layer_specs import AttentionSpec, CacheType
 
 LANES = 16
-"""Tokens of a tile: a block takes whole ones, so its size had better be a multiple of this."""
+"""Tokens of a tile. A block takes whole tiles, so its size should be a multiple."""
 MAX_HEAD_SIZE = 512
 
 
 def unsupported_reason(
     spec: AttentionSpec, dtype: torch.dtype, device: torch.device, *, cache_type: CacheType = "auto"
 ) -> str | None:
-    """Why the native kernels cannot serve a layer, None if they can."""
+    """Return why the native kernels cannot run a layer, or None."""
     if not supported_isas():
         return "the native kernels were not built"
     if device.type != "cpu":
@@ -46,20 +46,19 @@ def unsupported_reason(
 
 
 class CpuAttention:
-    """Attention over a flat batch of decodes and prompt chunks, in one call a layer. A `RotatingBackend`."""
+    """A `RotatingBackend` for flat batches of decodes and prompt chunks, one call per layer."""
 
     name = "native"
     reads_on_device = False
 
     def __init__(self, *, cache_type: CacheType = "auto") -> None:
-        """cache_type: "auto" or "int8"."""
         self.cache_type: CacheType = cache_type
         self._attention = extension().attention
 
     def allocate(
         self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
-        """A zeroed cache of one layer. Raises ValueError for what `unsupported_reason` gives a reason against."""
+        """Allocate a zeroed cache for one layer. Raises ValueError if `unsupported_reason` returns a reason."""
         if (reason := unsupported_reason(spec, dtype, device, cache_type=self.cache_type)) is not None:
             raise ValueError(f"native attention is not possible here: {reason}")
         pair = 2 if self.cache_type != "auto" else 4 // dtype.itemsize
@@ -72,7 +71,7 @@ class CpuAttention:
         return LayerCache(keys, values, block_size, scales)
 
     def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
-        """What a block of one layer takes, keys and values together: whole tiles."""
+        """Return the bytes of one layer's block: whole tiles of keys and values."""
         tokens = -(-block_size // LANES) * LANES
         columns = -(-spec.head_size // LANES) * LANES
         size = (spec.head_size + columns) * (1 if self.cache_type != "auto" else dtype.itemsize)
@@ -82,7 +81,6 @@ class CpuAttention:
     def prepare(
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
     ) -> CpuPlan:
-        """Addresses and sizes of the batch."""
         starts_of, contexts_of, tables, ahead_of = _without_bidirectional_rows(metadata)
         tables = tables.to(torch.int32)
         contexts_of = contexts_of.to(torch.int32).contiguous()
@@ -180,7 +178,6 @@ class CpuAttention:
 
 
 def gate_output(x: Tensor, gates: Tensor) -> Tensor:
-    """A `GateKernel`."""
     if isinstance(x, Recorded):
         assert isinstance(gates, Recorded)
         each = x.width // gates.width
@@ -207,11 +204,11 @@ def gate_output(x: Tensor, gates: Tensor) -> Tensor:
 
 
 def _without_bidirectional_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query starts, context lengths and block tables of a causal batch, and how many positions ahead of its own the row
-    of each sequence sees, int32; empty: none.
+    """Split bidirectional rows off, so that kernels see a causal batch.
 
-    A bidirectional row becomes a sequence of its own that ends where the row's reach does. All keys and values are
-    written before any are read, so that it does not matter who writes them.
+    Returns query starts, context lengths, block tables, and int32 counts of positions that each sequence sees ahead
+    (empty: none). A bidirectional row becomes a sequence that ends at its reach. All keys and values are written before
+    any is read, so the writer does not matter.
     """
     tables = metadata.block_tables
     if not metadata.bidirectional:
@@ -268,5 +265,5 @@ def _record(qkv: Recorded, rope: object, cache: LayerCache, spec: AttentionSpec)
 
 
 def _heads_together(x: Tensor) -> Tensor:
-    """``[tokens, heads, head_size]`` whose last two axes are one piece of memory; it may be a slice of wider rows."""
+    """Make the last two axes of ``[tokens, heads, head_size]`` contiguous. Rows may be slices of wider rows."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

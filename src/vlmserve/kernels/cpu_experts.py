@@ -1,4 +1,4 @@
-"""Mixtures of experts by the native kernels for a CPU (csrc/experts.h)."""
+"""Mixtures of experts by the native CPU kernels (csrc/experts.h)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORM = ("bits", "group_size", "minimums", "input_bits")
 
 
 def unsupported_reason(router: Product, experts: Mapping[int, ExpertProducts]) -> str | None:
-    """Return why one call cannot compute these experts; None: it can."""
+    """Return why one call cannot compute these experts, or None."""
     products: list[Product] = [router, *(product for both in experts.values() for product in both)]
     if not all(isinstance(product, PackedLinear) for product in products):
         return "some weights are not packed"
@@ -32,10 +32,8 @@ def unsupported_reason(router: Product, experts: Mapping[int, ExpertProducts]) -
 
 
 class NativeExperts:
-    """An `ExpertsKernel`."""
-
     def __init__(self, spec: ExpertsSpec, router: RouterWeights, experts: Mapping[int, ExpertProducts]) -> None:
-        """Raises ValueError for what `unsupported_reason` gives a reason against."""
+        """Raises ValueError if `unsupported_reason` returns a reason."""
         if (reason := unsupported_reason(router.product, experts)) is not None:
             raise ValueError(f"native experts are not possible here: {reason}")
         packed = _packed(router.product)
@@ -71,14 +69,13 @@ class NativeExperts:
         self._size, self._dtype = up.in_features, up.dtype
 
     def _address(self, tensor: Tensor | None) -> int:
-        """The address of a tensor that stays in memory; 0: there is none."""
+        """Keep a tensor and return its address, 0 for None."""
         if tensor is None:
             return 0
         self._kept.append(tensor.float().contiguous())
         return self._kept[-1].data_ptr()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, *, float_output: bool = False) -> Tensor:
-        """See `ExpertsKernel`."""
         if isinstance(x, Recorded):
             return self._record(x, residual)
         dtype = torch.float32 if float_output else self._dtype
@@ -117,10 +114,10 @@ def _packed(product: Product) -> PackedLinear:
 
 
 def _bits(number: float) -> int:
-    """A double as a word of eight bytes."""
+    """Return the bits of a double."""
     return int(torch.tensor(number, dtype=torch.float64).view(torch.int64))
 
 
 def _placed(words: Sequence[int]) -> Any:
-    """Words of eight bytes in memory that steps read."""
+    """Copy 8-byte words into large pages."""
     return allocate(len(words), torch.int64).copy_(torch.tensor(words, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Products with packed weights, norms and the attention of vision towers by the native kernels for a CPU."""
+"""Linears with packed weights, norms and vision tower attention by the native CPU kernels."""
 
 from __future__ import annotations
 
@@ -27,26 +27,25 @@ ACTIVATIONS = {
     "quick_gelu": 4,
     "relu": 5,
 }
-"""Activations that a product applies on its way out, by their Hugging Face names."""
+"""Fused activations, by their Hugging Face names."""
 
 
 _SUPERBLOCKS, _CODED_GROUPS = 1, 2
-"""Values of `bits` that mean superblocks and groups of 4-bit codes. Tiles of superblocks say their own bits."""
+"""Values of `bits` for superblocks and for groups of 4-bit codes. A superblock tile stores its own bits."""
 _TILE_ALIGNMENT = 64
-"""Bytes that the offsets of superblocks' tiles are multiples of."""
+"""Alignment of superblock tiles in bytes."""
 
 
 def can_pack(in_features: int, dtype: torch.dtype) -> bool:
-    """Whether a weight with so many input features can be packed: bfloat16 comes in pairs."""
+    """Return whether a weight can be packed. bfloat16 inputs come in pairs."""
     return dtype == torch.float32 or (dtype == torch.bfloat16 and in_features % 2 == 0)
 
 
 class PackedLinear:
-    """A weight ``[out_features, in_features]`` in the kernel's order, with what follows the product.
+    """A packed weight ``[out_features, in_features]`` with its epilogue.
 
-    dtype: of inputs and outputs; default: a plain weight's. gated: the weight's first half are gates, its second half
-    ups; the output is ``activation(gate) * up``, half as wide. bias: ``[out_features]``. float_output: results in
-    float32, whatever the inputs are.
+    dtype: of inputs and outputs (default: a plain weight's). gated: the weight's first half are gates, its second half
+    ups; the output is ``activation(gate) * up``, half as wide. bias: ``[out_features]``. float_output: return float32.
     """
 
     change_words = 1
@@ -107,7 +106,7 @@ class PackedLinear:
 
     @classmethod
     def restored(cls, settings: Mapping[str, int], packed: Tensor, bias: Tensor | None) -> PackedLinear:
-        """The weight with these `settings`, from the memory that `packed` was. bias: ``[out_features]``."""
+        """Recreate a linear from its `settings` and `packed` memory. bias: ``[out_features]``."""
         linear = cls.__new__(cls)
         linear._set(settings, bias)
         linear.packed = packed
@@ -143,7 +142,7 @@ class PackedLinear:
             of_group = 2 * (1 + self._minimums) + weight.group_size * weight.bits // 8
             tile_bytes = -(-self.in_features // weight.group_size) * TILE * of_group
         packed = allocate(num_tiles * tile_bytes, torch.uint8)
-        # The kernels add 8-bit minimums to the value in the middle.
+        # 8-bit minimums are relative to the middle value 128.
         minimums = weight.minimums if weight.bits == 4 else weight.minimums + 128 * weight.scales
         values, scales, minimums = (tensor.contiguous() for tensor in (weight.values, weight.scales, minimums))
         extension().pack_quantized(
@@ -160,7 +159,7 @@ class PackedLinear:
         return packed
 
     def _pack_blocks(self, weight: GGUFWeight) -> Tensor:
-        """Packs one part after another; superblocks after a table of the tiles. Gates and ups are packed together."""
+        """Pack each part, superblocks after a table of tiles. Gates and ups are packed together."""
         if not (weight.is_pair if self._gated else weight.fills_tiles):
             raise ValueError(f"parts of {[len(part.blocks) for part in weight.parts]} outputs do not fill tiles")
         parts, ups = weight.parts, None
@@ -195,11 +194,9 @@ class PackedLinear:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the packed weight."""
         return self.packed.nbytes
 
     def pack_change(self, change: Change) -> NativeChange:
-        """See `PacksChanges`."""
         sizes = (self.out_features, self.in_features)
         return NativeChange(change, *sizes, self.dtype, gated=bool(self._gated))
 
@@ -210,7 +207,7 @@ class PackedLinear:
         out: Tensor | None = None,
         adapters: LinearAdapters | None = None,
     ) -> Tensor:
-        """``[..., in_features]`` to ``[..., output_features]``; `residual`, shaped like the output, is added to it.
+        """Map ``[..., in_features]`` to ``[..., output_features]`` and add `residual`.
 
         out: contiguous memory for the output, which is then returned. adapters: change the rows that have one.
         """
@@ -290,7 +287,7 @@ class PackedLinear:
         )
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Rows of the weight, ``[count, in_features]``, by int64 indices ``[count]``."""
+        """Return weight rows ``[count, in_features]`` for int64 indices ``[count]``."""
         indices = indices.contiguous()
         output = torch.empty(len(indices), self.in_features, dtype=self.dtype)
         extension().gather(
@@ -321,9 +318,9 @@ def _settings_of_blocks(weight: GGUFWeight) -> dict[str, int]:
 
 
 class NativeNorm:
-    """RMSNorm, or LayerNorm where there is a bias, over the last axis. An `AddingNorm`.
+    """RMSNorm over the last axis, or LayerNorm with a bias. An `AddingNorm`.
 
-    weight, bias: ``[size]``, of the type that is normed. offset: added to the weight, in float32.
+    weight, bias: ``[size]``, of the inputs' dtype. offset: added to the weight in float32.
     """
 
     __slots__ = ("_bias", "_eps", "_norm", "_size", "_weight", "dtype")
@@ -334,11 +331,9 @@ class NativeNorm:
         self._size, self.dtype = len(weight), weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[..., size]`` to the same."""
         return self._compute(x, None)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """See `AddingNorm.plus`."""
         return self._compute(x, residual)
 
     def _compute(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -384,7 +379,7 @@ class NativeNorm:
 
 
 class NativeHeadsNorm:
-    """Norms heads of rows ``[tokens, width]`` in place. A `HeadsNorm`."""
+    """Norms heads of ``[tokens, width]`` in place. A `HeadsNorm`."""
 
     __slots__ = ("_dtype", "_norm", "_parts")
 
@@ -393,7 +388,6 @@ class NativeHeadsNorm:
         self._parts, self._dtype = tuple(parts), dtype
 
     def __call__(self, rows: Tensor) -> None:
-        """See `HeadsNorm`."""
         for part in self._parts:
             groups, size = part.weight.shape
             if isinstance(rows, Recorded):
@@ -435,10 +429,10 @@ class NativeHeadsNorm:
 
 
 def encoder_attention(qkv: Tensor, num_heads: int, queries: slice = slice(None)) -> Tensor:
-    """Full attention within each image.
+    """Compute full attention within each image.
 
-    ``[images, tokens, 3 * size]``, queries before keys before values, to ``[images, queries, size]``. queries: the rows
-    to compute, without step. The size of a head must be one that `can_pack` takes.
+    qkv: ``[images, tokens, 3 * size]``, queries before keys before values; the head size must pass `can_pack`. queries:
+    rows to compute, without step. Returns ``[images, queries, size]``.
     """
     images, length, width = qkv.shape
     size = width // 3
@@ -468,8 +462,8 @@ def encoder_attention(qkv: Tensor, num_heads: int, queries: slice = slice(None))
 
 
 def rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate queries and keys in place, of ``[rows, 3 * size]`` with values behind them. cos, sin: float32 ``[rows, 1,
-    head_size / 2]``; element ``i`` of a head pairs with ``i + head_size / 2``."""
+    """Rotate the queries and keys of ``[rows, 3 * size]`` in place. cos, sin: float32 ``[rows, 1, head_size / 2]``.
+    Element ``i`` of a head pairs with ``i + head_size / 2``."""
     rows, width = qkv.shape
     head_size = 2 * cos.shape[-1]
     if not qkv.is_contiguous() or cos.shape != (rows, 1, head_size // 2) or sin.shape != cos.shape:

@@ -1,9 +1,8 @@
-"""All layers of a decoder as one call of the native kernels (csrc/program.h).
+"""Runs all layers of a decoder in one native call (csrc/program.h).
 
-A decoder's layers run once with a `Recorded` value in place of a tensor: native kernels that meet one note down what
-they would compute. The notes are a `Program`, which does the same for any batch. `Recorded` itself notes multiplying
-and taking columns, which torch computes otherwise. Anything else that touches a recorded value, like another operation
-of torch, raises `NotRecordable`: such layers call one kernel after the other.
+The layers run once with `Recorded` values instead of tensors. Native kernels record their calls into a `Program`, which
+repeats them for any batch. `Recorded` itself records multiplications and column slices. Any other operation raises
+`NotRecordable`; such layers call their kernels one by one.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from vlmserve.kernels.cpu_record import ATTENTION, MULTIPLY, Operation
 from vlmserve.kernels.extension import DTYPES, extension
 
 INPUT, OUTPUT = range(2)
-"""The buffers that are tensors of the caller."""
+"""Buffers that are the caller's tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """The arguments of kernels that all layers of a step share."""
+    """Kernel arguments that all layers of a step share."""
 
     tensors: tuple[Tensor, ...]
     """Owners of the memory at `addresses`."""
     addresses: tuple[int, int, int, int, int]
-    """Addresses of query starts, context lengths, block tables ``[columns, sequences, max_blocks]``, slots
-    ``[columns, tokens]``, and positions that queries see ahead, where windows need them."""
+    """Query starts, context lengths, block tables ``[columns, sequences, max_blocks]``, slots ``[columns, tokens]``,
+    and, for windows, how many positions queries see ahead."""
     causal_contexts: int
-    """Address of context lengths that end at the last query, in place of those at `addresses`."""
+    """Address of context lengths that end at the last query, for causal layers."""
     num_sequences: int
     num_tokens: int
     table_stride: int
@@ -44,30 +43,28 @@ class CpuPlan:
     """Elements from one column's block tables to the next."""
     threads: int
     states: tuple[int, ...]
-    """The fields of `StateRows` in csrc/table.h, in memory of `BatchMetadata.states`."""
+    """Fields of csrc/table.h's `StateRows`, in memory of `BatchMetadata.states`."""
 
     def addresses_of(self, column: int, *, is_causal: bool) -> tuple[int, int, int, int, int]:
-        """`addresses` with the block tables and slots of a column. is_causal: see `AttentionSpec`."""
+        """Return `addresses` with the column's block tables and slots. is_causal: see `AttentionSpec`."""
         starts, contexts, tables, slots, ahead = self.addresses
         if is_causal:
             contexts, ahead = self.causal_contexts, 0
         return starts, contexts, tables + 4 * column * self.column_stride, slots + 8 * column * self.num_tokens, ahead
 
 
-class NotRecordable(Exception):
-    """An operation that programs do not support."""
+class NotRecordable(Exception): ...
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRope:
-    """Cosines and sines that a program will get. size: elements of a head that are rotated."""
+    """Cosines and sines that a program gets later. size: rotated elements of a head."""
 
     number: int
     size: int
 
     @property
     def rows(self) -> RecordedRope:
-        """Where a kernel looks for them."""
         return self
 
 
@@ -76,7 +73,8 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 
 class Unknown:
-    """Stands for what a program gets only when it runs. reason: why a layer that looks at it cannot be recorded."""
+    """A placeholder for a value that exists only when the program runs. reason: why layers that read it cannot be
+    recorded."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -86,16 +84,16 @@ class Unknown:
 
 
 class Recorded:
-    """Stands for a ``[tokens, width]`` tensor that a program will compute, or for some of its columns."""
+    """A placeholder for a ``[tokens, width]`` tensor, or for some of its columns."""
 
     def __init__(self, recording: Recording, number: int, width: int, columns: slice | None = None) -> None:
-        """columns: ``first <= i < last`` of `width`, which kernels for whole rows do not take. None: all."""
+        """columns: range within `width`, which kernels for whole rows reject. None: all."""
         self.recording, self.number, self._row_width = recording, number, width
         self.first, last, _ = (columns or slice(None)).indices(width)
         self.width = last - self.first
 
     def expect(self, width: int, dtype: torch.dtype, *, columns: bool = False) -> None:
-        """Check that a kernel for `width` features of a type can take this. columns: it reads rows of any width."""
+        """Raise NotRecordable unless a kernel can take this. columns: the kernel accepts column slices."""
         if not columns and self.width != self._row_width:
             raise NotRecordable(f"{self.width} of {self._row_width} columns")
         if width != self.width or dtype != self.recording.dtype:
@@ -105,7 +103,7 @@ class Recorded:
         raise NotRecordable(f"an operation of torch ({name})")
 
     def __getitem__(self, key: Any) -> Any:
-        """``[:, first:last]``."""
+        """Record ``[:, first:last]``."""
         match key:
             case (slice(start=None, stop=None, step=None), slice(step=None) as columns):
                 first, last, _ = columns.indices(self.width)
@@ -114,7 +112,7 @@ class Recorded:
         raise NotRecordable("an operation of torch (__getitem__)")
 
     def __mul__(self, other: Any) -> Any:
-        """Multiply by a tensor of one number, or by columns that are as many."""
+        """Multiply by a tensor of one element, or by equally many columns."""
         self.expect(self.width, self.recording.dtype)
         if isinstance(other, Recorded):
             other.expect(self.width, self.recording.dtype, columns=True)
@@ -126,7 +124,7 @@ class Recorded:
         return self.recording.add(MULTIPLY, self, self.width, weight=other.data.float(), in_features=self.width)
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
-        """Columns as rows of their own."""
+        """Copy columns to rows of their own."""
         if self.width == self._row_width:
             return self
         return self.recording.add(MULTIPLY, self, self.width, first=self.first, in_features=self.width)
@@ -136,9 +134,9 @@ class Recorded:
 
 
 class Recording:
-    """Notes of what native kernels do with `input`, ``[tokens, width]``.
+    """Records native calls that start from `input`, ``[tokens, width]``.
 
-    Weights are kept for as long as the program is; the memory of caches is not.
+    Keeps weights as long as the program; the memory of caches is not kept.
     """
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
@@ -154,11 +152,10 @@ class Recording:
         return cast(Tensor, Recorded(self, 0, self._widths[0]))
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Keep weights for as long as the program is."""
         self._kept += tensors
 
     def rope(self, size: int) -> RecordedRope:
-        """Another kind of cosines and sines, in the order in which `Program.run` gets them."""
+        """Return the next kind of cosines and sines, in the order of `Program.run`."""
         self._num_ropes += 1
         return RecordedRope(self._num_ropes - 1, size)
 
@@ -172,10 +169,8 @@ class Recording:
         in_place: bool = False,
         **fields: Any,
     ) -> Tensor:
-        """Record an operation and return its result. fields: of `Operation`, with tensors in place of addresses.
-
-        in_place: the result takes the place of the source.
-        """
+        """Record an operation and return its result. fields: of `Operation`, with tensors instead of addresses.
+        in_place: overwrite the source."""
         for name, value in fields.items():
             if isinstance(value, Tensor):
                 self._kept.append(value)
@@ -194,7 +189,7 @@ class Recording:
         return cast(Tensor, Recorded(self, operation.target, width))
 
     def finish(self, output: Tensor) -> Program:
-        """The program that computes `output`. Raises NotRecordable where it would be larger than programs can be."""
+        """Return the program that computes `output`. Raises NotRecordable if it exceeds the limits of programs."""
         assert isinstance(output, Recorded)
         output.expect(output.width, self.dtype)
         operations, widths = assign_buffers(self._operations, self._widths, output.number)
@@ -207,9 +202,10 @@ class Recording:
 def assign_buffers(
     operations: Sequence[Operation], widths: Sequence[int], output: int
 ) -> tuple[list[Operation], list[int]]:
-    """Operations on buffers instead of values, and the buffers' widths: a value's place is free after its last use.
+    """Assign values to buffers, which are reused after a value's last use. Returns the operations and the buffers'
+    widths.
 
-    Raises NotRecordable where an operation would change the input in place: that memory is the caller's.
+    Raises NotRecordable if an operation would overwrite the caller's input.
     """
     last_use = {}
     for index, operation in enumerate(operations):
@@ -230,7 +226,7 @@ def assign_buffers(
         elif operation.target == output:
             place = OUTPUT
         elif is_alike and operation.residual in over - {operation.source} and places[operation.residual] > OUTPUT:
-            # A result may be written over its residual.
+            # A result may overwrite its residual.
             place = places[operation.residual]
             over.remove(operation.residual)
         else:
@@ -249,12 +245,12 @@ def assign_buffers(
 
 
 class Program:
-    """Operations that run over a batch in one call."""
+    """Recorded operations, which run over a batch in one call."""
 
     def __init__(
         self, operations: Sequence[Operation], widths: Sequence[int], dtype: torch.dtype, kept: Sequence[Tensor]
     ) -> None:
-        """kept: the tensors that own the memory at the operations' addresses."""
+        """kept: tensors that own the memory at the operations' addresses."""
         self._program: Callable[..., None] = extension().program
         self._table = (Operation * len(operations))(*operations)
         self._widths = array("q", widths)
@@ -269,10 +265,10 @@ class Program:
         row_slots: Tensor | None = None,
         scalings: Tensor | None = None,
     ) -> Tensor:
-        """``[tokens, width]`` through all operations.
+        """Run all operations on ``[tokens, width]``.
 
-        ropes: of each kind that was recorded. plan: a `CpuPlan`. row_slots: int32 ``[tokens]``, the slot of each row's
-        adapter, below 0 for none; None: no row has one. scalings: see `AdapterRows`.
+        ropes: one for each recorded kind. plan: a `CpuPlan`. row_slots: int32 ``[tokens]``, each row's adapter slot,
+        below 0 for none; None: no adapters. scalings: see `AdapterRows`.
         """
         assert isinstance(plan, CpuPlan)
         expected = plan.num_tokens, self._widths[INPUT]

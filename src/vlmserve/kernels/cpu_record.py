@@ -1,4 +1,4 @@
-"""The record of one operation of a CPU program, the twin of `Operation` in csrc/table.h."""
+"""The record of one operation of a CPU program. Mirrors `Operation` in csrc/table.h."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FLOATS = {"eps", "scale", "soft_cap"}
 
 
 class Operation(ctypes.Structure):
-    """One operation. Operands are numbers of values, or of buffers once these are assigned."""
+    """One operation. Operands are value numbers, then buffer numbers after assignment."""
 
     __slots__ = ()
     _fields_ = tuple((name, ctypes.c_double if name in _FLOATS else ctypes.c_int64) for name in _FIELDS.split())
@@ -25,13 +25,15 @@ class Operation(ctypes.Structure):
     def __init__(
         self, kind: int, source: int, target: int, residual: int = -1, *, rope: int = -1, **fields: Any
     ) -> None:
-        """fields: integers, addresses and floats; 0 if absent. Raises AttributeError for an unknown name."""
+        """fields: integers, addresses and floats (default 0). Raises AttributeError for an unknown name."""
         super().__init__(kind=kind, source=source, target=target, residual=residual, rope=rope, **fields)
 
 
 def mismatch(native: ModuleType, record: type[ctypes.Structure] = Operation) -> str | None:
-    """Return how the first field that differs is compiled and how its twin has it: name, offset and size in bytes,
-    whether it is a float. None: all are alike, and so are the kinds."""
+    """Return the first field or kind that differs: how it is compiled, and how Python has it. None: all agree.
+
+    Fields compare by name, offset and size in bytes, and whether they are floats.
+    """
     ours = [
         (name, getattr(record, name).offset, getattr(record, name).size, kind is ctypes.c_double)
         for name, kind, *_ in record._fields_

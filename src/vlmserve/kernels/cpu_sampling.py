@@ -1,4 +1,4 @@
-"""Drawing tokens by the native kernel for a CPU, without sorting logits (csrc/sampling.h)."""
+"""Samples tokens with the native CPU kernel, without sorting logits (csrc/sampling.h)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def draw(
     min_ps: Sequence[float],
     numbers: Sequence[float],
 ) -> list[int]:
-    """See `torch_sampling.Draw`."""
+    """Implements `torch_sampling.Draw`."""
     rows, vocabulary = logits.shape
     logits = logits.contiguous()
     tokens = array("q", bytes(8 * rows))

@@ -1,4 +1,4 @@
-"""Layers with states by the native kernels for a CPU (csrc/delta.h, csrc/convolution.h)."""
+"""Layers with states by the native CPU kernels (csrc/delta.h, csrc/convolution.h)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vlmserve.kernels.states import DeltaWeights, StateCache, StateRows
 from vlmserve.layer_specs import ConvolutionSpec, DeltaSpec, StateSpec
 
 _PANEL = 16
-"""Sizes of heads are multiples of this."""
+"""Head sizes must be multiples of this."""
 
 
 def unsupported_reason(spec: StateSpec, dtype: torch.dtype) -> str | None:
-    """Return why the native kernels cannot serve a layer, None if they can."""
+    """Return why the native kernels cannot run a layer, or None."""
     if not supported_isas():
         return "the native kernels were not built"
     if dtype not in DTYPES:
@@ -37,10 +37,8 @@ def addresses_of(rows: StateRows | None) -> tuple[int, ...]:
 
 
 class NativeDelta:
-    """A `DeltaKernel`."""
-
     def __init__(self, spec: DeltaSpec, weights: DeltaWeights, dtype: torch.dtype) -> None:
-        """dtype: of rows. Raises ValueError for what `unsupported_reason` gives a reason against."""
+        """dtype: of rows. Raises ValueError if `unsupported_reason` returns a reason."""
         _check(spec, dtype)
         self._spec, self._eps, self._dtype = spec, weights.eps, dtype
         self._width = spec.channels + spec.values
@@ -102,11 +100,9 @@ class NativeDelta:
 
 
 class NativeConvolution:
-    """A `ConvolutionKernel`."""
-
     def __init__(self, spec: ConvolutionSpec, weight: Tensor, dtype: torch.dtype) -> None:
-        """weight: ``[channels, kernel]``. dtype: of rows. Raises ValueError for what `unsupported_reason` gives a
-        reason against."""
+        """weight: ``[channels, kernel]``. dtype: of rows. Raises ValueError if `unsupported_reason` returns a
+        reason."""
         _check(spec, dtype)
         self._spec, self._dtype = spec, dtype
         self._weight = weight.float().T.contiguous()

@@ -1,7 +1,7 @@
-"""The compiled kernels: whether they are there, and for which instruction set.
+"""Loads the compiled kernels, and selects their instruction set.
 
-The extension is optional: where it was not built, or cannot serve a type, layers use torch. Its functions take
-addresses and sizes, which costs a call less than torch's dispatcher would; shapes are for their callers to check.
+The extension is optional: layers use torch if it was not built or lacks a type. Its functions take addresses and sizes,
+which avoids torch's dispatch cost. Callers must check shapes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vlmserve.kernels.cpu_record import mismatch
 logger = logging.getLogger(__name__)
 
 INTERFACE = 10
-"""Version of the functions' arguments, as csrc/module.cpp has it."""
+"""Version of the functions' arguments, equal to csrc/module.cpp."""
 
 
 def _load() -> ModuleType | None:
@@ -38,21 +38,21 @@ def _load() -> ModuleType | None:
 _native = _load()
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""How the extension names the types that it computes."""
+"""The extension's number of each dtype."""
 
 
 def supported_isas() -> tuple[str, ...]:
-    """Instruction sets that this processor and this build have, the best first; empty without the extension."""
+    """Instruction sets of this processor and build, best first. Empty without the extension."""
     return () if _native is None else tuple(_native.supported_isas())
 
 
 def selected_isa() -> str:
-    """The instruction set whose kernels run. Raises RuntimeError where none were built."""
+    """Raises RuntimeError if no kernels were built."""
     return str(extension().selected_isa())
 
 
 def extension() -> ModuleType:
-    """The compiled module. Raises RuntimeError where it was not built."""
+    """Raises RuntimeError if no kernels were built."""
     if _native is None:
         raise RuntimeError("the native kernels were not built")
     return _native

@@ -1,4 +1,4 @@
-"""Attention without a cache: every token attends to all of its sequence, which is computed in one step."""
+"""Attention without a cache: each token attends to its whole sequence within one step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmserve.layer_specs import AttentionSpec
 
 
 class FullAttention:
-    """An `AttentionBackend` for encoders of text. It reads nothing of the metadata but `query_lens`."""
+    """An `AttentionBackend` for text encoders. It only reads `query_lens` from the metadata."""
 
     name = "full"
     reads_on_device = False
@@ -21,18 +21,16 @@ class FullAttention:
     def allocate(
         self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
-        """A cache that holds nothing, however many blocks are asked for."""
+        """Return an empty cache."""
         nothing = torch.empty(0, dtype=dtype, device=device)
         return LayerCache(nothing, nothing, block_size)
 
     def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
-        """Nothing."""
         return 0
 
     def prepare(
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
-    ) -> None:
-        """Nothing to share between layers."""
+    ) -> None: ...
 
     def attend(
         self,
@@ -41,7 +39,7 @@ class FullAttention:
         value: Tensor | None,
         context: AttentionContext,
     ) -> Tensor:
-        """``[tokens, heads, head_size]`` and keys and values to ``[tokens, heads * head_size]``."""
+        """Map ``[tokens, heads, head_size]`` to ``[tokens, heads * head_size]``."""
         assert key is not None
         assert value is not None
         spec = context.spec

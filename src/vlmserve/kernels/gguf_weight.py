@@ -1,4 +1,4 @@
-"""Weights in blocks, as GGUF files have them."""
+"""Weights in GGUF blocks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _TILE = 32
 
 
 class GGUFRows(NamedTuple):
-    """Outputs of one type. blocks: uint8 ``[outputs, blocks, bytes]``."""
+    """Outputs of one GGUF type. blocks: uint8 ``[outputs, blocks, bytes]``."""
 
     kind: int
     blocks: Tensor
 
     @property
     def packed_row_bytes(self) -> int:
-        """Bytes of an output once its blocks are packed."""
+        """Bytes of one packed output."""
         _, count, num_bytes = self.blocks.shape
         if (stored := GROUP_BLOCKS.get(self.kind)) is not None:
             num_bytes = 2 * (1 + stored.minimums) + GROUP * stored.bits // 8
@@ -33,9 +33,9 @@ class GGUFRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GGUFWeight:
-    """A weight ``[out_features, in_features]``: rows of one or several types, one after another.
+    """A weight ``[out_features, in_features]``: rows of one or several types, concatenated.
 
-    input_bits: see `QuantizedWeight`. Inputs of superblocks always have 8 bits.
+    input_bits: see `QuantizedWeight`. Superblocks always use 8-bit inputs.
     """
 
     parts: tuple[GGUFRows, ...]
@@ -43,12 +43,12 @@ class GGUFWeight:
 
     @property
     def group_blocks(self) -> GroupBlocks | None:
-        """How kernels store the weights; None: in superblocks."""
+        """How kernels store the weights. None: as superblocks."""
         return GROUP_BLOCKS.get(self.parts[0].kind)
 
     @property
     def block_size(self) -> int:
-        """Weights of an output in a block."""
+        """Weights in one block."""
         return GROUP if self.parts[0].kind in GROUP_BLOCKS else SUPERBLOCK
 
     @property
@@ -58,36 +58,36 @@ class GGUFWeight:
 
     @property
     def bits(self) -> int:
-        """Bits of a weight of the largest type, without its scales."""
+        """Bits of a weight of the largest type, without scales."""
         if self.group_blocks is not None:
             return self.group_blocks.bits
         return max(part.blocks.shape[2] * 8 // SUPERBLOCK for part in self.parts)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the blocks. Packed ones take the same, but for fifth bits, which are stored as bytes."""
+        """Bytes of the blocks. Packed blocks take the same, except that 5-bit values take a byte."""
         return sum(part.blocks.nbytes for part in self.parts)
 
     @property
     def fills_tiles(self) -> bool:
-        """True if kernels take all types together, and each but the last fills whole tiles with its outputs."""
+        """Return whether kernels take all types together, and each part except the last fills whole tiles."""
         together = len({_stored_as(part.kind) for part in self.parts}) == 1
         return together and all(len(part.blocks) % _TILE == 0 for part in self.parts[:-1])
 
     @property
     def is_pair(self) -> bool:
-        """True for weights that can be gates and ups: one part, or two of the same type and size."""
+        """Return whether the weight can be gates and ups: one part, or two of the same type and size."""
         first, last = self.parts[0], self.parts[-1]
         return len(self.parts) <= 2 and (first.kind, first.blocks.shape) == (last.kind, last.blocks.shape)
 
     @classmethod
     def beside(cls, weights: Sequence[GGUFWeight]) -> GGUFWeight:
-        """As `join`, without a copy: parts of the same type stay apart."""
+        """Like `join`, without copying: parts of the same type stay separate."""
         return cls(tuple(part for weight in weights for part in weight.parts))
 
     @classmethod
     def join(cls, weights: Sequence[GGUFWeight]) -> GGUFWeight:
-        """Weights for the same inputs as one, their outputs side by side."""
+        """Concatenate the outputs of weights for the same inputs."""
         parts: list[GGUFRows] = []
         for part in (part for weight in weights for part in weight.parts):
             if parts and parts[-1].kind == part.kind:
@@ -97,7 +97,7 @@ class GGUFWeight:
         return cls(tuple(parts))
 
     def inputs(self, first: int, last: int) -> GGUFWeight | None:
-        """The weight of inputs ``first <= i < last``; None if that divides a block."""
+        """Return the weight of inputs ``first <= i < last``, or None if that splits a block."""
         size = self.block_size
         if first % size or last % size:
             return None
@@ -106,7 +106,7 @@ class GGUFWeight:
         return dataclasses.replace(self, parts=parts)
 
     def __getitem__(self, rows: Tensor) -> GGUFWeight:
-        """The weight of some outputs. Outputs of one type stay side by side if they are so in `rows`."""
+        """Return the weight of some outputs. Adjacent outputs of one type stay adjacent."""
         rows = rows.cpu()
         ends = torch.tensor([len(part.blocks) for part in self.parts]).cumsum(0)
         numbers = torch.bucketize(rows, ends, right=True)
@@ -120,7 +120,7 @@ class GGUFWeight:
         return GGUFWeight.join(found)
 
     def dequantize(self) -> Tensor:
-        """The weight that this stands for, float32 ``[out_features, in_features]``."""
+        """Return float32 ``[out_features, in_features]``."""
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
@@ -132,6 +132,6 @@ class GGUFWeight:
 
 
 def _stored_as(kind: int) -> tuple[int, bool, bool] | None:
-    """Bits, minimums and codes of a type. Kernels take types with the same ones together. None: superblocks."""
+    """Return bits, minimums and codes. Kernels take types with equal results together. None: superblocks."""
     blocks = GROUP_BLOCKS.get(kind)
     return None if blocks is None else (blocks.bits, blocks.minimums, blocks.is_coded)

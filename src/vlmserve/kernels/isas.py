@@ -6,18 +6,18 @@ import importlib
 from typing import NamedTuple
 
 SUPERBLOCK_ISAS = ("avx2",)
-"""Instruction sets whose kernels for GGUF's superblocks were measured to be faster. Others have a trial."""
+"""Instruction sets with measured faster superblock kernels. Others run a trial."""
 SUPERBLOCK = 256
-"""Weights of an output in one superblock of a GGUF K-quant or IQ4_XS."""
+"""Weights in one superblock of a GGUF K-quant or IQ4_XS."""
 SUPERBLOCK_BYTES = {10: 84, 11: 110, 12: 144, 13: 176, 14: 210, 23: 136}
-"""Bytes of `SUPERBLOCK` weights, by GGUF's numbers of the types Q2_K to Q6_K and IQ4_XS."""
+"""Bytes of a superblock, by GGUF type number (Q2_K to Q6_K, IQ4_XS)."""
 
 GROUP = 32
-"""Weights of an output in one block of the other GGUF types."""
+"""Weights in one block of the other GGUF types."""
 
 
 class GroupBlocks(NamedTuple):
-    """A GGUF type of `GROUP` weights with a scale, and how kernels store its weights."""
+    """A GGUF type with blocks of `GROUP` weights and a scale, and how kernels store them."""
 
     num_bytes: int
     """Bytes of a block."""
@@ -34,11 +34,11 @@ GROUP_BLOCKS = {
     8: GroupBlocks(34, bits=8),
     20: GroupBlocks(18, bits=4, is_coded=True),
 }
-"""By GGUF's numbers of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and IQ4_NL."""
+"""By GGUF type number: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL."""
 
 
 def keeps_superblocks(kernels: str) -> bool:
-    """Return whether kernels certainly keep superblocks, without a trial. kernels: as in `EngineConfig`."""
+    """Return whether kernels keep superblocks without a trial. kernels: see `EngineConfig`."""
     try:
         native = importlib.import_module("vlmserve.kernels._native")
     except ImportError:

@@ -1,4 +1,4 @@
-"""The interface of a device's kernels for layers: linears, norms, attention of vision towers."""
+"""The interface of a device's layer kernels: linears, norms, vision tower attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vlmserve.layer_specs import ConvolutionSpec, DeltaSpec
 AnyWeight = Tensor | QuantizedWeight | GGUFWeight
 """``[out_features, in_features]``."""
 Norm = Callable[[Tensor], Tensor]
-"""``[..., size]`` to the same."""
+"""``[..., size]`` to the same shape."""
 ALL_QUERIES = slice(None)
 
 
@@ -29,47 +29,46 @@ class EncoderKernel(Protocol):
     """Full attention within each image, see `EncoderAttention`."""
 
     def __call__(self, qkv: Tensor, *, queries: slice = ALL_QUERIES) -> Tensor:
-        """``[images, tokens, 3 * size]`` to ``[images, queries, size]``. queries: the rows to compute, without step."""
+        """Map ``[images, tokens, 3 * size]`` to ``[images, queries, size]``. queries: rows to compute, without step."""
         ...
 
 
 HeadsNorm = Callable[[Tensor], None]
-"""Norms heads of ``[tokens, (heads + 2 * kv_heads) * head_size]``, queries before keys before values, in place."""
+"""Norms heads of ``[tokens, (heads + 2 * kv_heads) * head_size]`` in place. Queries come before keys, keys before
+values."""
 GateKernel = Callable[[Tensor, Tensor], Tensor]
-"""Multiplies ``[tokens, size]`` by the sigmoids of ``[tokens, gates]``. ``size / gates`` neighbouring elements share a
-gate. It may change the former in place."""
+"""Multiplies ``[tokens, size]`` by the sigmoid of ``[tokens, gates]``, possibly in place. ``size / gates`` adjacent
+elements share a gate."""
 RotationKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries, keys and values ``[rows, 3 * size]``, cosines and sines, float32 ``[rows, 1, head_size / 2]``, to the first,
-rotated in place."""
+"""Rotates queries and keys of ``[rows, 3 * size]`` in place and returns it. Cosines and sines: float32 ``[rows, 1,
+head_size / 2]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormedHeads:
-    """Neighbouring heads of a row, each normed by itself."""
+    """Adjacent heads of a row, each normed separately."""
 
     first: int
-    """The first element of a row."""
+    """Index of the first element."""
     weight: Tensor
     """float32 ``[heads, size]``."""
     eps: float
     centered: bool
     """Subtract the mean, as LayerNorm does."""
     bias: Tensor | None = None
-    """As `weight`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What a product does to its outputs before it returns them.
-
-    activation: by its Hugging Face name; None: none. gated: the first half of the outputs are gates, the second half
-    ups; the result is ``activation(gate) * up``, half as wide. float_output: the result is float32, whatever the inputs
-    are. Raises UnsupportedModelError for an unknown activation.
-    """
+    """Operations that a linear fuses after its matmul."""
 
     activation: str | None = None
+    """Hugging Face name. An unknown name raises UnsupportedModelError."""
     gated: bool = False
+    """The first half of the outputs are gates, the second half ups. The result is ``activation(gate) * up``, half as
+    wide."""
     float_output: bool = False
+    """Return float32."""
 
     def __post_init__(self) -> None:
         if self.activation is not None:
@@ -80,12 +79,10 @@ NO_EPILOGUE = Epilogue()
 
 
 class Product(Protocol):
-    """A weight as a device stores it, with what follows the multiplication."""
+    """A weight in a device's layout, with its epilogue."""
 
     @property
-    def num_bytes(self) -> int:
-        """Memory of the weight."""
-        ...
+    def num_bytes(self) -> int: ...
 
     def __call__(
         self,
@@ -94,16 +91,16 @@ class Product(Protocol):
         out: Tensor | None = None,
         adapters: LinearAdapters | None = None,
     ) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``, half as many if the epilogue is gated.
+        """Map ``[..., in_features]`` to ``[..., out_features]``, half as wide if gated.
 
-        residual: shaped like the result, added to it. out: contiguous memory that the result may take. adapters: change
-        the rows that have one.
+        residual: added to the result. out: contiguous memory that the result may use. adapters: change the rows that
+        have one.
         """
         ...
 
 
 class NormedRows(NamedTuple):
-    """Rows, and what a norm makes of them, shaped alike."""
+    """Rows, and the same rows after a norm."""
 
     rows: Tensor
     normed: Tensor
@@ -111,12 +108,12 @@ class NormedRows(NamedTuple):
 
 @runtime_checkable
 class AddingNorm(Protocol):
-    """A `Norm` that adds a residual to its result. All tensors are ``[..., size]``, of one type."""
+    """A `Norm` that can add a residual to its result. Tensors are ``[..., size]`` of one dtype."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The norm of x, plus a residual."""
+        """Return ``norm(x) + residual``."""
         ...
 
 
@@ -125,55 +122,53 @@ class SummingNorm(AddingNorm, Protocol):
     """An `AddingNorm` that also norms sums."""
 
     def of_sum(self, x: Tensor, residual: Tensor, first: Norm | None = None) -> NormedRows:
-        """x plus a residual, and the norm of that. first: another norm of the same device, which x
-        goes through before."""
+        """Return the sum ``x + residual`` and its norm. first: another norm on this device, applied to x."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredNorm:
-    """Rows before an RMSNorm. The matmul that reads them applies the norm's factor to its sums.
-
-    rows: ``[rows, size]``, before the norm. weighted: the same times the norm's weight. squares: float32
-    ``[rows, columns]``, sums of squares of parts of each row. norm: the norm itself, with that `eps`.
-    """
+    """Rows before an RMSNorm. The next matmul applies the norm's factor to its sums."""
 
     rows: Tensor
+    """``[rows, size]``, before the norm."""
     weighted: Tensor
+    """`rows` multiplied by the norm's weight."""
     squares: Tensor
+    """float32 ``[rows, columns]``: partial sums of squares of each row."""
     norm: Norm
     eps: float
 
     @property
     def normed(self) -> Tensor:
-        """What the norm makes of the rows, by a launch of its own."""
+        """Apply the norm in a separate launch."""
         return self.norm(self.rows)
 
 
 Rounding = Literal["int8", "float8"]
-"""How a matmul rounds its inputs: to int8 with a scale for each 128 inputs, or to float8 with one for each row."""
+"""How a matmul rounds inputs: int8 with a scale for each 128 inputs, or float8 with a scale for each row."""
 
 
 class RoundedRows(NamedTuple):
-    """Inputs of a matmul, as it rounds them."""
+    """Rounded inputs of a matmul."""
 
     values: Tensor
-    """``[rows, size]``: int8, or uint8 with the bits of float8."""
+    """``[rows, size]``: int8, or uint8 with float8 bits."""
     scales: Tensor
     """float32 ``[rows, groups]``."""
 
 
 Inputs = Tensor | RoundedRows
 Normed = Inputs | DeferredNorm
-"""Normed rows, for the linear that reads them."""
+"""Normed rows, for the next linear."""
 
 
 @runtime_checkable
 class RoundingNorm(SummingNorm, Protocol):
-    """A `SummingNorm` that also rounds what it norms, to the same bits as the matmul that reads it."""
+    """A `SummingNorm` that also rounds its result, bit for bit as the next matmul would."""
 
     def rounded(self, x: Tensor, rounding: Rounding) -> RoundedRows:
-        """The norm of ``[rows, size]``."""
+        """Norm and round ``[rows, size]``."""
         ...
 
     def rounded_sum(
@@ -185,92 +180,93 @@ class RoundingNorm(SummingNorm, Protocol):
 
 @runtime_checkable
 class RoundingProduct(Protocol):
-    """A `Product` that may round its inputs, or take rounded ones."""
+    """A `Product` that may round its inputs or take rounded inputs."""
 
     def rounding(self, rows: int) -> Rounding | None:
-        """How it rounds the inputs of a step. None: it does not."""
+        """Return how it rounds a step's inputs. None: it does not."""
         ...
 
     def of_rounded(self, x: RoundedRows, residual: Tensor | None = None) -> Tensor:
-        """See `Product`, without adapters."""
+        """Like `Product.__call__`, without adapters."""
         ...
 
     def rounded(self, x: Inputs, rounding: Rounding) -> RoundedRows | None:
-        """The result for ``[rows, in_features]``, rounded for the matmul that reads it. None: it cannot round it."""
+        """Return the result for ``[rows, in_features]``, rounded for the next matmul. None: it cannot."""
         ...
 
 
 @runtime_checkable
 class DeferringProduct(Protocol):
-    """A `Product` that may leave a norm behind it to the next one, and completes one that was left to it."""
+    """A `Product` that may leave the following norm to the next linear, and completes such a norm."""
 
     def completes(self, rows: int) -> bool:
-        """Whether it completes norms of so many rows."""
+        """Return whether it completes norms for this number of rows."""
         ...
 
     def complete(self, x: DeferredNorm) -> Tensor:
-        """The product of normed rows, of which none has an adapter. As many rows as it `completes`."""
+        """Multiply normed rows without adapters. The number of rows must pass `completes`."""
         ...
 
     def deferring(self, x: Tensor, residual: Tensor, norm: Norm) -> DeferredNorm | None:
-        """The product plus a residual, for inputs ``[rows, in_features]`` of which none has an adapter, and a norm
-        behind it. None: the norm has to be computed by itself."""
+        """Return the matmul plus residual before `norm`. None: compute the norm separately.
+
+        x: ``[rows, in_features]``, without adapters.
+        """
         ...
 
 
 class Table(Product, Protocol):
-    """A product whose weight is an embedding table as well. Results are float32."""
+    """A linear whose weight is also an embedding table. Results are float32."""
 
     def rows(self, indices: Tensor) -> Tensor:
-        """``[count]`` int64 to rows of the weight, ``[count, in_features]`` of the model's type."""
+        """Return weight rows ``[count, in_features]`` for int64 ``[count]``, in the model's dtype."""
         ...
 
 
 ExpertProducts = tuple[Product, Product]
-"""An expert's gates and ups, ``[size]`` to ``[inner_size]``, and what their result is multiplied with."""
+"""An expert's two linears: gates and ups (``[size]`` to ``[inner_size]``), and down."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterWeights:
-    """Weights that choose and weigh the experts of each row. Tensors are float32."""
+    """Weights that select and weigh the experts of each row, in float32."""
 
     product: Product
-    """Scores of experts, from float32 rows."""
+    """Expert scores from float32 rows."""
     correction: Tensor | None = None
-    """``[count]``, added to scores to choose experts, and not to weigh them."""
+    """``[count]``: added to scores for selection only."""
     norm: Tensor | None = None
-    """``[size]``, weights of an RMSNorm of the rows that the router takes. None: it takes the rows."""
+    """``[size]``: RMSNorm weight of the router's input. None: no norm."""
     input_norm: Tensor | None = None
-    """``[size]``, weights of an RMSNorm of the rows that experts take. None: they take the rows."""
+    """``[size]``: RMSNorm weight of the experts' input. None: no norm."""
     factors: Tensor | None = None
-    """``[count]``, factors of the weights of each expert."""
+    """``[count]``: factor of each expert's weight."""
 
 
 class ExpertsKernel(Protocol):
-    """A router and the experts that it chooses from, see `blocks.experts`."""
+    """A router and its experts, see `blocks.experts`."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, *, float_output: bool = False) -> Tensor:
-        """``[rows, size]`` to the weighted sums of what each row's experts compute, plus a residual.
+        """Map ``[rows, size]`` to the weighted sum of each row's experts, plus a residual.
 
-        float_output: the result and the residual are float32. Else they are of the model's type.
+        float_output: result and residual are float32 instead of the model's dtype.
         """
         ...
 
 
 class Operations(Protocol):
-    """The kernels that a device has for layers."""
+    """A device's kernels for layers."""
 
     def multiplies(self, weight: QuantizedWeight) -> bool:
-        """Whether its kernels multiply with a weight as it is."""
+        """Return whether matmuls read a quantized weight without dequantizing it."""
         ...
 
     def multiplies_superblocks(self, input_bits: int | None) -> bool:
-        """Tell whether kernels multiply superblocks of a `GGUFWeight`. input_bits: as asked for; None: by default."""
+        """Return whether matmuls read superblocks of a `GGUFWeight`. input_bits: requested, None for the default."""
         ...
 
     def product_inputs(self, in_features: int, dtype: torch.dtype) -> int:
-        """How many inputs a product with a plain weight is to have, which is faster with zeros among them than without;
-        at least `in_features`."""
+        """Return the fastest number of inputs for a plain linear, at least `in_features`. Extra inputs are zeros."""
         ...
 
     def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
@@ -278,49 +274,50 @@ class Operations(Protocol):
         ...
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
-        """Store an embedding table ``[count, size]`` that is the output head as well. dtype: of rows and inputs."""
+        """Store an embedding table ``[count, size]`` that is also the output head. dtype: of rows and inputs."""
         ...
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Norm | None:
-        """RMSNorm, or LayerNorm where there is a bias; weight and bias: ``[size]``. offset: added to the weight, in
-        float32. None: torch's operations."""
+        """Return an RMSNorm, or a LayerNorm with a bias. None: use torch.
+
+        weight, bias: ``[size]``. offset: added to the weight in float32.
+        """
         ...
 
     def heads_norm(self, parts: Sequence[NormedHeads], dtype: torch.dtype) -> HeadsNorm | None:
-        """Norms of heads in place. None: torch's operations."""
+        """Return in-place norms of heads. None: use torch."""
         ...
 
     def output_gate(self, dtype: torch.dtype) -> GateKernel | None:
-        """The output gate of attention. None: torch's operations."""
+        """Return attention's output gate. None: use torch."""
         ...
 
     def experts(
         self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertProducts]
     ) -> ExpertsKernel | None:
-        """A mixture of experts. None: one product after the other.
+        """Return a mixture of experts. None: run experts one by one.
 
-        router: None if inputs or outputs of some weights are in another order. experts: by number, without other ranks'
-        experts.
+        router: None if some weights have reordered inputs or outputs. experts: by number, this rank's only.
         """
         ...
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
-        """Full attention within each image. None: torch's operations."""
+        """Return full attention within each image. None: use torch."""
         ...
 
     def encoder_rotation(self, dtype: torch.dtype) -> RotationKernel | None:
-        """Rotary positions of patches. None: torch's operations."""
+        """Return RoPE for patches. None: use torch."""
         ...
 
     def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:
-        """Attention within images of several sizes, where it pays to compute them together. None: it does not."""
+        """Return attention within images of several sizes. None: computing them together is not faster."""
         ...
 
     def delta(self, spec: DeltaSpec, weights: DeltaWeights, dtype: torch.dtype) -> DeltaKernel | None:
-        """The gated delta rule of one layer. dtype: of rows. None: torch's operations."""
+        """Return one layer's gated delta rule. dtype: of rows. None: use torch."""
         ...
 
     def convolution(self, spec: ConvolutionSpec, weight: Tensor, dtype: torch.dtype) -> ConvolutionKernel | None:
-        """The gated short convolution of one layer. weight: ``[channels, kernel]``. dtype: of rows. None: torch's
-        operations."""
+        """Return one layer's gated short convolution. weight: ``[channels, kernel]``. dtype: of rows. None: use
+        torch."""
         ...

@@ -1,4 +1,4 @@
-"""Memory for what steps read from beginning to end, like weights, in large pages where the system gives them."""
+"""Memory in large pages for data that steps read sequentially, such as weights."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from torch import Tensor
 
 LARGE_PAGE = 2**21
 
-_PIECE = 8 * LARGE_PAGE  # less than an eighth is lost where the next weight does not fit
+_PIECE = 8 * LARGE_PAGE  # wastes less than an eighth if the next weight does not fit
 _LINE = 64
 
 
 def allocate(count: int, dtype: torch.dtype) -> Tensor:
-    """Memory for so many numbers ``[count]``, which are not set yet, on the CPU.
+    """Allocate an uninitialized CPU tensor ``[count]``, in large pages if possible.
 
-    A product of few rows takes as long as reading its weight, and large pages are read in 0.75 to 1 of the time.
-    The system has to be asked for them before memory is written for the first time, which an allocator may have done.
-    What is smaller than a page shares one with others, which is given back once none of them is left.
+    Matmuls with few rows are limited by reading the weight, which takes up to 25% less time from large pages. The
+    system must be asked before the first write, so an allocator's reused memory will not do. Tensors smaller than a
+    page share one.
     """
     num_bytes = count * dtype.itemsize
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(count, dtype=dtype)
-    # Of no mode: some that ask are in torch's inference mode, and others are not.
+    # Callers may or may not be in torch's inference mode.
     with torch.inference_mode(False):
         pages = _map(num_bytes) if num_bytes >= LARGE_PAGE else _shared.take(num_bytes)
         return pages.view(dtype)
 
 
 def _map(num_bytes: int) -> Tensor:
-    """uint8 ``[num_bytes]``, from the beginning of a large page on."""
+    """Map uint8 ``[num_bytes]``, aligned to a large page."""
     pages = mmap.mmap(-1, num_bytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(pages, dtype=torch.uint8, count=1).data_ptr() % LARGE_PAGE
-    with contextlib.suppress(OSError):  # a system without them
-        # What is left behind whole pages stays in small ones, and takes no more memory than it needs.
+    with contextlib.suppress(OSError):  # the kernel lacks huge pages
+        # The rest after whole large pages stays in small pages, to save memory.
         pages.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // LARGE_PAGE * LARGE_PAGE)
     return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
 class _SharedPages:
-    """Hands out parts of large pages, each from the beginning of a line of a cache on."""
+    """Hands out parts of large pages, aligned to cache lines."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8 ``[num_bytes]``, less than a large page."""
+        """Return uint8 ``[num_bytes]``. num_bytes: less than a large page."""
         size = -(-num_bytes // _LINE) * _LINE
         with self._lock:
             if size > len(self._free):

@@ -1,4 +1,4 @@
-"""Weights of few bits, as data: what kernels multiply with and quantization methods make."""
+"""Quantized weights, as kernels read them and quantization methods make them."""
 
 from __future__ import annotations
 
@@ -11,37 +11,33 @@ import torch
 from torch import Tensor
 
 GROUP_SIZES = (32, 64, 128)
-"""Inputs of 4 bits that kernels take together."""
+"""Group sizes of 4-bit weights that kernels support."""
 BYTE_GROUP_SIZES = (16, *GROUP_SIZES)
-"""Inputs of 8 bits that the native kernels take together, if not all that an output has."""
+"""Group sizes of 8-bit weights that native kernels support, besides one group per output."""
 FLOAT8 = torch.float8_e4m3fn
 CODES = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int16)
 """Values of the 4-bit codes of GGUF's IQ4_NL."""
 _F16_ERROR = 2.0**-10
-"""What becoming float16 may change in scales, beside the largest one of the same output."""
+"""Allowed rounding error of float16 scales, relative to the output's largest scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight ``[out_features, in_features]`` as ``scale * u + minimum`` of unsigned integers u.
-
-    bits: 8 or 4. group_size: how many inputs of an output share a scale and a minimum.
-    values: uint8 ``[out_features, in_features]``, one a byte whatever `bits` says. scales, minimums: float32
-    ``[out_features, groups]``.
-    input_bits: what kernels that round inputs keep of them: 16, which is more than bfloat16 has, or 8, with which many
-    rows take less time; beside 4 bits each group then has a scale of its own. 0: 16 beside 8 bits, 8 beside 4.
-    is_float8: the values are the bits of float8 numbers (`FLOAT8`), and minimums are 0.
-    is_coded: the values are places in `CODES`, and minimums are 0.
-    order: int64 ``[in_features]``, which input of the layer each column of `values` is for; None: they are as the
-    layer's. Kernels know no order: who multiplies puts inputs into it.
-    """
+    """A weight ``[out_features, in_features]``: ``scale * u + minimum`` with unsigned integers u."""
 
     bits: int
+    """4 or 8."""
     group_size: int
+    """Inputs that share a scale and a minimum."""
     values: Tensor
+    """uint8 ``[out_features, in_features]``, one value per byte for any `bits`."""
     scales: Tensor
+    """float32 ``[out_features, groups]``."""
     minimums: Tensor
+    """float32 ``[out_features, groups]``."""
     input_bits: int = 0
+    """Precision of rounded inputs: 16 (more than bfloat16 has), or 8 (faster for many rows; with 4-bit weights, each
+    group of inputs has a scale). 0: 16 for 8-bit weights, 8 for 4-bit weights."""
     order: Tensor | None = None
     is_float8: bool = False
     is_coded: bool = False
@@ -63,32 +59,32 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes packed: its bits, and two bytes for each scale and minimum of a group, four for a scale
-        of an output."""
+        """Packed bytes: the values, and 2 bytes for each scale and minimum of a group, or 4 for an output's scale."""
         each = 4 if self.has_scales_of_outputs or self.has_minimums else 2
         return self.values.numel() * self.bits // 8 + self.scales.numel() * each
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether the value in the middle stands for zero."""
+        """Return whether the middle value means zero."""
         return torch.equal(self.minimums, -(2 ** (self.bits - 1)) * self.scales)
 
     @property
     def has_minimums(self) -> bool:
-        """True if groups need minimums besides their scales."""
+        """Return whether groups need minimums in addition to scales."""
         return not self.is_coded and not self.is_symmetric
 
     @property
     def has_scales_of_outputs(self) -> bool:
-        """Whether it is 8 bits with one scale for each output and 128 for zero."""
+        """Return whether weights are 8-bit with one scale per output and 128 as zero."""
         return self.bits == 8 and not self.is_float8 and self.scales.shape[1] == 1 and self.is_symmetric
 
     @property
     def is_supported(self) -> bool:
-        """Whether the kernels of all devices multiply with it as it is.
+        """Return whether kernels of all devices read it directly.
 
-        That is 4 bits in groups of `GROUP_SIZES`, with scales and minimums that float16 has, or
-        `has_scales_of_outputs`."""
+        They support 4-bit weights in groups of `GROUP_SIZES` with float16 scales and minimums, and
+        `has_scales_of_outputs`.
+        """
         if self.is_coded:
             return False
         if self.bits == 4:
@@ -98,14 +94,13 @@ class QuantizedWeight:
 
     @property
     def is_in_coded_groups(self) -> bool:
-        """True for codes in groups that the native kernels take, with scales that float16 has."""
+        """Return whether native kernels support these groups of codes, with float16 scales."""
         fits = float(self.scales.abs().max()) <= torch.finfo(torch.float16).max
         return self.is_coded and self.group_size in GROUP_SIZES and fits
 
     @property
     def is_in_byte_groups(self) -> bool:
-        """Whether it is 8 bits in groups of `BYTE_GROUP_SIZES`, as the native kernels for a CPU take them: with scales
-        that are nearly the same in float16."""
+        """Return whether native kernels support these 8-bit groups. Scales must be almost exact in float16."""
         if self.bits != 8 or self.is_float8:
             return False
         if self.group_size not in BYTE_GROUP_SIZES or self.has_scales_of_outputs:
@@ -117,8 +112,10 @@ class QuantizedWeight:
         return fit and bool((errors <= _F16_ERROR * largest).all())
 
     def in_smaller_groups(self, sizes: Sequence[int] | None = None) -> QuantizedWeight:
-        """The same weight in groups of the largest of some sizes that divides its own; itself if none does. sizes:
-        default: those that kernels take, where its own is none of them."""
+        """Regroup by the largest of `sizes` that divides the group size. Returns self if none does.
+
+        sizes: by default the supported sizes, unless its own size is supported.
+        """
         if self.is_float8:
             return self
         if sizes is None:
@@ -136,7 +133,6 @@ class QuantizedWeight:
         return dataclasses.replace(self, group_size=size, scales=scales, minimums=minimums)
 
     def in_bytes(self) -> QuantizedWeight:
-        """The same weight in 8 bits."""
         if self.bits == 8:
             return self
         if self.is_coded:
@@ -146,8 +142,7 @@ class QuantizedWeight:
         return dataclasses.replace(self, bits=8, values=self.values + 128, minimums=minimums, input_bits=16)
 
     def dequantize(self) -> Tensor:
-        """The weight that this stands for, float32 ``[out_features, in_features]``, in the order of the layer's
-        inputs."""
+        """Return float32 ``[out_features, in_features]``, in the layer's input order."""
         columns = self._dequantized_columns()
         return columns if self.order is None else columns[:, self.order.argsort()]
 
@@ -166,7 +161,7 @@ class QuantizedWeight:
         return torch.addcmul(minimums, scales, self.values.float())
 
     def is_like(self, other: QuantizedWeight) -> bool:
-        """Whether both take the same inputs in the same form, so that they can be one."""
+        """Return whether both take the same inputs in the same format, so that they can be joined."""
         if (self.is_float8, self.is_coded) != (other.is_float8, other.is_coded):
             return False
         if (self.bits, self.group_size, self.input_bits) != (other.bits, other.group_size, other.input_bits):
@@ -177,8 +172,8 @@ class QuantizedWeight:
 
     @classmethod
     def join(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Weights for the same inputs as one, their outputs side by side. Several kinds become 8 bits in the largest
-        groups that all theirs consist of. Raises ValueError if there are none."""
+        """Concatenate the outputs of weights for the same inputs. Different kinds become 8-bit in the largest common
+        group size. Raises ValueError if there is none."""
         first = weights[0]
         if len(weights) == 1:
             return first
@@ -197,8 +192,7 @@ class QuantizedWeight:
         return dataclasses.replace(first, values=values, scales=scales, minimums=minimums)
 
     def inputs(self, first: int, last: int) -> QuantizedWeight | None:
-        """The weight of inputs ``first <= i < last``; None if that divides a group, as it does where these
-        do not lie side by side."""
+        """Return the weight of inputs ``first <= i < last``. None: that splits a group, or inputs are reordered."""
         if self.order is not None:
             return None
         if self.scales.shape[1] == 1:
@@ -212,6 +206,5 @@ class QuantizedWeight:
         )
 
     def __getitem__(self, rows: Tensor | slice) -> QuantizedWeight:
-        """The weight of some outputs."""
         values, scales, minimums = self.values[rows], self.scales[rows], self.minimums[rows]
         return dataclasses.replace(self, values=values, scales=scales, minimums=minimums)

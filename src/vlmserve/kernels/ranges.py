@@ -1,4 +1,4 @@
-"""Rows of a flat batch that see each other, for attention without a cache."""
+"""Row ranges of a flat batch that attend to each other, without a cache."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from torch import Tensor
 from vlmserve.kernels.transfers import to_device
 
 WINDOW_ROWS = 64
-"""Rows of queries that a program takes where no range has more."""
+"""Query rows per program if no range is longer."""
 BLOCK_ROWS = 128
-"""The same where some have: each program reads all keys and values of its range."""
+"""Query rows per program otherwise: each program reads all keys and values of its range."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """lengths: of ranges of rows, one behind the other; the rows of each see each other. blocks: int32
-    ``[blocks, 3]``, on the device: the first row of each `block_rows`, or fewer, of a range, and where that range
-    begins and ends. block_rows: `WINDOW_ROWS` or `BLOCK_ROWS`."""
+    """Consecutive ranges of rows. Rows attend within their range."""
 
     lengths: list[int]
+    """Rows of each range."""
     blocks: Tensor
+    """int32 ``[blocks, 3]`` on the device: first row of a block of up to `block_rows`, then begin and end of its
+    range."""
     block_rows: int
+    """`WINDOW_ROWS` or `BLOCK_ROWS`."""
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Ranges:
-        """Ranges of these lengths."""
         blocks, begin = [], 0
         block_rows = WINDOW_ROWS if max(lengths, default=0) <= WINDOW_ROWS else BLOCK_ROWS
         for length in lengths:
@@ -41,22 +42,22 @@ class Ranges:
 
     @classmethod
     def join(cls, parts: Sequence[Ranges]) -> Ranges:
-        """Those of several batches, one behind the other."""
+        """Concatenate the ranges of several batches."""
         blocks, begin = [], 0
         for part in parts:
             blocks.append(part.blocks + begin)
             begin += sum(part.lengths)
-        # Ranges of up to `WINDOW_ROWS` are one block each, whatever the others are.
+        # Ranges of up to `WINDOW_ROWS` are one block for either size.
         block_rows = max((part.block_rows for part in parts), default=WINDOW_ROWS)
         return cls([length for part in parts for length in part.lengths], torch.cat(blocks), block_rows)
 
     @property
     def is_even(self) -> bool:
-        """Whether all are equally long, so that they can be one axis."""
+        """Return whether all ranges have the same length."""
         return len(set(self.lengths)) == 1
 
     def runs(self, rows: Tensor) -> Iterator[Tensor]:
-        """Neighbouring ranges that are equally long, together: ``[ranges, length, ...]`` of ``[rows, ...]``."""
+        """Yield consecutive ranges of equal length together: ``[ranges, length, ...]`` from ``[rows, ...]``."""
         start = 0
         for length, group in groupby(self.lengths):
             count = len(list(group))
@@ -65,16 +66,16 @@ class Ranges:
 
 
 class RangeKernels(Protocol):
-    """What a device computes over the rows of several images, or windows of them, in one launch each.
+    """Attention and RoPE for the rows of several images or windows, in one launch each.
 
-    Rows ``[rows, 3 * size]``: queries, keys and values side by side, each of them head by head.
+    Rows are ``[rows, 3 * size]``: queries, keys and values, each ordered by head.
     """
 
     def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate queries and keys in place, element ``i`` of a head with ``i + head_size / 2``. cos, sin: float32
+        """Rotate queries and keys in place: element ``i`` of a head with ``i + head_size / 2``. cos, sin: float32
         ``[rows, 1, head_size / 2]``."""
         ...
 
     def attend(self, qkv: Tensor, ranges: Ranges) -> Tensor:
-        """``[rows, size]``: every row attends to those of its range."""
+        """Return ``[rows, size]``: each row attends to its range."""
         ...

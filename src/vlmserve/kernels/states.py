@@ -1,7 +1,7 @@
-"""The states of layers without attention, the rows of a step that change them, and the interface of their kernels.
+"""States of layers without attention, the rows that change them, and the interface of their kernels.
 
-A state has the same size at any length of its sequence. There is one pool of slots for the whole model: slot `i` of
-every layer belongs together. Rows that only pad a batch use slot 0, which no sequence has.
+A state has a fixed size. The model has one pool of slots: slot `i` of all layers belongs to one sequence. Padding rows
+use slot 0, which no sequence owns.
 """
 
 from __future__ import annotations
@@ -20,36 +20,33 @@ from vlmserve.layer_specs import NO_SLOT, PADDING_SLOT
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class StateCache:
-    """The states of one layer, by slot. `StateSpec` has the shapes of a slot."""
+    """States of one layer, by slot. `StateSpec` defines the shapes."""
 
     tail: Tensor
-    """``[slots, kernel - 1, channels]``: the last inputs of the convolution, the oldest first."""
+    """``[slots, kernel - 1, channels]``: last inputs of the convolution, oldest first."""
     states: Tensor | None = None
-    """float32 ``[slots, value_heads, key_size, value_size]``. None: the layer has a tail only."""
+    """float32 ``[slots, value_heads, key_size, value_size]``. None: the layer only has a tail."""
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that slots consist of."""
         return [self.tail] if self.states is None else [self.tail, self.states]
 
 
 class Segments(NamedTuple):
-    """Consecutive rows of one sequence, between two states that are read or written. int32, on the host.
-
-    A segment without rows copies its source.
-    """
+    """Consecutive rows of one sequence between two states that are read or written. int32, on the host. A segment
+    without rows copies its source."""
 
     starts: np.ndarray
-    """``[segments + 1]``: first row of each segment; the last is the number of rows."""
+    """``[segments + 1]``: first row of each segment, then the number of rows."""
     sources: np.ndarray
-    """``[segments]``: slot of the state before the segment, or `NO_SLOT`."""
+    """``[segments]``: slot to read before the segment, or `NO_SLOT`."""
     targets: np.ndarray
-    """``[segments]``: slot that gets the state after the segment's last row. May be the source."""
+    """``[segments]``: slot to write after the segment. May equal the source."""
     positions: np.ndarray
-    """``[segments]``: tokens of the sequence before the segment."""
+    """``[segments]``: the sequence's tokens before the segment."""
     sequences: np.ndarray
-    """``[sequences + 1]``: first segment of each sequence. Segments of a sequence depend on each other in order,
-    sequences do not."""
+    """``[sequences + 1]``: first segment of each sequence. Segments of a sequence run in order; sequences are
+    independent."""
 
     @classmethod
     def of_chunks(
@@ -59,11 +56,10 @@ class Segments(NamedTuple):
         sources: Mapping[int, int] | None = None,
         checkpoints: Mapping[int, Mapping[int, int]] | None = None,
     ) -> Segments:
-        """From the positions ``start <= i < end`` of each sequence's rows and its working slot.
+        """Build segments from each sequence's rows at positions ``start <= i < end`` and its working slot.
 
-        sources: by index of the sequence, the slot that its first segment reads. Other sequences read their working
-        slot, or begin at position 0 with zeros. checkpoints: by index of the sequence, the slot that gets the state
-        after a number of tokens ``start < n <= end``.
+        sources: by sequence index, the slot that the first segment reads. The default is the working slot, or zeros at
+        position 0. checkpoints: by sequence index, the slot that gets the state after ``start < n <= end`` tokens.
         """
         sources, checkpoints = sources or {}, checkpoints or {}
         segments: list[tuple[int, int, int, int]] = []
@@ -76,14 +72,14 @@ class Segments(NamedTuple):
                 first, source = reached, target
             rows += end - start
             sequences.append(len(segments))
-        # Copied, because kernels read each array from its address on.
+        # Kernels need contiguous arrays.
         starts, read, written, positions = np.array(segments, np.int32).reshape(-1, 4).T.copy()
         return cls(np.append(starts, np.int32(rows)), read, written, positions, np.array(sequences, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """The segments of a flat batch. Tensors as `Segments` describes, on the model's device."""
+    """The segments of a flat batch, on the model's device. See `Segments`."""
 
     starts: Tensor
     sources: Tensor
@@ -91,7 +87,7 @@ class StateRows:
     positions: Tensor
     sequences: Tensor
     host: Segments
-    """The same, readable without synchronizing with the device."""
+    """The segments on the host, which need no synchronization."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -105,12 +101,12 @@ class StateRows:
 
     @classmethod
     def of_prompts(cls, lengths: Sequence[int], device: torch.device | None = None) -> StateRows:
-        """Whole prompts, whose states nothing reads afterwards."""
+        """Build segments of whole prompts whose states are not read later."""
         return cls.of(Segments.of_chunks([(0, length) for length in lengths], [PADDING_SLOT] * len(lengths)), device)
 
     @property
     def num_decodes(self) -> int:
-        """Leading sequences with one segment of one row."""
+        """Number of leading sequences with one segment of one row."""
         ends = np.flatnonzero((self.host.sequences != np.arange(len(self.host.sequences)))[1:])
         sequences = int(ends[0]) if len(ends) else len(self.host.sequences) - 1
         longer = np.flatnonzero(np.diff(self.host.starts[: sequences + 1]) != 1)
@@ -119,7 +115,7 @@ class StateRows:
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """The weights of a layer with the gated delta rule that are no linears."""
+    """Weights of a gated delta layer, except its linears."""
 
     convolution: Tensor
     """``[channels, kernel]``."""
@@ -128,30 +124,30 @@ class DeltaWeights:
     dt_bias: Tensor
     """float32 ``[value_heads]``."""
     norm: Tensor
-    """``[value_size]``: weight of the RMSNorm of each value head."""
+    """``[value_size]``: RMSNorm weight of each value head."""
     eps: float
-    """Epsilon of the norm."""
 
 
 class DeltaKernel(Protocol):
-    """The gated delta rule of a layer, with the convolution before it and the gated norm after it."""
+    """A layer's gated delta rule, with the convolution before it and the gated norm after it."""
 
     def __call__(self, mixed: Tensor, gates: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
-        """``[tokens, q | k | v | z]`` and ``[tokens, b | a]`` to ``[tokens, value_heads * value_size]``, and states of
-        segments.
+        """Compute rows and update the segments' states.
 
-        mixed: queries and keys have ``key_heads * key_size`` elements, v and z ``value_heads * value_size``. gates: b
-        and a have ``value_heads`` elements. q, k and v go through a causal convolution and SiLU. Queries and keys
-        become ``x * rsqrt(sum(x ** 2) + 1e-6)`` for each head, queries times ``key_size ** -0.5``. The state of a head
-        decays by ``exp(decay * softplus(a + dt_bias))``, and ``sigmoid(b)`` is the step size of its update. The result
-        of each head goes through an RMSNorm, times its weight, times ``silu(z)``.
+        mixed: ``[tokens, q | k | v | z]``; q and k have ``key_heads * key_size`` elements, v and z ``value_heads *
+        value_size``. gates: ``[tokens, b | a]``, ``value_heads`` elements each. Returns ``[tokens, value_heads *
+        value_size]``.
+
+        - q, k and v go through a causal convolution and SiLU.
+        - q and k of each head become ``x * rsqrt(sum(x ** 2) + 1e-6)``; q is also scaled by ``key_size ** -0.5``.
+        - A head's state decays by ``exp(decay * softplus(a + dt_bias))`` and is updated with step size ``sigmoid(b)``.
+        - The result of each head is ``RMSNorm(x) * silu(z)``.
         """
         ...
 
 
 class ConvolutionKernel(Protocol):
-    """A gated short convolution."""
-
     def __call__(self, mixed: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
-        """``[tokens, B | C | x]`` to ``C * convolution(B * x)``, ``[tokens, channels]``, and tails of segments."""
+        """Map ``[tokens, B | C | x]`` to ``C * convolution(B * x)``, ``[tokens, channels]``, and update the segments'
+        tails."""
         ...

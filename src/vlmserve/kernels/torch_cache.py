@@ -1,13 +1,12 @@
-"""How `TorchReference` keeps keys and values: ``[blocks, kv_heads, block_size, head_size]``.
+"""The KV cache of `TorchReference`: ``[blocks, kv_heads, block_size, head_size]``.
 
-One row of ``[blocks * kv_heads, block_size * head_size]`` is a contiguous piece of one head's history. Gathering such
-rows in the order sequence, head, block gives the contiguous ``[sequences * kv_heads, length, head_size]`` that a
-batched matrix product wants, with the query heads of a group as its rows: keys and values are copied once and never
-repeated.
+A row of ``[blocks * kv_heads, block_size * head_size]`` is a contiguous part of one head's history. Gathering rows by
+sequence, head and block gives contiguous ``[sequences * kv_heads, length, head_size]`` for a batched matmul, with a
+group's query heads as rows. Keys and values are copied once and never repeated.
 
-In 8 bits they lie alike, with scales ``[blocks, kv_heads, 2, block_size]`` of keys and of values beside them; gathering
-makes them numbers of the queries' type again. New ones meet queries as they will be read later. 8-bit floats lie in
-tensors of uint8, because torch can copy and index these on all devices.
+8-bit caches also have scales ``[blocks, kv_heads, 2, block_size]`` for keys and values. Gathering dequantizes them. New
+keys and values are rounded before they are used, as later reads see them. float8 is stored as uint8, which torch can
+copy and index on all devices.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from vlmserve.layer_specs import CacheType
 
 STORED_TYPES: Mapping[CacheType, torch.dtype] = {"int8": torch.int8, "fp8": torch.uint8}
 LARGEST: Mapping[CacheType, float] = {"int8": 127.0, "fp8": torch.finfo(FLOAT8).max}
-"""Magnitude in the cache of the largest number of a row."""
+"""Magnitude of the largest stored number of a row."""
 
 
 def write(cache: LayerCache, which: int, new: Tensor, rows: Tensor) -> Tensor:
-    """Write keys (`which` 0) or values (1) ``[tokens, kv_heads, head_size]`` into rows of the cache. Returns them as
-    they will be read."""
+    """Write keys (`which` 0) or values (1) ``[tokens, kv_heads, head_size]`` to cache rows. Returns them as later reads
+    see them."""
     stored = cache.tensors[which]
     size = new.shape[2]
     flat = new.reshape(-1, size)
@@ -37,10 +36,10 @@ def write(cache: LayerCache, which: int, new: Tensor, rows: Tensor) -> Tensor:
         return new
     largest = flat.abs().amax(1).float()
     most = LARGEST[cache.stored]
-    # Rows with numbers that are not finite become NaN.
+    # Rows with non-finite numbers become NaN.
     largest = largest.where(largest.isfinite(), torch.nan)
     scales = largest / most
-    # Not `most / largest`, which torch computes as a product with the reciprocal.
+    # torch computes `most / largest` with a reciprocal, which rounds differently.
     factors = torch.full_like(largest, most).div_(largest)
     scaled = (flat * factors[:, None]).nan_to_num_(0.0, 0.0, 0.0)
     rounded = scaled.to(FLOAT8) if cache.stored == "fp8" else scaled.round_().to(torch.int8)
@@ -52,7 +51,7 @@ def write(cache: LayerCache, which: int, new: Tensor, rows: Tensor) -> Tensor:
 
 
 def gather(cache: LayerCache, which: int, rows: Tensor, workspace: Tensor, batch: int) -> Tensor:
-    """Blocks of keys (`which` 0) or values (1) as ``[batch, tokens, head_size]``, in `workspace`."""
+    """Gather blocks of keys (`which` 0) or values (1) as ``[batch, tokens, head_size]``, in `workspace`."""
     stored = cache.tensors[which]
     blocks, heads, block_size, size = stored.shape
     flat = stored.view(blocks * heads, block_size * size)
@@ -68,5 +67,5 @@ def gather(cache: LayerCache, which: int, rows: Tensor, workspace: Tensor, batch
 
 
 def cache_rows(blocks: Tensor, heads: int) -> Tensor:
-    """``[sequences, blocks]`` to rows of ``[blocks * heads, ...]`` in the order sequence, head, block."""
+    """Convert ``[sequences, blocks]`` to rows of ``[blocks * heads, ...]``, ordered by sequence, head and block."""
     return (blocks[:, None] * heads + torch.arange(heads, device=blocks.device)[:, None]).reshape(-1)

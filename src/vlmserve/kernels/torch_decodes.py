@@ -1,9 +1,7 @@
-"""Attention of sequences with one new token each, in plain torch operations and bounded memory.
+"""Attention of decodes in plain torch, with bounded memory.
 
-Decodes of similar length are padded to the longest of them and computed together. What they attend to is gathered in
-splits of bounded size: some decodes at a time, and of a decode that is longer than a split some of its context at a
-time, as in flash-decoding (https://pytorch.org/blog/flash-decoding/). The memory does not grow with the batch or the
-context.
+Decodes of similar length are padded and computed together. Their context is gathered in splits of bounded size: a few
+decodes at a time, or part of one long context, as in flash-decoding (https://pytorch.org/blog/flash-decoding/).
 """
 
 from __future__ import annotations
@@ -21,32 +19,30 @@ from vlmserve.kernels.torch_scores import attention_scores, attention_weights, n
 from vlmserve.layer_specs import AttentionSpec
 
 BUCKET_COST = 512
-"""What another bucket of decodes costs on a CPU, in padding tokens: some ten operator calls against the copying and
-multiplying of one token's keys and values."""
+"""Cost of one more bucket on a CPU, in padding tokens: about ten operator calls compared with copying and multiplying
+one token's keys and values."""
 GATHERED_ELEMENTS = 2**25
-"""Elements of keys, and as many of values, that are gathered at a time."""
+"""Maximum elements of keys, and of values, to gather at once."""
 FUSED_DECODES = 2
-"""Up to this many decodes the fused operator beats separate products, whose fixed costs are higher."""
+"""The fused operator is faster up to this many decodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVSplit:
-    """A part of the context of some decodes."""
+    """Part of the context of some decodes."""
 
     blocks: Tensor
-    """Cache rows of its blocks, sequence by head by block."""
+    """Cache rows of its blocks, by sequence, head and block."""
     length: int
-    """Tokens, padding included."""
+    """Tokens, including padding."""
     mask: Tensor | None
-    """float32 ``[sequences, 1, 1, length]``. None: all of it is attended to."""
+    """float32 ``[sequences, 1, 1, length]``. None: no mask."""
     unused: Tensor | None
-    """int64, the rows after the end of a context in its last block, where all heads of all sequences lie one after
-    another. None: none.
-
-    They are zeroed once they are gathered: they may hold NaN of another request, and 0 times NaN is NaN."""
+    """int64 indices of gathered rows after the end of a context. They are zeroed, because they may hold another
+    request's NaN, and 0 * NaN is NaN. None: there are none."""
 
     def gather(self, cache: LayerCache, workspace: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """Return its keys and values ``[batch, length, head_size]``, in `workspace`."""
+        """Return keys and values ``[batch, length, head_size]``, in `workspace`."""
         gathered = gather(cache, 0, self.blocks, workspace, batch), gather(cache, 1, self.blocks, workspace, batch)
         if self.unused is not None:
             for tensor in gathered:
@@ -58,7 +54,7 @@ class KVSplit:
 class DecodeBucket:
     """Decodes of similar length, padded to the longest.
 
-    start, end: which rows of the ordered decodes. splits: of their context; one, unless there is only one decode.
+    start, end: rows of the ordered decodes. splits: of the context, several only for a single decode.
     """
 
     start: int
@@ -68,7 +64,7 @@ class DecodeBucket:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """The decodes of a step. order: they are sorted by length; None: they stay as they are."""
+    """The decodes of a step. order: sorted by length. None: unchanged."""
 
     order: Tensor | None
     buckets: list[DecodeBucket]
@@ -83,7 +79,7 @@ def plan_decodes(
     metadata: BatchMetadata, block_size: int, spec: AttentionSpec, column: int, *, bucket_cost: int,
     gathered_elements: int,
 ) -> DecodePlan:  # fmt: skip
-    """Cut a step's decodes into buckets and splits. See `BUCKET_COST` and `GATHERED_ELEMENTS`."""
+    """Divide decodes into buckets and splits. See `BUCKET_COST` and `GATHERED_ELEMENTS`."""
     lens = metadata.host_context_lens[: metadata.num_decodes]
     order, bounds = split_by_length(lens, bucket_cost)
     most_blocks = max(1, gathered_elements // (spec.num_kv_heads * block_size * spec.head_size))
@@ -100,10 +96,7 @@ def plan_decodes(
 
 
 def split_by_length(lens: list[int], bucket_cost: int) -> tuple[list[int] | None, list[tuple[int, int]]]:
-    """Cut decodes into groups that are worth padding together.
-
-    Returns the order that they are cut in, None if that is their own, and the bounds of each group.
-    """
+    """Group decodes that are worth padding together. Returns their order (None: unchanged) and each group's bounds."""
     if not lens:
         return None, []
     order = sorted(range(len(lens)), key=lens.__getitem__, reverse=True)
@@ -121,7 +114,7 @@ def split_by_length(lens: list[int], bucket_cost: int) -> tuple[list[int] | None
 def _cut_by_size(
     sequences: Sequence[int], lens: list[int], spec: AttentionSpec, block_size: int, most_blocks: int
 ) -> Iterator[list[int]]:
-    """As many sequences at a time as fit into a split with all that they attend to, and at least one."""
+    """Yield groups of sequences, at least one, whose context fits into a split."""
     width = max(_num_blocks(lens[sequence], spec, block_size) for sequence in sequences)
     at_once = max(1, most_blocks // width)
     for first in range(0, len(sequences), at_once):
@@ -129,19 +122,17 @@ def _cut_by_size(
 
 
 def _first_block(context: int, spec: AttentionSpec, block_size: int) -> int:
-    """The first block that a decode attends to."""
     return 0 if spec.window is None else max(0, context - spec.window) // block_size
 
 
 def _num_blocks(context: int, spec: AttentionSpec, block_size: int) -> int:
-    """How many blocks a decode attends to."""
     return -(-context // block_size) - _first_block(context, spec, block_size)
 
 
 def _splits(
     metadata: BatchMetadata, block_size: int, spec: AttentionSpec, column: int, sequences: list[int], most_blocks: int
 ) -> Iterator[KVSplit]:
-    """What some sequences attend to, in whole blocks: the matrix product would first copy a slice of them."""
+    """Yield splits of whole blocks. The matmul would copy partial blocks first."""
     device = metadata.block_tables.device
     contexts = [metadata.host_context_lens[sequence] for sequence in sequences]
     firsts = [_first_block(context, spec, block_size) for context in contexts]
@@ -151,7 +142,7 @@ def _splits(
     for begin in range(0, width, most_blocks):
         end = min(begin + most_blocks, width)
         columns = first + torch.arange(begin, end, device=device)
-        # Padding repeats the sequence's first block, which is full unless it is the last one, too.
+        # Pad with the sequence's first block, which is full unless it is also the last.
         blocks = tables.gather(1, torch.where(columns <= (context - 1) // block_size, columns, first))
         length = (end - begin) * block_size
         used = [context - (block + begin) * block_size for block, context in zip(firsts, contexts, strict=True)]
@@ -171,7 +162,7 @@ def _splits(
 
 
 def _unused_rows(used: list[int], length: int, block_size: int, num_heads: int) -> Tensor:
-    """Return `KVSplit.unused` for sequences that use so many leading tokens, from the first block on."""
+    """Return `KVSplit.unused`. used: leading tokens of each sequence, from its first block."""
     ends = [length if count < block_size else -(-count // block_size) * block_size for count in used]
     tokens, first, last = torch.arange(length), torch.tensor(used)[:, None], torch.tensor(ends)[:, None]
     unused = (tokens >= first) & (tokens < last)
@@ -181,9 +172,9 @@ def _unused_rows(used: list[int], length: int, block_size: int, num_heads: int) 
 def attend_decodes(
     query: Tensor, cache: LayerCache, spec: AttentionSpec, plan: DecodePlan, workspace: Tensor, output: Tensor
 ) -> None:
-    """``[decodes, heads, head_size]`` over the cache, into the first rows of `output`, which is shaped like it.
+    """Attend ``[decodes, heads, head_size]`` over the cache, into the first rows of `output`.
 
-    workspace: ``[2, cache rows, block_size * head_size]``, as large as the largest split.
+    workspace: ``[2, cache rows, block_size * head_size]`` for the largest split.
     """
     count = query.shape[0]
     if plan.order is not None:
@@ -207,7 +198,8 @@ def attend_decodes(
 def _attend_at_once(
     query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, split: KVSplit, output: Tensor
 ) -> None:
-    """``[sequences * kv_heads, group, head_size]`` over as many ``[length, head_size]``, into `output`."""
+    """Attend ``[sequences * kv_heads, group, head_size]`` over keys and values ``[..., length, head_size]``, into
+    `output`."""
     sequences = len(query) // spec.num_kv_heads
     if sequences <= FUSED_DECODES and not needs_scores(spec):
         shape = (sequences, spec.num_kv_heads, -1, spec.head_size)
@@ -235,10 +227,9 @@ def _masked_scores(query: Tensor, keys: Tensor, spec: AttentionSpec, split: KVSp
 def _attend_in_splits(
     query: Tensor, cache: LayerCache, spec: AttentionSpec, bucket: DecodeBucket, workspace: Tensor, output: Tensor
 ) -> None:
-    """One decode, ``[kv_heads, group, head_size]``, over one split of its context after another, into `output`.
+    """Attend one decode, ``[kv_heads, group, head_size]``, split by split, into `output`.
 
-    The softmax is computed online (https://arxiv.org/abs/1805.02867): sums are scaled down whenever a larger score
-    turns up.
+    Uses the online softmax (https://arxiv.org/abs/1805.02867).
     """
     shape = (*query.shape[:2], 1)
     if spec.sinks is None:

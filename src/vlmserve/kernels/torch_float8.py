@@ -1,4 +1,4 @@
-"""torch's own product of float8 numbers, which NVIDIA's GPUs have from compute capability 8.9 on."""
+"""torch's float8 matmul, for NVIDIA GPUs from compute capability 8.9."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vlmserve.kernels.torch_products import TorchProduct
 
 LARGEST = torch.finfo(FLOAT8).max
 LEAST_CAPABILITY, ROWS_CAPABILITY = (8, 9), (9, 0)
-"""Of GPUs that multiply with one scale for each matrix, and with one for each row."""
+"""Minimum for one scale per matrix, and for one scale per row."""
 
 
 def unsupported_reason(weight: QuantizedWeight, capability: tuple[int, int]) -> str | None:
-    """Why torch cannot multiply with a weight on such a GPU, None if it can."""
+    """Return why torch cannot multiply by a weight on this GPU, or None."""
     if not weight.is_float8:
         return "it is not float8"
     if capability < LEAST_CAPABILITY:
@@ -33,16 +33,16 @@ def _has_one_scale(weight: QuantizedWeight) -> bool:
 
 
 class Float8Product(TorchProduct):
-    """A weight of float8 with one scale, or one for each output. A `Table`.
+    """A float8 weight with one scale, or one per output. A `Table`.
 
-    Inputs are rounded to float8 as well, with a scale for each row where the weight has one for each output, else with
-    one for all of them. For weights that `unsupported_reason` has nothing against.
+    Inputs are rounded to float8 with a scale per row, or with one scale if the weight has one. The weight must pass
+    `unsupported_reason`.
     """
 
     def __init__(
         self, weight: QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype, *, by_rows: bool
     ) -> None:
-        """dtype: of inputs. by_rows: whether the device takes scales of rows."""
+        """dtype: of inputs. by_rows: whether the device supports scales per row."""
         super().__init__(bias, epilogue)
         self._values = weight.values.view(FLOAT8).contiguous()
         self._by_rows, self._dtype = by_rows, dtype
@@ -53,14 +53,13 @@ class Float8Product(TorchProduct):
         return self._values.nbytes + self._scales.nbytes
 
     def rows(self, indices: Tensor) -> Tensor:
-        """See `Table`."""
-        # float8 has no lookup of its own.
+        # torch cannot index float8.
         values = F.embedding(indices, self._values.view(torch.uint8)).view(FLOAT8).float()
         scales = self._scales[0, indices][:, None] if self._by_rows else self._scales
         return (values * scales).to(self._dtype)
 
     def _round(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of float8 and their scales, float32 ``[rows, 1]``; ``[1, 1]`` for all rows together."""
+        """Return float8 rows and their float32 scales ``[rows, 1]``, or ``[1, 1]`` for all rows."""
         flat = x.float()
         largest = flat.abs().amax(1, keepdim=True) if self._by_rows else flat.abs().amax().view(1, 1)
         scales = largest.clamp(min=1e-12) / LARGEST
@@ -71,7 +70,7 @@ class Float8Product(TorchProduct):
         return output.view(*x.shape[:-1], output.shape[1])
 
     def _of_rounded(self, values: Tensor, scales: Tensor) -> Tensor:
-        """``[rows, out_features]``, with the bias. values, scales: see `_round`."""
+        """Return ``[rows, out_features]`` with bias. values, scales: see `_round`."""
         output = torch._scaled_mm(
             values, self._values.t(), scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
         ).to(self._dtype)

@@ -1,4 +1,4 @@
-"""torch's own product with weights of 4 bits, which its CUDA builds have."""
+"""torch's 4-bit matmul, part of its CUDA builds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GROUP_SIZES = (32, 64, 128, 256)
 
 
 def unsupported_reason(weight: QuantizedWeight, dtype: torch.dtype) -> str | None:
-    """Why torch cannot multiply with a weight, None if it can."""
+    """Return why torch cannot multiply by a weight, or None."""
     if weight.bits != 4 or weight.group_size not in GROUP_SIZES:
         return f"torch's product knows no {weight.bits} bits in groups of {weight.group_size}"
     if dtype != torch.bfloat16:
@@ -25,8 +25,8 @@ def unsupported_reason(weight: QuantizedWeight, dtype: torch.dtype) -> str | Non
 
 
 class Int4Product(TorchProduct):
-    """A weight of 4 bits as torch multiplies it. Scales and zero points are rounded to bfloat16. For inputs of
-    bfloat16, and weights that `unsupported_reason` has nothing against."""
+    """A 4-bit weight in torch's layout, for bfloat16 inputs. Scales and zero points are rounded to bfloat16. The weight
+    must pass `unsupported_reason`."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, epilogue: Epilogue) -> None:
         super().__init__(bias, epilogue)
@@ -39,7 +39,7 @@ class Int4Product(TorchProduct):
             self._packed = torch.ops.aten._convert_weight_to_int4pack(octets.contiguous(), tiles)
         else:
             self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.values.int(), tiles)
-        # It takes an integer q for ``scale * (q - 8) + zero``.
+        # torch computes ``scale * (q - 8) + zero``.
         zeros = weight.minimums + 8 * weight.scales
         self._scales = torch.stack((weight.scales.T, zeros.T), -1).to(torch.bfloat16).contiguous()
 

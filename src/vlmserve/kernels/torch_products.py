@@ -1,4 +1,4 @@
-"""Products by torch's operations: plain weights, in oneDNN's order, and quantized."""
+"""Linears with torch: plain weights, weights in oneDNN's order, quantized weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from vlmserve.kernels.operations import NO_EPILOGUE, AnyWeight, Epilogue
 from vlmserve.kernels.quantized import QuantizedWeight
 
 PACKING_ROWS = 64
-"""Any number of rows from here on gives the arrangement that is fastest for few and for many rows."""
+"""oneDNN picks the same weight order, fast for few and many rows, for any number of rows from this on."""
 FEW_ROWS = 8
-"""Up to so many rows, a product of bfloat16 takes no longer than reading its weight, whatever computes it."""
+"""Up to this many rows, a bfloat16 matmul is limited by reading its weight."""
 BLOCK_ELEMENTS = 2**21
-"""Quantized weights that are dequantized at a time on a CPU: few enough for its cache."""
+"""Weights to dequantize at once on a CPU, chosen to fit its cache."""
 
 
 class TorchProduct:
-    """A product whose epilogue is torch's. bias: ``[out_features]``."""
+    """A linear with torch's epilogue. bias: ``[out_features]``."""
 
     def __init__(self, bias: Tensor | None, epilogue: Epilogue) -> None:
         self._bias = bias
@@ -37,14 +37,13 @@ class TorchProduct:
         out: Tensor | None = None,
         adapters: LinearAdapters | None = None,
     ) -> Tensor:
-        """See `Product`; `out` stays unused."""
+        """Ignores `out`."""
         output = self._multiply(x)
         if adapters is not None and adapters.active:
             output = adapters.change(x, output, self._bias)
         return self._finish(output, residual)
 
     def _finish(self, output: Tensor, residual: Tensor | None) -> Tensor:
-        """Apply the epilogue, and add a residual."""
         if self._gated:
             gate, output = output.chunk(2, -1)
             output = output if self._activation is None else self._activation(gate) * output
@@ -56,16 +55,15 @@ class TorchProduct:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weight."""
         raise NotImplementedError
 
     def _multiply(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``, with the bias."""
+        """Map ``[..., in_features]`` to ``[..., out_features]``, with the bias."""
         raise NotImplementedError
 
 
 class PlainProduct(TorchProduct):
-    """A plain weight, ``[out_features, in_features]``. A `Table`."""
+    """A plain weight ``[out_features, in_features]``. A `Table`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, epilogue: Epilogue = NO_EPILOGUE) -> None:
         super().__init__(bias, epilogue)
@@ -83,8 +81,8 @@ class PlainProduct(TorchProduct):
 
 
 class UpcastProduct(PlainProduct):
-    """A bfloat16 weight on a CPU without instructions for bfloat16, where torch would take several times as long as in
-    float32. Products of few rows stay in bfloat16, because they cost no more than reading the weight does."""
+    """A bfloat16 weight on a CPU without bfloat16 instructions. Large matmuls run in float32, which is several times
+    faster. Matmuls of few rows stay in bfloat16, because reading the weight limits them."""
 
     def _multiply(self, x: Tensor) -> Tensor:
         if x.numel() // x.shape[-1] <= FEW_ROWS:
@@ -94,8 +92,8 @@ class UpcastProduct(PlainProduct):
 
 
 class ReorderedProduct(TorchProduct):
-    """A plain weight in the order of oneDNN, which would otherwise rearrange it for each product: that is half of the
-    time of products with few rows. For types that oneDNN computes, on a CPU."""
+    """A plain weight in oneDNN's order. Otherwise oneDNN reorders it for each matmul, half the time of matmuls with few
+    rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -> None:
         super().__init__(bias, epilogue)
@@ -112,11 +110,10 @@ class ReorderedProduct(TorchProduct):
 
 
 class QuantizedProduct(TorchProduct):
-    """A weight of 4 or 8 bits. A `Table`.
+    """A 4-bit or 8-bit weight. A `Table`.
 
-    It is expanded to plain numbers a block of outputs at a time, right before these are multiplied, so that the memory
-    beside the packed weight does not grow with the weight. Weights of 4 bits lie two in a byte: those of the first half
-    of a block's outputs in the low bits, those of the second half in the high ones.
+    Each block of outputs is dequantized right before its matmul, so extra memory does not grow with the weight. A byte
+    holds two 4-bit weights: low bits for the first half of a block's outputs, high bits for the second half.
     """
 
     def __init__(
@@ -129,13 +126,13 @@ class QuantizedProduct(TorchProduct):
         compute: torch.dtype | None = None,
         block_elements: int = BLOCK_ELEMENTS,
     ) -> None:
-        """dtype: of inputs. compute: the type to multiply in, if another one. block_elements: to expand at a time."""
+        """dtype: of inputs. compute: dtype of the matmul, if different. block_elements: to dequantize at once."""
         super().__init__(bias, epilogue)
         self._dtype, self._compute = dtype, compute or dtype
         self._bits, self._group_size = weight.bits, weight.group_size
         self._out_features, in_features = weight.shape
         self._block_rows = max(2, block_elements // in_features // 2 * 2)
-        # Checkpoints hold some of them the other way round, and every product reads them.
+        # Checkpoints may store a transposed layout, which every matmul would read.
         self._values = self._pack(weight.values) if weight.bits == 4 else weight.values.contiguous()
         self._scales, self._minimums = weight.scales.contiguous(), weight.minimums.contiguous()
 
@@ -154,7 +151,6 @@ class QuantizedProduct(TorchProduct):
         return self._expand(values, self._scales[indices], self._minimums[indices], self._dtype)
 
     def _blocks(self) -> list[slice]:
-        """The outputs of each block."""
         starts = range(0, self._out_features, self._block_rows)
         return [slice(start, min(start + self._block_rows, self._out_features)) for start in starts]
 
@@ -169,7 +165,7 @@ class QuantizedProduct(TorchProduct):
         return torch.cat(parts)
 
     def _unpack(self, outputs: slice) -> Tensor:
-        """Values of a block's outputs, uint8 ``[outputs, in_features]``."""
+        """Return a block's values, uint8 ``[outputs, in_features]``."""
         if self._bits == 8:
             return self._values[outputs]
         count = outputs.stop - outputs.start
@@ -198,7 +194,7 @@ class QuantizedProduct(TorchProduct):
 def torch_linear(
     weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
 ) -> PlainProduct | QuantizedProduct:
-    """A product that any device of torch's computes, an `UpcastProduct` where it helps. See `Operations.linear`."""
+    """Return a linear for any torch device. See `Operations.linear`."""
     if isinstance(weight, GGUFWeight):
         weight = weight.dequantize().to(dtype)
     device = weight.values.device if isinstance(weight, QuantizedWeight) else weight.device
@@ -209,7 +205,7 @@ def torch_linear(
 
 
 def torch_table(weight: AnyWeight, dtype: torch.dtype) -> PlainProduct | QuantizedProduct:
-    """A table that any device of torch's computes. See `Operations.table`."""
+    """Return an embedding table for any torch device. See `Operations.table`."""
     if isinstance(weight, GGUFWeight):
         weight = weight.dequantize().to(dtype)
     epilogue = Epilogue(float_output=True)

@@ -1,6 +1,6 @@
-"""Paged attention in plain torch operations: the reference, which runs on any device.
+"""Paged attention in plain torch: the reference, for any device.
 
-How keys and values lie in memory is documented in `torch_cache`; decodes are in `torch_decodes`, prompt chunks here.
+`torch_cache` documents the cache layout. Decodes are in `torch_decodes`, prompt chunks here.
 """
 
 from __future__ import annotations
@@ -22,52 +22,50 @@ from vlmserve.kernels.torch_decodes import BUCKET_COST, GATHERED_ELEMENTS, Decod
 from vlmserve.kernels.torch_scores import attention_scores, attention_weights, needs_scores
 from vlmserve.layer_specs import AttentionSpec, CacheType
 
-# Query rows of a prompt chunk that share one mask: bounds the mask's memory and skips keys that no row attends to.
+# Query rows of a chunk that share one mask. Limits the mask's memory, and skips keys that no row attends to.
 ROWS_PER_MASK = 256
 
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """A sequence with several new tokens.
-
-    start, end: its query rows. gather: cache rows of its blocks, None if all its context is in this step.
-    key_start: position of the first gathered token. context: tokens in the cache after this step.
-    masked: whether a row attends to anything else than all rows up to its own. bidirectional: those of its rows that
-    attend to more.
-    """
+    """A sequence with several new tokens."""
 
     start: int
+    """First query row."""
     end: int
+    """End of the query rows."""
     gather: Tensor | None
+    """Cache rows of its blocks. None: this step contains the whole context."""
     key_start: int
+    """Position of the first gathered token."""
     context: int
+    """Cached tokens after this step."""
     masked: bool
+    """False if every row attends to exactly the rows up to its own."""
     bidirectional: tuple[BidirectionalRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """What layers of one geometry share in a step.
-
-    write: cache row (one token of one head) of each new key. mask: ``[rows, length]`` additive, right aligned: element
-    ``[-1 - i, -1 - j]`` is for a query and a key that lie i and j tokens before the newest. workspace: where gathered
-    blocks go, one piece's or chunk's after the other; memory taken anew for each would cost more in page faults than
-    the copying itself.
-    """
+    """Data that layers of one geometry share in a step."""
 
     write: Tensor
+    """Cache row (one token of one head) of each new key."""
     decodes: DecodePlan
     chunks: list[PromptChunk]
     mask: Tensor | None
+    """``[rows, length]``, additive and right-aligned: element ``[-1 - i, -1 - j]`` is for the query i tokens and the
+    key j tokens before the newest."""
     workspace: Tensor
+    """Reused for gathered blocks. Fresh memory would cost more page faults than the copy itself."""
 
 
 StepPlan = Callable[[AttentionSpec, int], LayerPlan]
-"""Makes the plan of layers with this attention and this column of the cache, once in a step."""
+"""Returns the plan for this attention and cache column, computed once per step."""
 
 
 class TorchReference:
-    """Attention over a flat batch of decodes and prompt chunks. An `AttentionBackend`."""
+    """An `AttentionBackend` for flat batches of decodes and prompt chunks."""
 
     name = "torch"
     reads_on_device = False
@@ -79,14 +77,12 @@ class TorchReference:
         bucket_cost: int = BUCKET_COST,
         gathered_elements: int = GATHERED_ELEMENTS,
     ) -> None:
-        """bucket_cost, gathered_elements: see `plan_decodes`."""
         self.cache_type: CacheType = cache_type
         self._plan_decodes = partial(plan_decodes, bucket_cost=bucket_cost, gathered_elements=gathered_elements)
 
     def allocate(
         self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
-        """A zeroed cache of one layer."""
         shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_size)
         stored = STORED_TYPES.get(self.cache_type, dtype)
         scales = None
@@ -97,7 +93,6 @@ class TorchReference:
         )
 
     def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
-        """What a block of one layer takes, keys and values together."""
         row_bytes = spec.head_size * dtype.itemsize
         if self.cache_type != "auto":
             row_bytes = spec.head_size + torch.float32.itemsize
@@ -168,9 +163,9 @@ def _attend_chunk(
 
 
 class RowGroup(NamedTuple):
-    """Query rows ``first <= row < last`` of a chunk with the positions ``low <= key < high`` that they attend to.
+    """Query rows ``first <= row < last`` of a chunk and the key positions ``low <= key < high`` that they see.
 
-    bidirectional: each attends to all of them that its window reaches, not just to those up to its own.
+    bidirectional: within its window, each row attends to all of them, including later positions.
     """
 
     first: int
@@ -181,7 +176,7 @@ class RowGroup(NamedTuple):
 
 
 def _row_groups(chunk: PromptChunk, window: int | None) -> Iterator[RowGroup]:
-    """All rows of a chunk, in order."""
+    """Yield groups that cover all rows of a chunk, in order."""
     pieces: list[tuple[int, int, int | None]] = []
     done = chunk.start
     for _, first, last, reach in chunk.bidirectional:
@@ -198,7 +193,7 @@ def _row_groups(chunk: PromptChunk, window: int | None) -> Iterator[RowGroup]:
 
 
 def _bidirectional_mask(chunk: PromptChunk, group: RowGroup, spec: AttentionSpec, query: Tensor) -> Tensor:
-    """``[rows, positions]``, additive, for a group of bidirectional rows: what its window does not reach is hidden."""
+    """Return an additive mask ``[rows, positions]`` that hides what is outside a bidirectional row's window."""
     before = chunk.context - (chunk.end - chunk.start)
     shape = group.last - group.first, group.high - group.low
     if spec.window is None or before + group.last - group.low <= spec.window:
@@ -211,7 +206,7 @@ def _bidirectional_mask(chunk: PromptChunk, group: RowGroup, spec: AttentionSpec
 def _dot_product_attention(
     query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> Tensor:
-    """``[heads, rows, head_size]`` over ``[kv_heads, length, head_size]``; without a mask, causal from the start."""
+    """Attend ``[heads, rows, head_size]`` over ``[kv_heads, length, head_size]``. No mask: causal from the start."""
     return F.scaled_dot_product_attention(
         query[None],
         keys[None],
@@ -224,7 +219,7 @@ def _dot_product_attention(
 
 
 def _attention_by_scores(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, mask: Tensor) -> Tensor:
-    """The same with what the fused operator does not know."""
+    """Like `_dot_product_attention`, with features that the fused operator lacks."""
     heads, rows, size = query.shape
     grouped = query.reshape(spec.num_kv_heads, -1, size)
     scores = attention_scores(grouped, keys, spec).view(heads, rows, -1) + mask
@@ -274,7 +269,7 @@ def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, 
 def _chunk_mask(
     chunks: list[PromptChunk], spec: AttentionSpec, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """One mask that serves every masked chunk of a step."""
+    """Return one mask for all masked chunks of a step."""
     masked = [chunk for chunk in chunks if chunk.masked]
     if not masked:
         return None

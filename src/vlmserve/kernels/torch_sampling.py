@@ -1,4 +1,4 @@
-"""Drawing tokens by torch's operations, on any device."""
+"""Samples tokens with torch, on any device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ T = TypeVar("T")
 
 
 class Draw(Protocol):
-    """Draws a token for each row."""
-
     def __call__(
         self,
         logits: Tensor,
@@ -30,39 +28,39 @@ class Draw(Protocol):
         min_ps: Sequence[float],
         numbers: Sequence[float],
     ) -> list[int]:
-        """A token for each row of float32 ``[rows, vocabulary]`` logits, which it may overwrite; -1 where they hold a
-        NaN or no finite maximum.
+        """Sample a token for each row of float32 ``[rows, vocabulary]`` logits, which it may overwrite. Returns -1 for
+        rows with NaN or without a finite maximum.
 
-        Temperature (0 takes the first of the likeliest), top-k (0: all), top-p and min-p apply in this order, each to
-        what the one before has left; tokens that tie with the last one kept are kept, too. numbers: uniform in [0, 1),
-        which decide the draw.
+        Applies temperature (0: the first most likely token), top-k (0: all), top-p and min-p, in this order. Ties with
+        the last kept token are kept. numbers: uniform in [0, 1), one per row.
         """
         ...
 
 
 class Changes(NamedTuple):
-    """What rows of logits are changed by before they are drawn from. entries: int64 ``[2, count]``: rows and tokens,
-    each pair once. amounts: float32 ``[3, count]``: what is added first, the repetition penalty, and what is subtracted
-    last."""
+    """Changes of logits before sampling."""
 
     entries: npt.NDArray[np.int64]
+    """int64 ``[2, count]``: distinct pairs of row and token."""
     amounts: npt.NDArray[np.float32]
+    """float32 ``[3, count]``: what to add first, the repetition penalty, what to subtract last."""
 
 
 class DrawLater(Protocol):
-    """Draws tokens that stay on the device, so that the host need not wait for them."""
+    """Samples asynchronously: tokens stay on the device, and the host does not wait."""
 
     def arrays(self, filters: Filters, numbers: Sequence[float], changes: Changes) -> list[npt.NDArray[Any]]:
-        """What has to be on the device, as `launch` takes it. temperatures of `filters` may be 0."""
+        """Return the arrays that `launch` needs on the device. Temperatures may be 0."""
         ...
 
     def launch(self, logits: Tensor, uploaded: Sequence[Tensor]) -> Tensor:
-        """int32 ``[rows]``, as `Draw` gives them; never waits for the device. uploaded: `arrays` on the device."""
+        """Return int32 ``[rows]``, equal to `Draw`, without waiting for the device. uploaded: `arrays` on the
+        device."""
         ...
 
 
 class Filters(NamedTuple):
-    """What may be drawn, one of each for every row. temperatures: above 0. top_ks: 0 for all."""
+    """Sampling filters, one value per row. temperatures: above 0. top_ks: 0 for all."""
 
     temperatures: Sequence[float]
     top_ks: Sequence[int]
@@ -70,7 +68,7 @@ class Filters(NamedTuple):
     min_ps: Sequence[float]
 
     def of(self, rows: Sequence[int]) -> Filters:
-        """Those of some rows."""
+        """Select rows."""
 
         def pick(values: Sequence[T]) -> list[T]:
             return [values[row] for row in rows]
@@ -87,7 +85,6 @@ def draw(
     min_ps: Sequence[float],
     numbers: Sequence[float],
 ) -> list[int]:
-    """See `Draw`."""
     filters = Filters(temperatures, top_ks, top_ps, min_ps)
     greedy = [row for row, temperature in enumerate(temperatures) if temperature == 0]
     random = [row for row, temperature in enumerate(temperatures) if temperature > 0]
@@ -102,8 +99,8 @@ def draw(
 
 
 def filter_logits(logits: Tensor, filters: Filters) -> Tensor:
-    """Temperature, top-k, top-p and min-p, in place: -inf for what may not be drawn, 0 for the likeliest tokens."""
-    # Subtracting the maximum first keeps a tiny temperature from overflowing.
+    """Apply temperature, top-k, top-p and min-p in place: -inf for excluded tokens, 0 for the most likely."""
+    # Subtracting the maximum first keeps tiny temperatures from overflowing.
     logits.sub_(logits.amax(-1, keepdim=True)).div_(_column(filters.temperatures, logits))
     rows, vocabulary = logits.shape
     pairs = zip(filters.top_ks, filters.top_ps, strict=True)
@@ -120,9 +117,9 @@ def filter_logits(logits: Tensor, filters: Filters) -> Tensor:
 
 
 def _lowest_kept(logits: Tensor, filters: Filters, candidates: int = _TOP_P_CANDIDATES) -> Tensor:
-    """``[rows, 1]``: the smallest logit that top-k and top-p keep.
+    """Return ``[rows, 1]``: the smallest logit that top-k and top-p keep.
 
-    Only the `candidates` largest logits are sorted; where top-p wants more of them, that row is sorted whole.
+    Sorts the `candidates` largest logits, and a whole row only if its top-p needs more.
     """
     vocabulary = logits.shape[1]
     top_ks = [min(top_k, vocabulary) if top_k else vocabulary for top_k in filters.top_ks]
@@ -140,7 +137,7 @@ def _lowest_kept(logits: Tensor, filters: Filters, candidates: int = _TOP_P_CAND
     kept = in_top_k & (mass_before < _column(filters.top_ps, logits))
     kept[:, 0] = True
     lowest = ordered.gather(1, kept.sum(-1, keepdim=True) - 1)
-    # Where every candidate was kept though more tokens may be wanted, the limit lies further down.
+    # A row that kept all candidates may need more of them.
     unsure = (kept[:, -1:] & all_kept).flatten() if ordered.shape[1] < vocabulary else None
     if unsure is not None and bool(unsure.any()):
         rows = unsure.nonzero().flatten()
@@ -153,27 +150,27 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _argmax(logits: Tensor) -> list[int]:
-    # On a CPU numpy's argmax is vectorized and several times faster than torch's.
+    # On a CPU, numpy's argmax is vectorized and several times faster than torch's.
     best = torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
-    # The largest of values with a NaN among them is a NaN, so one pass over the logits is enough.
+    # The argmax of a row with NaN is a NaN, so one pass is enough.
     return _unless_unusable(best.tolist(), logits.gather(1, best.unsqueeze(1)))
 
 
 def _unless_unusable(tokens: list[int], signs: Tensor) -> list[int]:
-    """-1 for tokens of unusable rows. signs: ``[rows, 1]``, a finite number for each row that is usable."""
+    """Replace tokens of unusable rows by -1. signs: ``[rows, 1]``, finite for usable rows."""
     return [token if math.isfinite(sign) else -1 for token, (sign,) in zip(tokens, signs.tolist(), strict=True)]
 
 
 def _draw(logits: Tensor, filters: Filters, numbers: Sequence[float]) -> list[int]:
-    """Inverse transform sampling: the token at which the cumulated probability passes the row's random number."""
+    """Sample by inverse transform: the token where the cumulative probability exceeds the row's random number."""
     weights = filter_logits(logits, filters).exp_()
     rows = len(weights)
     padding = -weights.shape[1] % _CDF_CHUNK
     if padding:
         weights = torch.nn.functional.pad(weights, (0, padding))
     weights = weights.view(rows, -1, _CDF_CHUNK)
-    # Summing chunk by chunk in float64 is exact enough for any vocabulary, and only one chunk a row is cumulated.
-    # The CPU does it for all devices: the sums are small, and not every accelerator has float64.
+    # Sum chunks in float64, which is exact enough for any vocabulary, and accumulate only one chunk per row. The CPU
+    # does it for all devices: the sums are small, and some accelerators lack float64.
     chunk_ends = weights.sum(-1).cpu().double().cumsum(-1)
     targets = torch.tensor(numbers, dtype=torch.float64)[:, None] * chunk_ends[:, -1:]
     chunk = torch.searchsorted(chunk_ends, targets, right=True).clamp_(max=chunk_ends.shape[1] - 1)
@@ -181,8 +178,8 @@ def _draw(logits: Tensor, filters: Filters, numbers: Sequence[float]) -> list[in
     picked = weights[torch.arange(rows, device=weights.device), chunk.squeeze(1).to(weights.device)].cpu()
     ends = start + picked.double().cumsum(-1)
     inside = torch.searchsorted(ends, targets, right=True)
-    # Rounding may point just past the last possible token of the chunk: fall back on that one.
+    # Rounding may point past the last possible token of the chunk.
     last_possible = (picked > 0) * torch.arange(_CDF_CHUNK)
     inside = torch.minimum(inside, last_possible.amax(-1, keepdim=True))
-    # What was filtered has a largest weight of 1, or a NaN where the logits are unusable.
+    # Filtered rows have a maximum weight of 1, or NaN if unusable.
     return _unless_unusable((chunk * _CDF_CHUNK + inside).squeeze(1).tolist(), chunk_ends[:, -1:])

@@ -1,4 +1,4 @@
-"""Scores of queries and keys in plain torch operations, with what the fused operator does not know."""
+"""Attention scores in plain torch, with features that the fused operator lacks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from vlmserve.layer_specs import AttentionSpec
 
 
 def needs_scores(spec: AttentionSpec) -> bool:
-    """Whether something is done to scores that the fused operator does not know."""
+    """Return whether the fused operator lacks a feature of this layer."""
     return spec.soft_cap is not None or spec.sinks is not None
 
 
 def attention_scores(query: Tensor, keys: Tensor, spec: AttentionSpec) -> Tensor:
-    """``[batch, rows, head_size]`` and ``[batch, length, head_size]`` to float32 ``[batch, rows, length]``, scaled and
-    capped."""
+    """Return scaled and capped float32 scores ``[batch, rows, length]``. query: ``[batch, rows, head_size]``. keys:
+    ``[batch, length, head_size]``."""
     transposed = keys.transpose(1, 2)
     scores = torch.bmm(query, transposed)
     if query.dtype != torch.float32:
-        # A product of 16-bit matrices sums in float32 but rounds its result to 16 bits, too coarse for large scores.
-        # The second product finds what that rounding lost, which is cheap while the keys are still in the processor's
-        # cache.
+        # A 16-bit matmul rounds its float32 sums, too coarsely for large scores. A second matmul computes the rounding
+        # error, while the keys are still in the processor's cache.
         lost = torch.baddbmm(scores, query, transposed, beta=-1)
         scores = scores.float().add_(lost)
     if spec.soft_cap is None:
@@ -30,7 +29,7 @@ def attention_scores(query: Tensor, keys: Tensor, spec: AttentionSpec) -> Tensor
 
 
 def attention_weights(scores: Tensor, spec: AttentionSpec) -> Tensor:
-    """``[..., heads, rows, length]`` to how much of each row's attention goes where, the rest into sinks."""
+    """Return the softmax of ``[..., heads, rows, length]``. Sinks take the rest."""
     if spec.sinks is None:
         return torch.softmax(scores, -1)
     sinks = scores.new_tensor(spec.sinks)[:, None, None].expand(*scores.shape[:-1], 1)

@@ -1,4 +1,4 @@
-"""Layers with states in plain torch operations: the reference, which runs on any device."""
+"""Layers with states in plain torch: the reference, for any device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NORM_EPS = 1e-6
 
 
 class RuleRows(NamedTuple):
-    """Inputs of the gated delta rule. The sequences or tokens come first."""
+    """Inputs of the gated delta rule. The first axis is sequences or tokens."""
 
     query: Tensor
     """``[rows, heads, key_size]``."""
@@ -25,7 +25,7 @@ class RuleRows(NamedTuple):
     value: Tensor
     """``[rows, heads, value_size]``."""
     decay: Tensor
-    """``[rows, heads]``: logarithm of the factor of the state."""
+    """``[rows, heads]``: log of the state's decay factor."""
     beta: Tensor
     """``[rows, heads]``: step size of the update."""
 
@@ -34,7 +34,7 @@ class RuleRows(NamedTuple):
 
 
 class TorchDelta:
-    """A `DeltaKernel`. Decodes run the recurrence together, prompts run chunk by chunk."""
+    """A `DeltaKernel`. Decodes run the recurrence in one batch, prompts run chunk by chunk."""
 
     def __init__(self, spec: DeltaSpec, weights: DeltaWeights) -> None:
         self._spec, self._weights = spec, weights
@@ -64,7 +64,7 @@ class TorchDelta:
         return (normed.flatten(1) * F.silu(z.float())).to(mixed.dtype)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of each value head, ``[rows, value_heads, size]``."""
+        """Return queries, keys and values per value head, ``[rows, value_heads, size]``."""
         spec = self._spec
         query, key, value = torch.split(qkv, [spec.keys, spec.keys, spec.values], 1)
         both = torch.stack([query, key]).view(2, len(qkv), spec.num_key_heads, spec.key_size)
@@ -74,8 +74,6 @@ class TorchDelta:
 
 
 class TorchConvolution:
-    """A `ConvolutionKernel`."""
-
     def __init__(self, weight: Tensor) -> None:
         """weight: ``[channels, kernel]``."""
         self._weight = weight
@@ -86,9 +84,9 @@ class TorchConvolution:
 
 
 def causal_convolution(x: Tensor, weight: Tensor, tails: Tensor, rows: StateRows) -> Tensor:
-    """Depthwise convolution of ``[rows, channels]``, in float32, and the tails of segments.
+    """Convolve ``[rows, channels]`` depthwise in float32, and update the segments' tails.
 
-    Each row adds up its taps in the same order, so the result does not depend on how a prompt was divided.
+    Taps are added in a fixed order, so results do not depend on how a prompt is chunked.
     """
     taps = weight.float().T.contiguous()
     size = len(taps) - 1
@@ -107,9 +105,9 @@ def causal_convolution(x: Tensor, weight: Tensor, tails: Tensor, rows: StateRows
 
 
 def recurrent_rule(rows: RuleRows, states: Tensor) -> tuple[Tensor, Tensor]:
-    """The gated delta rule of one token in each of several sequences.
+    """Apply the gated delta rule to one token of each sequence.
 
-    states: ``[sequences, heads, key_size, value_size]``. Returns results like values, and the states after the token.
+    states: ``[sequences, heads, key_size, value_size]``. Returns results shaped like values, and the new states.
     """
     query, key, value, decay, beta = rows
     states = states * decay.exp()[..., None, None]
@@ -119,16 +117,16 @@ def recurrent_rule(rows: RuleRows, states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chunked_rule(rows: RuleRows, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The gated delta rule of consecutive tokens of one sequence as matmuls (https://arxiv.org/abs/2412.06464).
+    """Apply the gated delta rule to consecutive tokens of one sequence by matmuls (https://arxiv.org/abs/2412.06464).
 
-    state: ``[heads, key_size, value_size]``. Returns results like values, and the state after the tokens.
+    state: ``[heads, key_size, value_size]``. Returns results shaped like values, and the new state.
     """
     query, key, value = (tensor.transpose(0, 1) for tensor in (rows.query, rows.key, rows.value))
     total, beta = rows.decay.T.cumsum(1), rows.beta.T[..., None]
     future = torch.ones(len(rows.beta), len(rows.beta), dtype=torch.bool, device=state.device).triu(1)
     between = (total[:, :, None] - total[:, None]).masked_fill(future, -torch.inf).exp()
     from_start = total.exp()[..., None]
-    # Each token's update depends on earlier ones: a triangular system.
+    # Each token's update depends on earlier tokens: a triangular system.
     system = (key * beta) @ key.mT * between
     solved = torch.linalg.solve_triangular(
         system, torch.cat([value * beta, key * beta * from_start], 2), upper=False, unitriangular=True
@@ -142,13 +140,13 @@ def chunked_rule(rows: RuleRows, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read(slots: Tensor, sources: Tensor) -> Tensor:
-    """The slots that sequences read, zeros for `NO_SLOT`."""
+    """Return the slots that sequences read, zeros for `NO_SLOT`."""
     shape = (-1, *[1] * (slots.ndim - 1))
     return slots.index_select(0, sources.clamp(min=0)).masked_fill((sources == NO_SLOT).view(shape), 0)
 
 
 def _weighted(windows: Tensor, taps: Tensor) -> Tensor:
-    """``[kernel, rows, channels]`` to the sum over their taps ``[kernel, channels]``."""
+    """Return the sum of ``[kernel, rows, channels]`` weighted by taps ``[kernel, channels]``."""
     total = windows[0].float() * taps[0]
     for window, tap in zip(windows[1:], taps[1:], strict=True):
         total = total + window.float() * tap
@@ -156,7 +154,7 @@ def _weighted(windows: Tensor, taps: Tensor) -> Tensor:
 
 
 def _segments(rows: StateRows, decodes: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """First and last row, source, target and position of each segment that is no decode."""
+    """Yield first row, last row, source, target and position of each segment after the decodes."""
     starts, sources, targets, positions, _ = (one.tolist() for one in rows.host)
     yield from zip(
         starts[decodes:], starts[decodes + 1 :], sources[decodes:], targets[decodes:], positions[decodes:], strict=False

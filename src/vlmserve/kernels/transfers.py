@@ -1,4 +1,4 @@
-"""Small tensors from the host to a device."""
+"""Copies small tensors to a device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device. A GPU gets it through pinned memory, which torch keeps until it is copied: the
-    host would wait for all that the device has to do if it was copied from any other memory."""
+    """Copy a host tensor to a device. A GPU copies from pinned memory, which torch keeps until the copy is done; from
+    other memory, the host would wait for all queued work."""
     if device.type != "cuda" or tensor.device == device:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

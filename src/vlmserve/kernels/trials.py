@@ -1,4 +1,4 @@
-"""Which kernels are faster on this machine: tried once, then remembered in a file."""
+"""Measures which kernels are faster on this machine, and stores the result in a file."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from vlmserve.remembered import Remembered
 KNOWN = Remembered("kernels.json", bool)
 CPUINFO = Path("/proc/cpuinfo")
 SIZE = 1024
-"""Input and output features of the product that is tried."""
+"""Input and output features of the measured matmul."""
 ROWS = (1, 256)
 REPEATS = 5
 ENOUGH_SECONDS = 0.05
-"""After that the time of a product is known well enough."""
+"""Stop measuring a matmul after this time."""
 UNCACHED_BYTES = 64 * 2**20
-"""Weights that one row is multiplied with in turn, so that they come from memory, as a model's do."""
+"""Bytes of weights to cycle through, so that they come from memory, as a model's do."""
 REPACKED = {12: (4, 32), 14: (8, 16)}
-"""GGUF types that are tried (Q4_K, Q6_K): the bits and the group size of what they are repacked into."""
+"""Measured GGUF types (Q4_K, Q6_K), with bits and group size of their repacked form."""
 
 
 @cache
 def is_as_fast_as_torch(isa: str, dtype: torch.dtype, cpuinfo: Path = CPUINFO) -> bool:
-    """Whether products by the selected kernels take no longer than torch's, with few rows and with many.
+    """Return whether the selected kernels are at least as fast as torch, for few and for many rows.
 
-    isa: the instruction set that is selected. dtype: of inputs and weights. The trial takes some milliseconds. Its
-    result is kept in ``$XDG_CACHE_HOME/vlmserve/kernels.json`` (default: ``~/.cache``), so that a later start on this
-    processor, with this build and this torch, chooses the same.
+    isa: the selected instruction set. dtype: of inputs and weights. The trial takes some milliseconds.
+    ``$XDG_CACHE_HOME/vlmserve/kernels.json`` (default ``~/.cache``) stores the result for this processor, build and
+    torch.
     """
     return KNOWN.get(f"{isa} {dtype} {machine(cpuinfo)}", lambda: _try(dtype))
 
@@ -61,8 +61,7 @@ def _try(dtype: torch.dtype) -> bool:
 def superblocks_are_as_fast(isa: str, cpuinfo: Path = CPUINFO) -> bool:
     """Return whether the selected kernels multiply GGUF superblocks at least as fast as repacked weights.
 
-    isa, cpuinfo: as for `is_as_fast_as_torch`, which keeps its results in the same file. The trial takes less than a
-    second and 80 MiB of memory.
+    The trial takes less than a second and 80 MiB. isa, cpuinfo and the file: see `is_as_fast_as_torch`.
     """
     return KNOWN.get(f"{isa} superblocks {machine(cpuinfo)}", _try_superblocks)
 
@@ -88,7 +87,7 @@ def _try_superblocks() -> bool:
 
 
 def _one_after_another(product: PackedLinear) -> Callable[[Tensor], Tensor]:
-    """A product with several copies of a weight, which do not fit into caches."""
+    """Return a matmul that runs over copies of a weight too large for caches."""
     count = max(1, UNCACHED_BYTES // product.num_bytes)
     copies = [PackedLinear.restored(product.settings, product.packed.clone(), None) for _ in range(count)]
     return lambda x: [copy(x) for copy in copies][-1]
@@ -107,7 +106,7 @@ def seconds_of(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 
 def machine(cpuinfo: Path = CPUINFO) -> str:
-    """A digest of the processor, the kernels' build and torch's, and the number of threads."""
+    """Return a digest of the processor, both builds and the number of threads."""
     try:
         lines = cpuinfo.read_text()
     except OSError:  # not Linux
