@@ -1,4 +1,4 @@
-"""Activation functions inside kernels, by their Hugging Face names."""
+"""Activation functions in Triton, by their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh",
 
 @triton.jit
 def tanh(x):
-    """From the sigmoid, which neither overflows nor needs a library of the device."""
+    """Computed by the sigmoid, which does not overflow and needs no device library."""
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 

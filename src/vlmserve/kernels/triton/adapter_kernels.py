@@ -1,8 +1,7 @@
-"""What adapters add to products: each row may have one of its own (LoRA: https://arxiv.org/abs/2106.09685).
+"""Adds adapters to linears. Each row may have its own (LoRA: https://arxiv.org/abs/2106.09685).
 
-Kernels find the adapter of a row by its slot, in a table on the device. Each slot that occurs in a tile of rows has
-programs of its own, which compute the whole tile and keep the rows of that slot. A row's sums do not depend on what the
-rows beside it are.
+Kernels look a row's adapter up by its slot. Each slot that occurs in a tile of rows has its own programs, which compute
+the whole tile and keep the slot's rows. So a row's sums do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -15,24 +14,23 @@ from vlmserve.kernels.triton.launching import Kernel
 from vlmserve.kernels.triton.product_kernels import dot, result_places, store_results
 
 WORDS = tl.constexpr(8)
-"""Of an adapter in the table, see `TritonChange.words`."""
+"""Words of an adapter, see `TritonChange`."""
 
 
 @triton.jit
 def words_of(table_ptr, slot):
-    """Where the words of a slot's adapter are."""
     return table_ptr + 1 + slot * WORDS
 
 
 @triton.jit
 def address(word, TYPE: tl.constexpr):
-    """A word as an address of numbers, which lie as torch allocates them."""
+    """Convert a word to a pointer, aligned as torch allocates."""
     return tl.multiple_of(word.to(tl.pointer_type(TYPE)), 16)
 
 
 @triton.jit
 def slot_number(slots, number):
-    """Of the slots that occur, the highest one but `number`; -1: there is none."""
+    """Return the occurring slot with the `number` + 1st highest number, or -1."""
     slot = tl.max(slots, 0)
     for _ in range(number):
         slot = tl.max(tl.where(slots < slot, slots, -1), 0)
@@ -46,11 +44,11 @@ def shrink(
     TOKENS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     SCALED: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Products of `TOKENS` rows with `RANKS` first factors of their adapters, over one of `SPLITS` parts of the inputs.
-    Programs ``[rank / RANKS, rows / TOKENS, SPLITS * slots]``.
+    """Multiply `TOKENS` rows by `RANKS` rows of their adapters' `down` matrices, over one split of the inputs.
+    Programs: ``[rank / RANKS, rows / TOKENS, SPLITS * slots]``.
 
-    inner_ptr: float32 ``[SPLITS, rows, rank]``, whose numbers beyond an adapter's own rank and of rows without one stay
-    as they are. scalings_ptr: float32 ``[rows, columns]``, if SCALED. EVEN: the inputs are whole tiles.
+    inner_ptr: float32 ``[SPLITS, rows, rank]``; elements beyond an adapter's rank and rows without adapter stay
+    unwritten. scalings_ptr: float32 ``[rows, columns]`` if SCALED. EVEN: the inputs are whole tiles.
     """
     wait_for_previous(DEPENDENT)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -101,11 +99,11 @@ def add_changes(
     DTYPE: tl.constexpr, RANKS: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """`OUTPUTS` outputs of `TOKENS` rows a program: their parts, the first one first, what their adapters change, and
-    what follows on that. Programs ``[out_features / OUTPUTS, rows / TOKENS, slots]``.
+    """Add splits, adapters and the epilogue of `OUTPUTS` outputs of `TOKENS` rows. Programs: ``[out_features / OUTPUTS,
+    rows / TOKENS, slots]``.
 
-    sums_ptr: ``[SPLITS, rows, out_features]``. BIASED: the bias is part of them. inner_ptr: as `shrink` leaves it, in
-    INNER_SPLITS parts. DTYPE: of second factors.
+    sums_ptr: ``[SPLITS, rows, out_features]``, with bias if BIASED. inner_ptr: the result of `shrink`, in INNER_SPLITS
+    splits. DTYPE: of `up` matrices.
     """
     wait_for_previous(DEPENDENT)
     first_output = tl.program_id(0) * OUTPUTS
@@ -152,7 +150,7 @@ def add_changes(
             else:
                 changed = factor * changed + shift
         sums = tl.where(own[None, :], changed, sums)
-    # Rows without an adapter are those of the first program.
+    # The first program stores rows without an adapter.
     wanted = (slots == slot) & (slot >= 0) | (slots < 0) & (number == 0)
     stored = tl.where(there & wanted, tokens, rows)
     places, inside = result_places(first_output, stored, rows, out_features, OUTPUTS, GATED)

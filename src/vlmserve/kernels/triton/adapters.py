@@ -1,4 +1,4 @@
-"""Adapters of products in device memory, and the launches that add what they change."""
+"""Adapters of linears in device memory, and the launches that apply them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from vlmserve.kernels.triton.adapter_kernels import add_changes, shrink
 from vlmserve.kernels.triton.host_math import cdiv
 
 RANKS = 16
-"""First factors that are multiplied at a time."""
+"""Ranks that a program multiplies by."""
 OUTPUTS = 64
-"""That a program adds second factors to: few, so that there are many programs for few rows."""
+"""Outputs of a program: few, so that few rows have many programs."""
 ALIGNED_RANK = 8
-"""Second factors of an output begin where 16 bytes can be read at once."""
+"""Keeps each output's `up` row aligned to 16 bytes."""
 MOST_SPLITS, SPLIT_ROWS = 8, 128
 STAGES = 4
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 class TritonChange:
-    """A `PackedChange`: a product's first factors one below the other, its second ones one beside the other.
+    """A `PackedChange`. `down` matrices are stacked; `up` matrices are side by side.
 
-    Outputs that the same parts change have all their second factors in one row, `width` of them, and their first
-    factors in that many rows from one on. words: rank, width, and the addresses of first factors ``[rank,
-    in_features]``, of second ones ``[out_features, width]``, of the first row of each output, int32, of factors and
-    shifts, float32, and of the columns of scalings, int32 ``[rank]``; 0 for what there is not.
+    Outputs that the same parts change have a row of `width` elements in `up`, and as many rows in `down`. words: rank,
+    width, then addresses (0 if absent): `down` ``[rank, in_features]``, `up` ``[out_features, width]``, each output's
+    first row in `down` (int32), factors and shifts (float32), scaling columns (int32 ``[rank]``).
     """
 
     def __init__(self, change: Change, order: Tensor | None, out_features: int, in_features: int) -> None:
-        """order: int64 ``[out_features]``, which output of the change each one of the product is; None: the same."""
+        """order: int64 ``[out_features]``, the output of `change` for each output of the linear. None: unchanged."""
         groups = _grouped(change.parts)
         ranks = [sum(len(part.down) for part in group) for group in groups]
         width = _rounded(max(ranks, default=0), ALIGNED_RANK)
@@ -72,17 +71,15 @@ class TritonChange:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
         return sum(tensor.nbytes for tensor in self._tensors if tensor is not None)
 
 
 def reserved_rank(parts: int, rank: int) -> int:
-    """See `ReservesRanks`."""
     return _rounded(parts * _rounded(rank, ALIGNED_RANK), RANKS)
 
 
 def _grouped(parts: Sequence[LowRank]) -> list[list[LowRank]]:
-    """Parts by the outputs that they change; all of them as one group where some change a part of others' outputs."""
+    """Group parts by the outputs that they change. Overlapping parts become one group."""
     groups: dict[tuple[int, int], list[LowRank]] = {}
     for part in parts:
         groups.setdefault((part.start, part.start + len(part.up)), []).append(part)
@@ -101,16 +98,18 @@ def _rounded(number: int, unit: int) -> int:
 
 
 class Division(NamedTuple):
-    """How products with factors are divided. tokens: rows of a tile. inputs: of a tile of first factors; splits: parts
-    of all inputs, which second factors add up again and again: one for many rows, which are enough programs."""
+    """Tiling of the `down` matmul."""
 
     tokens: int
+    """Rows of a tile."""
     inputs: int
+    """Inputs of a tile."""
     splits: int
+    """Splits of the inputs, which the `up` matmul adds. Steps with many rows have enough programs without splits."""
 
 
 def division(rows: int, in_features: int, dtype: torch.dtype) -> Division:
-    """For so many rows: tiles of more of them read each adapter fewer times."""
+    """Return the tiling. Larger tiles read each adapter fewer times."""
     tokens = next(size for size in (8, 16, 32) if rows <= size or size == 32)
     inputs = 128 if dtype.itemsize == 2 else 32
     tiles, splits = cdiv(in_features, inputs), 1
@@ -131,11 +130,11 @@ def add_adapters(
     *,
     gated: bool,
 ) -> None:
-    """The end of a product of rows that have adapters, some of which are packed.
+    """Finish a linear whose rows have packed adapters.
 
-    x: ``[rows, in_features]``. sums: float32 ``[parts, rows, out_features]`` to be added up; or ``[rows,
-    out_features]`` of any type, the bias included. out: ``[rows, out_features]``, half as wide if `gated`: as results
-    become what follows on them, see `multiply`. residual: like `out`, contiguous.
+    x: ``[rows, in_features]``. sums: float32 ``[splits, rows, out_features]`` to add up, or ``[rows, out_features]`` of
+    any dtype with bias. out: ``[rows, out_features]``, half as wide if `gated`. residual: shaped like `out`,
+    contiguous.
     """
     rows, in_features = x.shape
     out_features, rank, biased = sums.shape[-1], adapters.rank, sums.ndim == 2
@@ -143,7 +142,7 @@ def add_adapters(
     _, slots, stride = adapters.row_slots
     scalings = adapters.scalings
     tokens, inputs, splits = division(rows, in_features, x.dtype)
-    # As many as can occur in a tile.
+    # the maximum in one tile
     num_slots = min(rows, tokens, adapters.num_slots) if stride else 1
     inner = torch.empty((splits, rows, rank), dtype=torch.float32, device=x.device)
     if rank:

@@ -1,4 +1,4 @@
-"""The attention backend of NVIDIA's GPUs: one to three launches a layer."""
+"""The attention backend for NVIDIA GPUs: one to three launches per layer."""
 
 from __future__ import annotations
 
@@ -31,27 +31,25 @@ from vlmserve.layer_specs import AttentionSpec, CacheType
 
 MAX_HEAD_SIZE = 512
 STAGES = 5
-"""Of the pipeline, which has some for loads of block tables. With fewer, no keys are on their way while others are
-multiplied."""
+"""Pipeline stages. Some hold loads of block tables; with fewer stages, no keys load during matmuls."""
 PART = 128
 """Minimum tokens of a split of a decode's context."""
 PROGRAMS_EACH = 2
-"""Programs per multiprocessor that the work of a step is divided among. More programs share the work more evenly, but
-each one costs time."""
+"""Target number of programs per multiprocessor. More programs balance better, but each costs time."""
 UNEVEN_ROUNDS = (3, 5)
-"""Decodes times KV heads per multiprocessor, between which programs take one round and a small rest on an H200. Two
-splits of each decode are faster there: the measured times are in `benchmarks/results`."""
+"""Range of decodes times KV heads per multiprocessor in which programs take one round and a small rest. Two splits per
+decode are faster there on an H200, see `benchmarks/results`."""
 MOST_EXTRA = 128
 """Maximum number of splits of one context."""
 LEAST_ITEMS = 1024
-"""Items to allocate memory for: with more memory in use, captured steps would have to be captured again."""
+"""Minimum allocation, because reallocation invalidates captured steps."""
 MOST_SPLIT_CHUNKS = 4
-"""Chunks of a batch whose contexts are split. More of them have programs enough, and would take much memory."""
+"""Maximum number of chunks with split contexts. More chunks have enough programs, and would need much memory."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def unsupported_reason(layers: Sequence[AttentionSpec], dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot serve these layers, None if they can."""
+    """Return why the kernels cannot run these layers, or None."""
     if dtype not in DTYPES:
         return f"the kernels know no {dtype}"
     for spec in layers:
@@ -65,7 +63,7 @@ def unsupported_reason(layers: Sequence[AttentionSpec], dtype: torch.dtype) -> s
 
 
 class AttentionTile(NamedTuple):
-    """Rows of queries and keys that a program of so many warps multiplies at a time."""
+    """Query rows and keys that a program multiplies at a time, and its warps."""
 
     rows: int
     keys: int
@@ -73,11 +71,10 @@ class AttentionTile(NamedTuple):
 
 
 def tile(spec: AttentionSpec, *, chunks: bool, quantized: bool = False) -> AttentionTile:
-    """chunks: whether the batch has any. quantized: whether keys and values are stored in 8 bits.
+    """Return the largest tile that fits into registers on all supported GPUs.
 
-    As much as fits into registers on all GPUs that the kernels are compiled for. On an H100, decodes by fewer keys or
-    warps take as long, within 1%. Two warps take 28% fewer instructions for each key than four, of which keys of 8 bits
-    leave less time for.
+    chunks: whether the batch has chunks. quantized: whether the KV cache is 8-bit. On an H100, smaller decode tiles
+    take equally long, within 1%. Two warps need 28% fewer instructions per key than four, which matters for 8-bit keys.
     """
     if spec.head_size > 256:
         return AttentionTile(max(16, next_power_of_2(spec.num_heads // spec.num_kv_heads)), 16, 4)
@@ -92,9 +89,9 @@ class Work(NamedTuple):
     """The result of `divide_decodes`."""
 
     items: Tensor
-    """int32 ``[decodes + extra splits, ITEM]``"""
+    """int32 ``[decodes + extra splits, ITEM]``."""
     joins: Tensor
-    """int32 ``[most contexts that are split, JOIN]``"""
+    """int32 ``[maximum split contexts, JOIN]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,25 +99,24 @@ class TritonPlan:
     """Data that the layers of a step share."""
 
     work: Mapping[int, Work]
-    """By window, or 0: how contexts of decodes are split; empty for batches without decodes."""
+    """Splits of decodes by window (0: none). Empty without decodes."""
     split_chunks: bool
-    """The kernel splits contexts of chunks."""
+    """Return whether chunks' contexts are split."""
     sums: Tensor
-    """Memory for splits, see `attend_rows`; so is `largest`."""
+    """Buffers for splits, see `attend_rows`."""
     largest: Tensor
     reach: Tensor | None
-    """int32 ``[tokens]``, the end of the positions that each row sees; None: its own is the last one."""
+    """int32 ``[tokens]``: end of the positions that each row sees. None: its own position is the last."""
     capture_key: Hashable
-    """Identifies a captured step, together with addresses and shapes of tensors; None: the step cannot be captured."""
+    """With addresses and shapes of tensors, identifies a captured step. None: cannot be captured."""
 
 
 class TritonAttention(TorchReference):
-    """Attention over a flat batch of decodes and prompt chunks. A `NormingBackend` whose cache is the reference's.
+    """A `NormingBackend` for flat batches of decodes and prompt chunks, with the cache layout of `TorchReference`.
 
-    Lengths are read on the device, so that a step can be captured once and replayed at other lengths.
-
-    writes: whether programs of decodes write keys and values themselves; a class's, for measuring. by_library: whether
-    torch's operator computes long prompts without cached tokens; it was not measured on a GPU yet.
+    Kernels read lengths on the device, so a captured step can be replayed at other lengths. The class attributes are
+    for measurements. writes: decode programs write keys and values. by_library: torch's operator computes long prompts
+    without cached tokens (not yet measured on a GPU).
     """
 
     name = "triton"
@@ -131,7 +127,7 @@ class TritonAttention(TorchReference):
     def __init__(self, *, cache_type: CacheType = "auto") -> None:
         super().__init__(cache_type=cache_type)
         self.decode_tile: AttentionTile | None = None
-        """Of batches of decodes alone, instead of `tile`'s: for measuring which is the fastest."""
+        """Replaces `tile` for batches of decodes, for measurements."""
         self._sums = self._largest = torch.empty(0)
         self._work: dict[int, Work] = {}
         self._sinks: dict[tuple[float, ...], Tensor] = {}
@@ -139,10 +135,10 @@ class TritonAttention(TorchReference):
     def prepare(  # type: ignore[override]
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
     ) -> TritonPlan:
-        """Split the contexts of decodes, allocate memory for splits, and note how far bidirectional rows see.
+        """Split decode contexts, allocate buffers, and record the reach of bidirectional rows.
 
-        Launches and grids of decodes alone depend on their number, and if these fill the GPU, on whether any context is
-        split. So one graph serves all other lengths.
+        For batches of decodes, launches and grids depend on the number of decodes and, if these fill the GPU, on
+        whether a context is split. So one graph serves all lengths.
         """
         device, sequences = metadata.slot_mapping.device, len(metadata.query_lens)
         chunks = _has_chunks(metadata)
@@ -170,7 +166,7 @@ class TritonAttention(TorchReference):
         split_chunks = _splits_chunks(metadata)
         part_rows = _part_rows_of_chunks(metadata) * CHUNK_SPLITS.value if split_chunks else 0
         self._reserve(most_decodes + MOST_EXTRA + part_rows, layers, device)
-        # Captured steps read the items of each new step, so these have to be where they were.
+        # Captured steps read new items at the same addresses.
         places = tuple(tensor.data_ptr() for one in work.values() for tensor in one)
         capture_key: Hashable = ("decodes", most_decodes, extra, places)
         if chunks:
@@ -181,12 +177,10 @@ class TritonAttention(TorchReference):
         )
 
     def _division(self, metadata: BatchMetadata, layers: Sequence[AttentionSpec]) -> tuple[int, dict[int, int]]:
-        """Return how many more splits than decodes there may be, 0 if no context is split, and the tokens of a split
-        by window.
+        """Return the maximum number of extra splits (0: no context is split), and the tokens per split by window.
 
-        A split has the tokens that all programs of the step read, divided by the programs that the GPU runs at a time.
-        So contexts stay whole if there is enough other work. A batch of few decodes alone always counts as split, so
-        that it has one graph.
+        A split has the step's tokens divided by the programs that run at a time, so contexts stay whole if other work
+        fills the GPU. A small batch of only decodes always counts as split, so that it has one graph.
         """
         decodes, contexts = metadata.num_decodes, metadata.host_context_lens
         if not decodes or not layers:
@@ -207,13 +201,13 @@ class TritonAttention(TorchReference):
                 cdiv(new, queries) * (min(context, window + queries) if window else context)
                 for new, context in zip(metadata.query_lens[decodes:], contexts[decodes:], strict=True)
             )
-            # Rounding up adds less than one split to each decode, so there are never more splits than items.
+            # Rounding up adds less than one split per decode, so the items suffice.
             sizes[window] = max(cdiv(cdiv(total, extra), PART), 1) * PART
             is_split = is_split or max(seen) > sizes[window]
         return extra if is_split else 0, sizes
 
     def _work_of(self, window: int, num_items: int, num_joins: int, device: torch.device) -> Work:
-        """The same memory in each step, where captured steps read it."""
+        """Return memory at the same address for each step, because captured steps read it."""
         kept = self._work.get(window)
         if kept is None or len(kept.items) < num_items or kept.items.device != device:
             shapes = (max(num_items, LEAST_ITEMS), ITEM.value), (MOST_EXTRA, JOIN.value)
@@ -221,7 +215,7 @@ class TritonAttention(TorchReference):
         return Work(kept.items[:num_items], kept.joins[:num_joins])
 
     def _reserve(self, parts: int, layers: Sequence[AttentionSpec], device: torch.device) -> None:
-        """Allocate memory for splits. Captured steps keep the memory that they were captured with."""
+        """Allocate buffers for splits. Captured steps keep the buffers of their capture."""
         parts *= max((spec.num_heads for spec in layers), default=0)
         size = parts * max((_head_block(spec) for spec in layers), default=0)
         if size > self._sums.numel() or 2 * parts > self._largest.numel() or self._sums.device != device:
@@ -262,7 +256,6 @@ class TritonAttention(TorchReference):
         context: AttentionContext,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        """rope, norms: None: nothing is rotated or normed."""
         cache, spec, metadata, plan = context
         assert isinstance(plan, TritonPlan)
         if cache.scales is None and cache.keys.dtype != qkv.dtype:
@@ -285,7 +278,7 @@ class TritonAttention(TorchReference):
             tiles = self.decode_tile or tiles
             grid = (spec.num_kv_heads, num_items)
         else:
-            # As many blocks as there can be where a captured step has other decodes.
+            # Launch enough blocks for any number of decodes of the captured step.
             known, queries = 0 if is_mixed else decodes, tiles.rows // (spec.num_heads // spec.num_kv_heads)
             blocks = (len(query) - known) // queries + sequences - known
             grid = (num_items + blocks * (CHUNK_SPLITS.value if plan.split_chunks else 1), spec.num_kv_heads)
@@ -379,7 +372,7 @@ class TritonAttention(TorchReference):
 
 
 def _head_block(spec: AttentionSpec) -> int:
-    """Columns of a tile of heads: tensor cores multiply 16 at a time."""
+    """Columns of a head tile. Tensor cores multiply 16 at a time."""
     return max(16, next_power_of_2(spec.head_size))
 
 
@@ -388,16 +381,16 @@ def _has_chunks(metadata: BatchMetadata) -> bool:
 
 
 def _part_rows_of_chunks(metadata: BatchMetadata) -> int:
-    """Rows of chunks whose splits are kept in memory; of a step that may be captured, as many as there can be."""
+    """Rows of chunks whose splits need buffers: the maximum for a step that may be captured."""
     if metadata.decodes is not None:
         return MOST_SPLIT_CHUNKS * int(FEW_QUERIES.value)
     return (len(metadata.query_lens) - metadata.num_decodes) * int(FEW_QUERIES.value)
 
 
 def _splits_chunks(metadata: BatchMetadata) -> bool:
-    """Whether the contexts of chunks are split: where some have few rows over a long context, and a batch has few."""
+    """Split contexts of chunks only if the batch has few chunks, some with few rows and a long context."""
     sequences = range(metadata.num_decodes, len(metadata.query_lens))
-    chunks = [index for index in sequences if metadata.query_lens[index]]  # some that pad a batch have no rows
+    chunks = [index for index in sequences if metadata.query_lens[index]]  # padding chunks have no rows
     return len(chunks) <= MOST_SPLIT_CHUNKS and any(
         metadata.query_lens[index] <= FEW_QUERIES.value and metadata.host_context_lens[index] >= 2 * CHUNK_SPLIT.value
         for index in chunks

@@ -1,14 +1,13 @@
-"""Attention over the paged cache of `torch_cache`, for a flat batch of decodes and prompt chunks in one launch.
+"""Attention over the paged cache of `torch_cache`: decodes and prompt chunks in one launch.
 
-A program computes the query heads that share one head of keys, for one decode or for some rows of a chunk, packed into
-one tile. Few programs would leave most of a GPU idle, so long contexts are split among programs, and `combine` adds the
-splits in order. A batch without splits takes no `combine`.
+A program computes the query heads of one KV head, for one decode or some rows of a chunk, as one tile. Long contexts
+are split among programs to fill the GPU, and `combine` adds the splits in order.
 
-- `divide_decodes` splits contexts of decodes by the work of the whole step. There are a few more splits than decodes,
-  so one grid fits all lengths, and most contexts of a large batch have one split.
-- If all rows are decodes, programs norm and rotate their queries themselves. The program with the newest token norms
-  and rotates its key, and writes key and value into the cache before it reads them there.
-- Contexts of chunks of few rows are split if a batch has few chunks.
+- `divide_decodes` splits decode contexts by the work of the whole step. There are slightly more splits than decodes, so
+  one grid fits all lengths. Most contexts of a large batch stay whole.
+- If all rows are decodes, programs apply norm and RoPE to their queries. The program with the newest token also
+  prepares its key, and writes key and value to the cache before reading them.
+- Contexts of chunks with few rows are split if the batch has few chunks.
 """
 
 from __future__ import annotations
@@ -23,43 +22,41 @@ from vlmserve.kernels.triton.rope import load_heads, load_turn, load_weights, no
 from vlmserve.kernels.triton.unpacking import byte_pairs, float8_numbers, float8_pairs
 
 FEW_QUERIES = tl.constexpr(64)
-"""Rows of a chunk whose context may be split."""
+"""Maximum rows of a chunk with a split context."""
 CHUNK_SPLITS = tl.constexpr(16)
-"""Programs that share the context of such a chunk at most."""
+"""Maximum programs per split context of a chunk."""
 CHUNK_SPLIT = tl.constexpr(512)
-"""Tokens of a part of it, unless it is the last one."""
+"""Minimum tokens of such a split, except the last."""
 COMBINED = tl.constexpr(8)
-"""Parts that are loaded at a time, to be added."""
+"""Splits that `combine` loads at once."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def first_key(position, WINDOW: tl.constexpr):
-    """The first position that a query sees."""
+    """Return the first position that a query sees."""
     return tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
 
 
 ITEM = tl.constexpr(8)
-"""Numbers of an item: sequence, first key, end of keys, context, offset of the block table, distance from one column's
-tables to the next, and two unused ones."""
+"""Elements of an item: sequence, first key, end of keys, context, offset of the block table, distance between columns'
+tables, two unused."""
 JOIN = tl.constexpr(4)
-"""Numbers of a join: sequence, first item, number of items, and an unused one."""
+"""Elements of a join: sequence, first item, number of items, one unused."""
 FILLED = tl.constexpr(128)
-"""Items or joins that are cleared at a time."""
+"""Items or joins that are cleared at once."""
 
 
 @triton.jit
 def chunk_split_size(seen):
-    """Tokens of each part of a chunk of few rows that see so many."""
+    """Return the tokens per split of a chunk that sees `seen` tokens."""
     return tl.maximum(tl.cdiv(tl.cdiv(seen, CHUNK_SPLITS), CHUNK_SPLIT), 1) * CHUNK_SPLIT
 
 
 @triton.jit
 def find_chunk(starts_ptr, block, num_decodes, num_sequences, QUERIES: tl.constexpr):
-    """The chunk that a block of rows belongs to, where each chunk takes ``rows // QUERIES + 1`` blocks or one less.
-
-    Returns its sequence and its first block.
-    """
+    """Find the chunk of a block of rows. A chunk takes ``rows // QUERIES + 1`` blocks or one less. Returns its sequence
+    and first block."""
     low, high = num_decodes, num_sequences - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -73,7 +70,7 @@ def find_chunk(starts_ptr, block, num_decodes, num_sequences, QUERIES: tl.conste
 
 @triton.jit
 def load_keys(cache_ptr, tables_ptr, positions, columns, kv_head, KV_HEADS, HEAD, BLOCK_SIZE):
-    """Keys or values ``[positions, columns]`` as they are stored. positions: uint32, whose division takes less."""
+    """Load stored keys or values ``[positions, columns]``. positions: uint32, which divides faster."""
     blocks = tl.load(tables_ptr + positions // BLOCK_SIZE).to(tl.int64)
     rows = (kv_head * BLOCK_SIZE + positions % BLOCK_SIZE) * HEAD
     addresses = (cache_ptr + blocks * (KV_HEADS * BLOCK_SIZE * HEAD))[:, None] + (rows[:, None] + columns[None, :])
@@ -82,7 +79,7 @@ def load_keys(cache_ptr, tables_ptr, positions, columns, kv_head, KV_HEADS, HEAD
 
 @triton.jit
 def load_scales(scales_ptr, tables_ptr, positions, kv_head, WHICH: tl.constexpr, KV_HEADS, BLOCK_SIZE):
-    """Scales of keys (WHICH 0) or values (1) ``[positions]``, which are uint32."""
+    """Load scales ``[positions]`` of keys (WHICH 0) or values (1). positions: uint32."""
     blocks = tl.load(tables_ptr + positions // BLOCK_SIZE).to(tl.int64)
     places = (kv_head * 2 + WHICH) * BLOCK_SIZE + positions % BLOCK_SIZE
     return tl.load(scales_ptr + blocks * (KV_HEADS * 2 * BLOCK_SIZE) + places)
@@ -95,12 +92,12 @@ def over_keys(
     KEYS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of query rows over positions ``low <= key < high``, each before its row's limit and within its
-    window. Returns the sums of values, the largest scores (to the base 2), and the sums of weights."""
+    """Online softmax of query rows over positions ``low <= key < high`` before each row's limit and within its window.
+    Returns the sums of values, the maximum scores (base 2) and the sums of weights."""
     DTYPE: tl.constexpr = query.dtype
-    # Values of 8 bits are read as pairs of columns, and summed as even and odd ones.
+    # 8-bit values are read as pairs of columns, and summed as even and odd columns.
     PARTS: tl.constexpr = 2 if QUANTIZED != "" else 1
-    # float16 has no numbers as small as a small weight times a scale, so these products are raised until the end.
+    # Small weights times scales underflow in float16, so products are scaled up until the end.
     RAISED: tl.constexpr = 256.0 if QUANTIZED == "fp8" else 64.0
     total = tl.zeros((ROWS, HEAD_BLOCK // PARTS), tl.float32)
     odd_total = total
@@ -112,7 +109,7 @@ def over_keys(
     weight = tl.zeros((ROWS,), tl.float32)
     for start in tl.range(low, high, KEYS, num_stages=STAGES):
         positions = start + tl.arange(0, KEYS)
-        # Behind the last key it is read again, and seen by no row: loads need no masks.
+        # Positions past the end repeat the last key, masked out, so loads need no masks.
         read = tl.minimum(positions, high - 1).to(tl.uint32)
         keys = load_keys(keys_ptr, tables_ptr, read, columns, kv_head, KV_HEADS, HEAD, BLOCK_SIZE)
         numbers = float8_numbers(keys, DTYPE, ASSEMBLY) if QUANTIZED == "fp8" else keys.to(DTYPE)
@@ -126,7 +123,7 @@ def over_keys(
             seen = seen & (positions[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores * LOG2_E, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # A row that has seen nothing yet has no largest score, and minus infinity from itself is no number.
+        # A row without keys has maximum -inf, and -inf - -inf is NaN.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2(scores - base[:, None])
         kept = tl.exp2(largest - base)
@@ -156,11 +153,11 @@ def divide_decodes(
     contexts_ptr, items_ptr, joins_ptr, decodes, size, most_items, most_joins, table_stride, column_stride,
     DECODES: tl.constexpr, WINDOW: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Divide the contexts of a batch's decodes into items of `size` tokens or fewer, with one program.
+    """Divide decode contexts into items of at most `size` tokens. One program.
 
-    items_ptr: int32 ``[most_items, ITEM]``, the items of a decode one after the other; the others have no keys.
-    joins_ptr: int32 ``[most_joins, JOIN]``, which items belong to one decode, for decodes with several; the others have
-    no items. There have to be enough of both. DECODES: a power of two that is not less than `decodes`.
+    items_ptr: int32 ``[most_items, ITEM]``, a decode's items in sequence; unused items have no keys. joins_ptr: int32
+    ``[most_joins, JOIN]``, the items of each decode with several; unused joins have no items. Both must be large
+    enough. DECODES: a power of two, at least `decodes`.
     """
     wait_for_previous(DEPENDENT)
     numbers = tl.arange(0, DECODES)
@@ -197,7 +194,7 @@ def divide_decodes(
 
 @triton.jit
 def item_of_decode(items_ptr, number, column, WINDOW: tl.constexpr):
-    """An item of a decode, as `block_of_chunk` returns it."""
+    """Return an item of a decode, as `block_of_chunk` does."""
     item_ptr = items_ptr + number * ITEM
     sequence, low, high = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
     context = tl.load(item_ptr + 3)
@@ -212,11 +209,16 @@ def block_of_chunk(
     starts_ptr, contexts_ptr, place, num_decodes, num_sequences, num_items, table_stride, QUERIES: tl.constexpr,
     WINDOW: tl.constexpr, SPLIT_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """A block of a chunk's rows, and the keys for one program. place: the program's, behind the items.
+    """Return one program's block of chunk rows, and its keys. place: the program's index after the items.
 
-    Returns the chunk's first row in the batch, the block's first row in the chunk, rows and context of the chunk, the
-    first key and the end of keys of this split, whether the context is split, whether the split has no keys, the part
-    row of the chunk's first row, and the offset of its block table.
+    Returns:
+
+    - first row of the chunk in the batch, and of the block in the chunk
+    - rows and context of the chunk
+    - first key and end of keys
+    - whether the context is split, and whether the split is empty
+    - split row of the chunk's first row
+    - offset of the block table
     """
     block, split = (place // CHUNK_SPLITS, place % CHUNK_SPLITS) if SPLIT_CHUNKS else (place, 0)
     sequence, first_block = find_chunk(starts_ptr, block, num_decodes, num_sequences, QUERIES)
@@ -227,7 +229,7 @@ def block_of_chunk(
     low, high = tl.cast(first_key(context - new + first, WINDOW), tl.int32), context
     is_split, has_none = tl.cast(False, tl.int1), tl.cast(False, tl.int1)
     if SPLIT_CHUNKS:
-        # Divide the keys that all rows of the sequence see, so that all blocks of rows have the same parts.
+        # Split by the keys that any row sees, so that all blocks of rows have the same splits.
         all_low = first_key(context - new, WINDOW)
         size = chunk_split_size(context - all_low)
         part_low = all_low + split * size
@@ -240,8 +242,7 @@ def block_of_chunk(
     return begin, first, new, context, low, high, is_split, has_none, part_row, table
 
 
-# Numbers that change from step to step are no constants: a kernel is compiled once, not for each kind of number. Slots
-# and tables of a column begin anywhere, depending on the rows of the step.
+# Not specialized: these numbers change every step and would recompile the kernel.
 @Kernel
 @triton.jit(
     do_not_specialize=["num_decodes", "num_sequences", "num_items", "table_stride", "column"],
@@ -257,18 +258,16 @@ def attend_rows(
     MIXED: tl.constexpr, ITEMS: tl.constexpr, CHUNKS: tl.constexpr, WRITES: tl.constexpr, ROTATED: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_NORMS: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Programs ``[items + blocks of chunk rows, kv_heads]``, with SPLIT_CHUNKS `CHUNK_SPLITS` for each block; without
-    CHUNKS ``[kv_heads, items]``, so that programs without keys start last.
+    """Attend. Programs: ``[items + blocks of chunk rows, kv_heads]``, `CHUNK_SPLITS` per block with SPLIT_CHUNKS.
+    Without CHUNKS ``[kv_heads, items]``, so that empty programs start last.
 
     ITEMS: the batch has decodes, see `divide_decodes`. CHUNKS: it has chunks. MIXED: the number of decodes is read on
-    the device, and there may be more programs than blocks. tables_ptr: the tables of all columns without CHUNKS, else
-    those of the layer's column, with `column` 0. WRITES: query_ptr has queries, keys and values as they are before
-    `rotate_and_write`, and there are no chunks; else queries alone, rotated, and their keys and values are in the
-    cache.
+    the device, and there may be surplus programs. tables_ptr: without CHUNKS, block tables of all columns; with CHUNKS,
+    of the layer's column (`column` is 0). WRITES: query_ptr holds queries, keys and values before norm and RoPE, and
+    there are no chunks. Otherwise it holds finished queries, and keys and values are in the cache.
 
-    sums_ptr, largest_ptr: where splits go, float32 ``[part rows, heads, HEAD_BLOCK]``, and ``[part rows, heads, 2]``,
-    their largest score and their weight. Part rows are the items, then with SPLIT_CHUNKS those of chunks, ``[chunks,
-    CHUNK_SPLITS, FEW_QUERIES]``.
+    sums_ptr: float32 ``[split rows, heads, HEAD_BLOCK]``. largest_ptr: float32 ``[split rows, heads, 2]``, maximum
+    score and weight. Split rows: the items, then with SPLIT_CHUNKS ``[chunks, CHUNK_SPLITS, FEW_QUERIES]``.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = ROWS // GROUP
@@ -329,7 +328,7 @@ def attend_rows(
         query, query_partner = load_heads(token_ptr, of_heads, inside, columns, ROTATED)
         key, key_partner = load_heads(token_ptr, keys_at, there, columns, ROTATED)
         value = tl.load(token_ptr + keys_at + KV_HEADS * HEAD, there, 0.0)
-        # All loads come before what waits for one of them.
+        # Issue all loads before the first wait.
         if ROTATED > 0:
             at = turn * (ROTATED // 2)
             cos, sin = load_turn(cos_ptr + at, sin_ptr + at, columns, ROTATED)
@@ -341,7 +340,7 @@ def attend_rows(
         if ROTATED > 0:
             query = rotate(query, query_partner, cos, sin)
             key = rotate(key, key_partner, cos, sin)
-        # No branch around the stores, behind which their loads would be.
+        # Predicate the stores: with a branch, loads would be issued after it.
         own = tl.where(high == context, own, KV_HEADS)
         there = there & (own < KV_HEADS)[:, None]
         store_tile(key, keys_ptr, scales_ptr, own, columns, there, slot, 0, KV_HEADS, HEAD, BLOCK_SIZE, QUANTIZED)
@@ -375,7 +374,7 @@ def attend_rows(
 
 @triton.jit
 def parts_of_join(joins_ptr, number):
-    """A decode's row in the batch, its first part row, the distance to the next one, and how many there are."""
+    """Return a decode's row in the batch, first split row, distance between split rows, and number of splits."""
     join_ptr = joins_ptr + number * JOIN
     return tl.load(join_ptr), tl.load(join_ptr + 1), tl.cast(1, tl.int32), tl.load(join_ptr + 2)
 
@@ -384,8 +383,8 @@ def parts_of_join(joins_ptr, number):
 def parts_of_chunk_row(
     starts_ptr, contexts_ptr, number, num_decodes, num_sequences, num_items, WINDOW: tl.constexpr
 ):  # fmt: skip
-    """The same of a row of a chunk. number: among `FEW_QUERIES` rows of each chunk."""
-    # A step that is captured has room for more chunks than there may be.
+    """Like `parts_of_join`, for a chunk's row. number: chunk times `FEW_QUERIES` plus row."""
+    # A captured step may have room for more chunks than this step has.
     chunk, row = number // FEW_QUERIES, number % FEW_QUERIES
     sequence = tl.minimum(num_decodes + chunk, num_sequences - 1)
     begin = tl.load(starts_ptr + sequence)
@@ -406,9 +405,9 @@ def combine(
     WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLIT_CHUNKS: tl.constexpr, MIXED: tl.constexpr, JOINS: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Add the splits of one row and head, in order. Programs ``[joins + part rows of chunks, heads]``.
+    """Add the splits of one row and head in order. Programs: ``[joins + split rows of chunks, heads]``.
 
-    JOINS: contexts of decodes may be split. MIXED, SPLIT_CHUNKS: see `attend_rows`.
+    JOINS: decode contexts may be split. MIXED, SPLIT_CHUNKS: see `attend_rows`.
     """
     wait_for_previous(DEPENDENT)
     if MIXED:
@@ -440,7 +439,7 @@ def combine(
         part_weight = tl.load(largest_ptr + parts * 2 + 1, part < count, 0.0)
         sums = tl.load(sums_ptr + parts[:, None] * HEAD_BLOCK + columns[None, :], (part < count)[:, None], 0.0)
         new_largest = tl.maximum(largest, tl.max(part_largest, 0))
-        # A row may see nothing of a part, and minus infinity from itself is no number.
+        # A row without keys in a split has maximum -inf, and -inf - -inf is NaN.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         kept, shares = tl.exp2(largest - base), tl.exp2(part_largest - base)
         total = total * kept + tl.sum(shares[:, None] * sums, 0)

@@ -1,7 +1,6 @@
-"""Products of many rows whose inputs are rounded to 8 bits beside weights of 8 bits: tensor cores add integers up.
+"""Matmuls of many rows with 8-bit weights and 8-bit inputs, in integers on tensor cores.
 
-Each `GROUP` inputs of a row have a scale of their own, as on a CPU; a tile of the product is over one such group, so
-that its integers become floats once.
+Each `GROUP` inputs of a row share a scale, as on a CPU. A tile covers one group, so its sums are converted once.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def multiply_bytes(
     x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, rows, width, out_features, groups,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Programs ``[out_features / OUTPUTS, rows / ROWS]``. Weights are uint8 with 128 for zero."""
+    """Programs: ``[out_features / OUTPUTS, rows / ROWS]``. Weights: uint8 with 128 as zero."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     tokens = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inputs = tl.arange(0, GROUP)
@@ -50,9 +49,9 @@ def multiply_bytes(
 
 
 def rounded_product(x: RoundedRows, values: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """int8 ``[rows, in_features]`` to ``[rows, out_features]`` of a type.
+    """Multiply int8 ``[rows, in_features]``. Returns ``[rows, out_features]`` of `dtype`.
 
-    values: uint8 ``[out_features, in_features]``, 128 for zero. scales: float32 ``[out_features]``.
+    values: uint8 ``[out_features, in_features]``, 128 as zero. scales: float32 ``[out_features]``.
     """
     rows, width = x.values.shape
     out_features, groups = len(values), x.scales.shape[1]

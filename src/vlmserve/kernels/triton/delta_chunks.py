@@ -1,14 +1,14 @@
-"""The gated delta rule of prompts, 64 rows at a time, as matmuls (https://arxiv.org/abs/2412.06464).
+"""The gated delta rule for prompts, 64 rows at a time, by matmuls (https://arxiv.org/abs/2412.06464).
 
-Each row's update depends on earlier updates of its chunk, a triangular system. Three kernels compute a chunk:
+Each row's update depends on earlier updates of its chunk: a triangular system.
 
-- `prepare_rows`: queries, keys and values. Its programs need no order.
-- `solve_chunks`: the inverse of the system's matrix, and how rows see updates. Its programs need no order.
-- `advance_states`: errors, updates, results and states. A program runs through all chunks of a sequence.
+- `prepare_rows` computes queries, keys and values. Its programs need no order.
+- `solve_chunks` computes the inverse of the system's matrix, and how rows see updates. Its programs need no order.
+- `advance_states` computes errors, updates, results and states. A program runs through all chunks of a sequence.
 
 Chunks end at absolute multiples of 64 and at the ends of segments. Grids depend on shapes and the number of decodes.
-Matmuls take their inputs from memory in slices, so that programs need few registers. Each multiplies float32s as
-six products of bfloat16s. Barriers separate what threads of a program write from what others read.
+Matmuls load their inputs in slices to save registers, and multiply float32 as six bfloat16 products. Barriers separate
+writes from reads by other threads.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from vlmserve.layer_specs import CHUNK, DeltaSpec
 _COLUMNS = 32
 """Columns of a state that a program advances."""
 PRECISION = tl.constexpr("ieee" if knobs.runtime.interpret else "bf16x6")
-"""Six products of bfloat16s are as exact as float32. The interpreter knows float32 only."""
+"""Six bfloat16 products are as exact as float32. The interpreter only supports float32."""
 ROWS = tl.constexpr(CHUNK)
 """Rows of a chunk."""
 SLICE = tl.constexpr(32)
-"""Elements that one matmul sums up at a time."""
+"""Elements that one matmul sums."""
 NARROW = tl.constexpr(16)
 """The same for results of 64 columns."""
 
@@ -45,22 +45,21 @@ class ChunkRows(NamedTuple):
     keys: Tensor
     """``[rows, 2, key_heads, key_size]``: queries, keys."""
     values: Tensor
-    """``[rows, value_heads, value_size]``. Results replace them."""
+    """``[rows, value_heads, value_size]``. Replaced by results."""
     totals: Tensor
-    """float64 ``[rows, value_heads]``: logarithm of the decay since the chunk began."""
+    """float64 ``[rows, value_heads]``: log of the decay since the start of the chunk."""
     systems: Tensor
-    """``[rows, value_heads, 2, 64]``: by the row of a chunk, weights of errors and of updates."""
+    """``[rows, value_heads, 2, 64]``: by row of a chunk, weights of errors and of updates."""
 
 
 @triton.jit
 def matmul(x, y, total):
-    """``total + x @ y``."""
     return tl.dot(x, y, total, input_precision=PRECISION)
 
 
 @triton.jit
 def find_segment(starts_ptr, chunk, num_decodes, num_segments):
-    """The segment of a chunk and its first chunk, where each segment takes ``rows // 64 + 2`` chunks or one less."""
+    """Return a chunk's segment and its first chunk. A segment takes ``rows // 64 + 2`` chunks or one less."""
     low, high = num_decodes, num_segments - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -85,7 +84,7 @@ def find_sequence(sequences_ptr, segment, num_decodes, num_sequences):
 
 @triton.jit
 def find_rows(starts_ptr, positions_ptr, sequences_ptr, chunk, num_decodes, num_segments, num_sequences):
-    """First row of a chunk, the row after its last one, and the first segment of its sequence."""
+    """Return a chunk's first row, end, and the first segment of its sequence."""
     segment, first_chunk = find_segment(starts_ptr, chunk, num_decodes, num_segments)
     begin, end = tl.load(starts_ptr + segment), tl.load(starts_ptr + segment + 1)
     first = begin - tl.load(positions_ptr + segment) % ROWS + (chunk - first_chunk) * ROWS
@@ -100,7 +99,7 @@ def prepare_rows(
     num_decodes, num_segments, num_sequences, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, KERNEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a head of queries, keys or values, after convolution, activation and norm."""
+    """Prepare one chunk of a head: convolution, activation, norm."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     KEYS: tl.constexpr = KEY_HEADS * KEY
     VALUES: tl.constexpr = HEADS * VALUE
@@ -133,9 +132,9 @@ def solve_chunks(
     num_decodes, num_segments, num_sequences, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one value head.
+    """Solve one chunk of one value head.
 
-    Inverts ``I + lower`` from the inverses of diagonal blocks of 2 rows, and doubles the blocks in each round.
+    Inverts ``I + lower``, starting from diagonal blocks of 2 rows and doubling them.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     KEYS: tl.constexpr = KEY_HEADS * KEY
@@ -162,7 +161,7 @@ def solve_chunks(
         between = tl.exp(tl.minimum((total[:, None] - total[None, :]).to(tl.float32), 0.0))
         lower = tl.where(row > column, known * between * beta[:, None], 0.0)
 
-        # The first plane of the system has the inverse; the second one, what it is multiplied by.
+        # The first plane of `system` holds the inverse, the second what it is multiplied by.
         system = systems_ptr + (rows * HEADS + head)[:, None] * (2 * ROWS)
         inverse = tl.where(row == column, 1.0, tl.where((row ^ column) == 1, -lower, 0.0))
         half = 2
@@ -196,7 +195,7 @@ def solve_chunks(
         for k in range(0, KEY_BLOCK, NARROW):
             mask = in_chunk[:, None] & (k + slices < KEY)[None, :]
             seen = matmul(tl.load(at_keys + k, mask, 0.0), tl.trans(tl.load(at_keys + KEYS + k, mask, 0.0)), seen)
-        # Read again: kept, they would take too many registers.
+        # Reload to save registers.
         total = tl.load(totals_ptr + rows * HEADS + head, in_chunk, 0.0)
         between = tl.exp(tl.minimum((total[:, None] - total[None, :]).to(tl.float32), 0.0))
         tl.store(system + ROWS + column, tl.where(row >= column, seen * between, 0.0), in_chunk[:, None])
@@ -209,10 +208,10 @@ def advance_states(
     sequences_ptr, num_decodes, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """All chunks of one sequence, some columns of one value head.
+    """Run all chunks of one sequence, for some columns of one value head.
 
-    Each chunk reads its state from a slot, and writes the state after it to the target of its segment. Errors, updates
-    and results replace values in this order.
+    Each chunk reads its state from a slot, and writes the new state to its segment's target. Errors, updates and
+    results replace the values, in this order.
     """
     sequence, head = num_decodes + tl.program_id(0), tl.program_id(1)
     KEYS: tl.constexpr = KEY_HEADS * KEY
@@ -230,7 +229,7 @@ def advance_states(
         begin, last = tl.load(starts_ptr + segment), tl.load(starts_ptr + segment + 1)
         target = tl.load(targets_ptr + segment).to(tl.int64)
         chunk = begin - tl.load(positions_ptr + segment) % ROWS
-        # A segment without rows copies its source by one chunk without rows.
+        # A segment without rows copies its source in one empty chunk.
         while chunk < tl.maximum(last, begin + 1):
             first, stop = tl.maximum(begin, chunk), tl.minimum(last, chunk + ROWS)
             rows = (first + places).to(tl.int64)[:, None]
@@ -294,10 +293,10 @@ def run_chunks(
     rows: StateRows,
     results: Tensor,
 ) -> None:
-    """Write the results, before norm and gate, and the states of all sequences after `rows.num_decodes`.
+    """Write results, before norm and gate, and states of all sequences after `rows.num_decodes`.
 
-    convolution: float32 ``[kernel, channels]``. inputs: as those of a `DeltaKernel`, contiguous. results: float32
-    ``[rows, value_heads * value_size]``.
+    convolution: float32 ``[kernel, channels]``. inputs: as for a `DeltaKernel`, contiguous. results: float32 ``[rows,
+    value_heads * value_size]``.
     """
     mixed, gates = inputs
     heads, key_heads, key, value = spec.num_value_heads, spec.num_key_heads, spec.key_size, spec.value_size

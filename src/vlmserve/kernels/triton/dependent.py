@@ -1,10 +1,8 @@
-"""Launches of kernels that begin when the programs of the one before them end: NVIDIA's programmatic dependent launch,
-from compute capability 9.0 on.
+"""NVIDIA's programmatic dependent launch (compute capability 9.0 or newer).
 
-A GPU idles between two kernels, which adds up over the hundreds of small ones of a decode step. A kernel that is
-launched so is there already when the last program before it ends. Then it waits for all kernels before it, before it
-reads or writes anything. Each of its programs has to wait, even one that has nothing to do: the kernel behind it takes
-its end for that of all kernels before.
+A GPU idles between two kernels, which adds up over the hundreds of small kernels of a decode step. A kernel launched
+this way is resident when the previous kernel ends. Each program must wait before it reads or writes, even if it has
+nothing to do, because the next kernel relies on it.
 """
 
 from __future__ import annotations
@@ -16,11 +14,10 @@ from triton.language.extra.cuda import gdc_wait
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
-    """All that was launched before has ended when this ends. DEPENDENT: whether the kernel was launched early.
+    """Wait for the end of all earlier kernels. DEPENDENT: the kernel was launched early.
 
-    No program says beforehand that the next kernel may begin: programs that only wait take the places of those that
-    compute. On an H200 a decode step of Mistral-7B in 4 bits took 2.35 ms so, 2.60 ms where they said so at once, and
-    2.50 ms where each kernel was launched behind the one before it.
+    Programs do not trigger the next launch early, because waiting programs would occupy slots. On an H200, a 4-bit
+    Mistral-7B decode step takes 2.35 ms, 2.60 ms with early triggers, and 2.50 ms with ordinary launches.
     """
     if DEPENDENT:
         gdc_wait()

@@ -1,8 +1,7 @@
-"""Products with small tiles: each warp of a program multiplies inputs of its own.
+"""Matmuls with small tiles: each warp of a program multiplies its own inputs.
 
-Few rows and few outputs give a program work for one warp, and a multiprocessor needs several to issue instructions
-while others wait for memory. `PARTS` tiles of inputs lie side by side, one for each warp, and their sums
-are added behind the last ones, in order.
+Few rows and outputs occupy one warp, but a multiprocessor needs several to hide memory latency. `PARTS` tiles of
+inputs, one per warp, are added in order at the end.
 """
 
 from __future__ import annotations
@@ -13,20 +12,16 @@ import triton.language as tl
 from vlmserve.kernels.triton.unpacking import load_groups, nibbles, ones, scaled, signed_bytes
 
 PARTS_BEFORE_ROWS = tl.constexpr(2)
-"""How many addresses are said to be neighbors along the parts of a tile, beside 1 along its rows.
+"""A contiguity hint along the parts of a tile. Rows get 1.
 
-It is nothing that a load uses: inputs, along which many more are neighbors, are what is read side by side. But with it
-Triton's compiler swizzles a tile's rows in shared memory. Without it, it swizzles parts, and eight threads wait for
-each other in each bank.
+Loads do not use it: they vectorize along inputs. But it makes Triton swizzle a tile's rows in shared memory instead of
+its parts, which would cause eight-way bank conflicts.
 """
 
 
 @triton.jit
 def sum_of_parts(sums, PARTS: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr):
-    """``[PARTS, OUTPUTS, TOKENS]`` added to ``[OUTPUTS, TOKENS]``: halves of the parts, in turn.
-
-    `tl.sum` has each warp store its part so that threads wait for each other's banks.
-    """
+    """Sum ``[PARTS, OUTPUTS, TOKENS]`` over parts by halving. `tl.sum` would cause bank conflicts."""
     HALF: tl.constexpr = PARTS // 2
     halves = tl.permute(tl.reshape(sums, (2, HALF, OUTPUTS, TOKENS)), (1, 2, 3, 0))
     first, second = tl.split(halves)
@@ -43,7 +38,7 @@ def groups_of_4_bits(
     out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     PARTS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """As `product_kernels.groups_of_4_bits`. EVEN: as many blocks as are whole rounds."""
+    """See `product_kernels.groups_of_4_bits`. EVEN: the blocks fill whole rounds."""
     HALF: tl.constexpr = BLOCK // 2
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     inputs = tl.arange(0, HALF)
@@ -53,7 +48,6 @@ def groups_of_4_bits(
     outputs = tl.minimum(outputs, out_features - 1)
     width = tl.multiple_of(in_features // 2, 16)
     rows_at = parts[:, None, None] * HALF + outputs.to(tl.int64)[None, :, None] * width
-    # See `PARTS_BEFORE_ROWS`.
     weights_at = tl.max_contiguous(weight_ptr + rows_at + inputs[None, None, :], (PARTS_BEFORE_ROWS, 1, HALF))
     inputs_at = parts[:, None, None] * BLOCK + inputs[None, :, None]
     x_at = tl.max_contiguous(x_ptr + tokens[None, None, :] * stride_x + inputs_at, (PARTS_BEFORE_ROWS, HALF, 1))
@@ -80,7 +74,7 @@ def groups_of_4_bits(
         if tl.float32 == DTYPE:
             totals = tl.sum(low, 1)[:, None, :]
         else:
-            # By tensor cores: other instructions would need inputs in another order in shared memory.
+            # Tensor cores, because other instructions would need another input order in shared memory.
             each = ones(packed, DTYPE, ASSEMBLY)
             totals = tl.dot(each, low, nothing)
         if GROUPS == 2:
@@ -103,14 +97,13 @@ def whole_rows(
     OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
     BITS: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """As `product_kernels.whole_rows`. EVEN: the inputs are whole tiles, as many as are whole rounds."""
+    """See `product_kernels.whole_rows`. EVEN: the inputs fill whole tiles and rounds."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     inputs = tl.arange(0, INPUTS)
     parts = tl.arange(0, PARTS)
     sums = tl.zeros((PARTS, OUTPUTS, TOKENS), tl.float32)
     outputs = tl.minimum(outputs, out_features - 1)
     rows_at = parts[:, None, None] * INPUTS + outputs.to(tl.int64)[None, :, None] * in_features
-    # See `PARTS_BEFORE_ROWS`.
     weights_at = tl.max_contiguous(weight_ptr + rows_at + inputs[None, None, :], (PARTS_BEFORE_ROWS, 1, INPUTS))
     inputs_at = parts[:, None, None] * INPUTS + inputs[None, :, None]
     x_at = tl.max_contiguous(x_ptr + tokens[None, None, :] * stride_x + inputs_at, (PARTS_BEFORE_ROWS, INPUTS, 1))

@@ -1,6 +1,6 @@
-"""Attention of vision towers whose images have any size: all images of a call, and all windows of them, in one launch.
+"""Vision tower attention for images of any size: all images or windows of a call in one launch.
 
-A program takes some rows of one range and one head. What ranges there are is read on the device.
+A program computes some rows of one range and one head. It reads the ranges on the device.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from vlmserve.kernels.triton.launching import Kernel
 
 MAX_HEAD_SIZE = 128
 LARGE_BYTES = 100 * 1024
-"""See `shared_memory.shared_bytes`: an H100 has more, and tensor cores that take tiles from shared memory."""
+"""Shared memory that allows larger tiles, as on an H100. See `shared_memory.shared_bytes`."""
 
 
 class TowerTile(NamedTuple):
-    """Keys that a program of so many warps multiplies at a time, and stages of its pipeline: one tile of keys and
-    values is computed, the others are on their way."""
+    """Keys that a program multiplies at a time, its warps and its pipeline stages."""
 
     keys: int
     warps: int
@@ -33,11 +32,11 @@ class TowerTile(NamedTuple):
 
 
 def tile(block_rows: int, dtype: torch.dtype, shared: int) -> TowerTile:
-    """For a program of so many rows. shared: see `shared_memory.shared_bytes`."""
+    """shared: see `shared_memory.shared_bytes`."""
     if dtype == torch.float32:
         return TowerTile(64, 4, 1) if block_rows == WINDOW_ROWS else TowerTile(32, 8, 1)
     if block_rows == WINDOW_ROWS:
-        # All keys of a window are one tile.
+        # One tile holds all keys of a window.
         return TowerTile(64, 4, 2)
     return TowerTile(64 if shared >= LARGE_BYTES else 32, 8, 3)
 
@@ -48,7 +47,7 @@ def attend_ranges(
     qkv_ptr, blocks_ptr, out_ptr, scale, HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Programs ``[blocks, heads]``. scale: of scores."""
+    """Programs: ``[blocks, heads]``. scale: of scores."""
     block = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
@@ -71,7 +70,7 @@ def attend_ranges(
         keys = tl.load(keys_at, there[:, None] & inside[None, :], 0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E)
         scores = tl.where(there[None, :], scores, float("-inf"))
-        # The first key of a tile is always there, so that each row has a largest score.
+        # The first key of a tile is valid, so each row has a finite maximum.
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_largest[:, None])
         kept = tl.exp2(largest - new_largest)
@@ -90,7 +89,7 @@ def rotate_rows(
     qkv_ptr, cos_ptr, sin_ptr, stride, HEADS: tl.constexpr, HALF: tl.constexpr, HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, in place; it is computed in float32. HEADS: of queries and keys together."""
+    """Rotate one row per program in place, in float32. HEADS: queries and keys together."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, HEADS_BLOCK)
     columns = tl.arange(0, HALF_BLOCK)
@@ -105,7 +104,7 @@ def rotate_rows(
 
 
 def unsupported_reason(head_size: int, dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot attend with such heads, None if they can."""
+    """Return why the kernels cannot attend with these heads, or None."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernels know no {dtype}"
     if head_size > MAX_HEAD_SIZE:
@@ -114,13 +113,10 @@ def unsupported_reason(head_size: int, dtype: torch.dtype) -> str | None:
 
 
 class TritonRanges:
-    """`RangeKernels` of towers with such heads."""
-
     def __init__(self, num_heads: int, head_size: int) -> None:
         self._num_heads, self._head_size = num_heads, head_size
 
     def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """See `RangeKernels.rotate`."""
         heads, half = 2 * self._num_heads, self._head_size // 2
         if len(qkv):
             rotate_rows[(len(qkv),)](
@@ -137,7 +133,6 @@ class TritonRanges:
         return qkv
 
     def attend(self, qkv: Tensor, ranges: Ranges) -> Tensor:
-        """See `RangeKernels.attend`."""
         qkv = qkv.contiguous()
         out = torch.empty((len(qkv), self._num_heads * self._head_size), dtype=qkv.dtype, device=qkv.device)
         if not len(ranges.blocks):

@@ -1,7 +1,6 @@
-"""Weights of 4 and 8 bits as plain numbers in memory, for products of many rows by the device's library.
+"""Dequantizes 4-bit and 8-bit weights to memory, for matmuls of many rows by the device's library.
 
-Each number is computed in float32 and rounded once. A thread writes 16 bytes at a time, and beside it the next thread
-the next 16.
+Each weight is computed in float32 and rounded once. Each thread writes 16 bytes at a time, next to its neighbor's.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from vlmserve.kernels.triton.launching import Kernel
 from vlmserve.kernels.triton.unpacking import nibbles, shift, signed_bytes
 
 OUTPUTS = 16
-"""Of a program. As many float16 scales of 4 bits lie in the 32 bytes that memory gives at a time."""
+"""Outputs of a program: their float16 scales fill one 32-byte memory transaction."""
 BYTES = 256
-"""Of an output's packed weights that a program reads."""
+"""Packed bytes of an output that a program reads."""
 
 
 @Kernel
@@ -29,8 +28,8 @@ def expand_groups(
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ASSEMBLY: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """4 bits in blocks of GROUPS as in `product_kernels.groups_of_4_bits`, programs ``[blocks / BLOCKS, out_features /
-    OUTPUTS]``. scales_ptr, minimums_ptr: float16 ``[groups, out_features]`` with rows `stride` apart."""
+    """Dequantize 4-bit blocks, see `product_kernels.groups_of_4_bits`. Programs: ``[blocks / BLOCKS, out_features /
+    OUTPUTS]``. scales_ptr, minimums_ptr: float16 ``[groups, out_features]`` with row stride `stride`."""
     HALF: tl.constexpr = BLOCK // 2
     UNPACKED: tl.constexpr = tl.bfloat16 if ASSEMBLY else tl.float32
     wait_for_previous(DEPENDENT)
@@ -46,7 +45,7 @@ def expand_groups(
     at = numbers * GROUPS * stride + outputs
     scales = tl.load(scales_ptr + at, inside, 0.0).to(tl.float32)[:, :, None]
     minimums = tl.load(minimums_ptr + at, inside, 0.0).to(tl.float32)[:, :, None]
-    # A scale has 11 significant bits and an integer 4: their product is exact, whether or not it is fused.
+    # Exact with or without FMA: a scale has 11 significant bits, an integer 4.
     low = (low.to(tl.float32) - shift(UNPACKED)) * scales + minimums
     if GROUPS == 2:
         scales = tl.load(scales_ptr + at + stride, inside, 0.0).to(tl.float32)[:, :, None]
@@ -63,8 +62,8 @@ def expand_rows(
     packed_ptr, scales_ptr, out_ptr, out_features, in_features, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """8 bits with 128 for zero, programs ``[in_features / INPUTS, out_features / OUTPUTS]``. scales_ptr: float32
-    ``[out_features]``."""
+    """Dequantize 8-bit weights with 128 as zero. Programs: ``[in_features / INPUTS, out_features / OUTPUTS]``.
+    scales_ptr: float32 ``[out_features]``."""
     wait_for_previous(DEPENDENT)
     first = tl.program_id(1).to(tl.int64) * OUTPUTS
     outputs = tl.arange(0, OUTPUTS)[:, None]
@@ -81,8 +80,8 @@ def expand_rows(
 def expanded_groups(
     packed: Tensor, scales: Tensor, minimums: Tensor, block: int, dtype: torch.dtype, assembly: bool
 ) -> Tensor:
-    """``[out_features, in_features]`` of 4 bits ``[out_features, in_features / 2]`` in blocks of so many inputs.
-    scales, minimums: float16 ``[groups, out_features]``, which may be columns of larger ones."""
+    """Dequantize 4-bit ``[out_features, in_features / 2]`` to ``[out_features, in_features]``. block: inputs per block.
+    scales, minimums: float16 ``[groups, out_features]``, possibly column slices."""
     groups, out_features = scales.shape
     blocks = 2 * packed.shape[1] // block
     out = torch.empty((out_features, blocks * block), dtype=dtype, device=packed.device)
@@ -95,7 +94,7 @@ def expanded_groups(
 
 
 def expanded_rows(packed: Tensor, scales: Tensor, dtype: torch.dtype, assembly: bool) -> Tensor:
-    """``[out_features, in_features]`` of 8 bits of that shape, 128 for zero. scales: float32 ``[out_features]``."""
+    """Dequantize 8-bit ``[out_features, in_features]`` with 128 as zero. scales: float32 ``[out_features]``."""
     out_features, in_features = packed.shape
     out = torch.empty(packed.shape, dtype=dtype, device=packed.device)
     expand_rows[(cdiv(in_features, BYTES), cdiv(out_features, OUTPUTS))](

@@ -1,7 +1,7 @@
-"""Mixtures of experts: which experts a row takes, rows sorted by expert, matmuls of all experts in one launch.
+"""Mixtures of experts: routing, sorting rows by expert, and the matmuls of all experts in one launch.
 
-No launch depends on what a router chooses: grids have as many programs as the worst case needs, and the rest end at
-once. So graphs hold such layers. Sums have a fixed order.
+Grids have enough programs for the worst case, and surplus programs end at once. So launches do not depend on the
+router, and graphs can hold such layers. Sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from vlmserve.kernels.triton.launching import Kernel
 from vlmserve.kernels.triton.product_kernels import groups_of_4_bits, whole_rows
 
 WORDS = tl.constexpr(6)
-"""An expert's entries in the address table: values, scales and minimums of gates and ups, then of the last matmul. All
+"""An expert's entries in the address table: values, scales and minimums of its first matmul, then of its second. All
 are 0 if another rank has the expert."""
 TILE_WORDS = tl.constexpr(3)
-"""A tile's entries: its expert or -1, its first place among the sorted rows, and the end of its expert's rows."""
+"""A tile's entries: expert or -1, its first place in the sorted rows, end of the expert's rows."""
 LOWEST = tl.constexpr(-3.0e38)
-"""Scores that are NaN are chosen after all numbers."""
+"""Replaces NaN scores, which rank last."""
 
 
 @Kernel
@@ -31,8 +31,8 @@ def choose_experts(
     TOP_K: tl.constexpr, TOP_BLOCK: tl.constexpr, SIGMOIDS: tl.constexpr, RENORMALIZED: tl.constexpr,
     HAS_CORRECTION: tl.constexpr, HAS_FACTORS: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """The `TOP_K` experts of one row and their weights, from float32 logits ``[rows, COUNT]``. Equal scores choose the
-    lowest numbers."""
+    """Select the `TOP_K` experts of one row and their weights, from float32 logits ``[rows, COUNT]``. Ties select lower
+    numbers."""
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
@@ -69,7 +69,7 @@ def choose_experts(
 def count_rows(
     chosen_ptr, table_ptr, counts_ptr, count, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False
 ):  # fmt: skip
-    """How many of `count` choices are one expert; 0 of an expert that another rank has."""
+    """Count the choices of one expert, 0 if another rank has it."""
     wait_for_previous(DEPENDENT)
     expert = tl.program_id(0)
     numbers = tl.arange(0, BLOCK)
@@ -86,9 +86,9 @@ def sort_rows(
     chosen_ptr, counts_ptr, order_ptr, tiles_ptr, count, tiles, COUNT: tl.constexpr, EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Write the choices of one expert after the choices of lower experts, in order, and its tiles of `TOKENS` choices.
+    """Write one expert's choices in order, after the choices of lower experts, and its tiles of `TOKENS` choices.
 
-    counts_ptr: see `count_rows`. order_ptr: numbers of choices. tiles_ptr: `TILE_WORDS` of each of `tiles`.
+    counts_ptr: see `count_rows`. order_ptr: sorted choice numbers. tiles_ptr: `TILE_WORDS` for each of `tiles`.
     """
     wait_for_previous(DEPENDENT)
     expert = tl.program_id(0)
@@ -124,10 +124,10 @@ def multiply_by_expert(
     EVEN: tl.constexpr, ASSEMBLY: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """`OUTPUTS` outputs of a tile of rows that one expert takes.
+    """Multiply one expert's tile of rows, `OUTPUTS` outputs.
 
-    GATHERS: x are the rows of a step, and results are in the order of experts. Else x is in this order, and results are
-    in the order of choices. FIRST_WORD: of the weight in the table. Weights: as of `product_kernels.multiply`.
+    GATHERS: x holds the step's rows, and results are sorted by expert. Otherwise x is sorted by expert, and results are
+    in order of choices. FIRST_WORD: the weight's entry in the table. Weights: see `product_kernels.multiply`.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     PER_RESULT: tl.constexpr = 2 if GATED else 1
@@ -175,7 +175,7 @@ def weigh_experts(
     results_ptr, table_ptr, chosen_ptr, weights_ptr, residual_ptr, out_ptr, size, TOP_K: tl.constexpr,
     BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """`BLOCK` elements of one row: the weighted sum of what its experts computed, ``[rows * TOP_K, size]``."""
+    """Sum the weighted results ``[rows * TOP_K, size]`` of one row's experts, `BLOCK` elements."""
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

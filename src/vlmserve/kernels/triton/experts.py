@@ -1,4 +1,4 @@
-"""Mixtures of experts on a GPU, in launches that no choice of a router changes."""
+"""Mixtures of experts on a GPU, with launches that do not depend on the router."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from vlmserve.kernels.triton.tuned import LARGE_BLOCK, Tiling
 from vlmserve.kernels.triton.unpacking import has_assembly
 
 MOST_EXPERTS = 1024
-"""Maximum number of experts that one program chooses from."""
+"""Maximum number of experts."""
 ROUTER_ROWS = 16
-"""Rows of a router tile. They never change, so a row's scores depend on that row alone."""
+"""Fixed rows of a router tile, so that a row's scores depend only on that row."""
 FEW_TOKENS, MANY_TOKENS = 16, 64
-"""Rows of a tile of an expert: few for decodes, many for prompts, which read weights less often."""
+"""Rows of an expert's tile: few for decodes, many for prompts, which read weights less often."""
 MANY_ROWS = 32
-"""Average rows of an expert above which tiles have `MANY_TOKENS`."""
+"""Average rows per expert above which tiles have `MANY_TOKENS`."""
 CHOICES = 1024
-"""Choices that a program reads at a time."""
+"""Choices that a program reads at once."""
 COLUMNS = 1024
 """Elements of a row that a program sums."""
 
 
 def unsupported_reason(router: RouterWeights, experts: Mapping[int, ExpertProducts]) -> str | None:
-    """Return why the kernels cannot compute these experts; None: they can."""
+    """Return why the kernels cannot compute these experts, or None."""
     if not isinstance(router.product, TritonProduct) or router.product.dtype != torch.float32:
         return "the router is not in float32"
     if len(router.product.stored.values) > MOST_EXPERTS:
@@ -60,9 +60,9 @@ def unsupported_reason(router: RouterWeights, experts: Mapping[int, ExpertProduc
 
 
 def tile(bits: int, group: int, in_features: int, rows_of_expert: int, item_bytes: int) -> Tiling:
-    """The tiling of one of the matmuls. rows_of_expert: on average. item_bytes: of a number of x. Others: see `Shape`.
+    """Return the tiling of one matmul. rows_of_expert: average. item_bytes: of an element of x. See `Shape`.
 
-    Only its tokens depend on the rows, so each sum has the same order whatever else is in the batch.
+    Only `tokens` depends on the rows, so sums have the same order in any batch.
     """
     of_group = max(block_of(group, in_features), LARGE_BLOCK) if bits == 4 else 0
     inputs = {4: of_group, 8: 128, 16: 64, 32: 32}[bits]
@@ -74,10 +74,8 @@ def tile(bits: int, group: int, in_features: int, rows_of_expert: int, item_byte
 
 
 class TritonExperts:
-    """An `ExpertsKernel`."""
-
     def __init__(self, spec: ExpertsSpec, router: RouterWeights, experts: Mapping[int, ExpertProducts]) -> None:
-        """Raises ValueError for what `unsupported_reason` gives a reason against."""
+        """Raises ValueError if `unsupported_reason` returns a reason."""
         if (reason := unsupported_reason(router, experts)) is not None:
             raise ValueError(f"experts in Triton are not possible here: {reason}")
         self._spec, self._router, self._kept = spec, router, dict(experts)
@@ -97,7 +95,6 @@ class TritonExperts:
         self._table = torch.tensor(table, dtype=torch.int64, device=up.stored.values.device)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, *, float_output: bool = False) -> Tensor:
-        """See `ExpertsKernel`."""
         x = x.contiguous()
         out = torch.empty(x.shape, dtype=torch.float32 if float_output else x.dtype, device=x.device)
         if not len(x):
@@ -112,7 +109,7 @@ class TritonExperts:
         return out
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of rows, int32, and their weights, float32, both ``[rows, top_k]``."""
+        """Return the experts (int32) and weights (float32) of each row, ``[rows, top_k]``."""
         spec, read = self._spec, x.float()
         if self._router_norm is not None:
             read = self._router_norm(read)
@@ -140,13 +137,13 @@ class TritonExperts:
         return chosen, weights
 
     def _compute(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """Results of each row's experts, ``[rows * top_k, size]``. Results of other ranks' experts stay unwritten."""
+        """Return results ``[rows * top_k, size]``. Results of other ranks' experts stay unwritten."""
         count, experts = chosen.numel(), self._spec.count
         up, down = (
             tile(part.stored.bits, part.stored.group, in_features, count // experts, x.element_size())
             for part, in_features in ((self._up, x.shape[1]), (self._down, self._spec.inner_size))
         )
-        # All tiles are full but the last one of each expert.
+        # Only the last tile of each expert may be partial.
         tiles = min(count, experts) + count // up.tokens
         counts, order, places = (
             torch.empty(length, dtype=torch.int32, device=x.device)
@@ -205,7 +202,7 @@ class TritonExperts:
 
 
 def _kind(product: Product) -> tuple[object, ...] | None:
-    """Settings that all experts of a layer share; None if the product has another kernel."""
+    """Return the settings that all experts of a layer must share. None: another kernel."""
     if not isinstance(product, TritonProduct):
         return None
     stored = product.stored

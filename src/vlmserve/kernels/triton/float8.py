@@ -1,4 +1,4 @@
-"""float8 matmuls by torch, whose inputs and epilogues take one launch each."""
+"""float8 matmuls by torch, with fused rounding and epilogues."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vlmserve.kernels.triton.rounding import round_rows
 
 
 class TritonFloat8Product(Float8Product):
-    """A `Float8Product` with a scale for each row. A `RoundingProduct`.
+    """A `Float8Product` with a scale per row. A `RoundingProduct`.
 
-    fuses: whether norms and activations round the inputs of the next matmul; a class's, for measuring.
+    fuses: whether norms and activations round the inputs of the next matmul. A class attribute, for measurements.
     """
 
     fuses: ClassVar[bool] = True

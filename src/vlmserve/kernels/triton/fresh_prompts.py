@@ -1,5 +1,4 @@
-"""Attention of long prompts without cached tokens, by torch's fused operator, which takes cuDNN's or FlashAttention's
-kernel."""
+"""Attention of long prompts without cached tokens, by torch's fused operator (cuDNN or FlashAttention)."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from vlmserve.kernels.torch_scores import needs_scores
 from vlmserve.layer_specs import AttentionSpec
 
 LEAST_ROWS = 2000
-"""Tokens of the shortest prompt that the operator gets."""
+"""Minimum tokens of a prompt."""
 
 
 def are_fresh(metadata: BatchMetadata, spec: AttentionSpec, cache: LayerCache) -> bool:
-    """True for steps of long prompts alone, all from their first token on, with plain causal attention over a cache of
-    the model's type."""
+    """Return whether the step only has long prompts from their first token on, with plain causal attention and an
+    unquantized cache."""
     lengths = metadata.query_lens
     if metadata.num_decodes or metadata.decodes is not None or min(lengths, default=0) < LEAST_ROWS:
         return False
@@ -27,12 +26,12 @@ def are_fresh(metadata: BatchMetadata, spec: AttentionSpec, cache: LayerCache) -
 
 
 def attend_fresh(query: Tensor, cache: LayerCache, spec: AttentionSpec, metadata: BatchMetadata) -> Tensor:
-    """``[tokens, heads * head_size]`` queries to results of the same shape. Keys and values are in the cache."""
+    """Attend queries ``[tokens, heads * head_size]``. Keys and values are in the cache."""
     output = torch.empty_like(query)
     first = 0
     for length, blocks in zip(metadata.query_lens, metadata.block_tables[cache.column], strict=True):
         rows, table = slice(first, first + length), blocks[: -(-length // cache.block_size)].long()
-        # The kernel that rotates keys leaves them in the cache.
+        # The kernel that applies RoPE writes keys to the cache only.
         keys, values = (
             tensor[table].transpose(0, 1).flatten(1, 2)[None, :, :length] for tensor in (cache.keys, cache.values)
         )

@@ -1,4 +1,4 @@
-"""What follows on a product of many rows: activation, gate and residual, in one launch."""
+"""Epilogue of a matmul with many rows: activation, gate and residual in one launch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from vlmserve.kernels.triton.launching import Kernel
 BLOCK = 1024
 
 Layout = Literal["", "pairs", "halves"]
-"""Inputs of an activation: "" without gates, "pairs" with each gate beside its up, "halves" with all gates
-before all ups."""
+"""Inputs of an activation: "" without gates, "pairs" with alternating gates and ups, "halves" with gates before ups."""
 
 
 @triton.jit
 def load_activated(x_ptr, first, width, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, COUNT: tl.constexpr):
-    """Results ``first <= i < first + COUNT`` of a row in float32, what follows on zeros from `width` on."""
+    """Load results ``first <= i < first + COUNT`` of a row in float32. Values past `width` come from zeros."""
     columns = first + tl.arange(0, COUNT)
     if LAYOUT == "pairs":
         places = 2 * first + tl.arange(0, 2 * COUNT)
@@ -43,7 +42,7 @@ def activate_rows(
     x_ptr, residual_ptr, out_ptr, width, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """`BLOCK` results of a row a program. width: of results; rows with gates are twice as wide."""
+    """Compute `BLOCK` results of a row per program. width: of results. Gated rows are twice as wide."""
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
@@ -64,10 +63,10 @@ def finish(
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``activation(x)``, or ``activation(gate) * up``, plus a residual.
+    """Return ``activation(x)`` or ``activation(gate) * up``, plus a residual.
 
-    x: ``[rows, width]``, twice as wide with gates. activation: one of `ACTIVATIONS`; None: none. residual:
-    ``[rows, width]``. dtype: of the result; None: that of x.
+    x: ``[rows, width]``, twice as wide with gates. activation: one of `ACTIVATIONS`, or None. residual: ``[rows,
+    width]``. dtype: of the result (default: of x).
     """
     rows, width = x.shape
     width //= 2 if layout else 1

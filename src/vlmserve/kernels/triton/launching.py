@@ -1,8 +1,7 @@
-"""Launching compiled kernels with little work by the host.
+"""Launches compiled kernels with little host work.
 
-For each launch, Triton binds and inspects all arguments, builds a key and looks up what it compiled. That takes the
-host longer than a GPU takes for many kernels. Here the key has no more than what a compilation depends on. Hooks that
-Triton has for launches are called at the first launch of each kind only.
+Triton inspects all arguments and builds a key for each launch, which takes longer than many kernels run. This key only
+holds what a compilation depends on. Triton's launch hooks run only at the first launch of each key.
 """
 
 from __future__ import annotations
@@ -15,25 +14,23 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 ALIGNMENT = 16
-"""Bytes. Triton compiles other code for addresses and numbers that are multiples of it."""
+"""Bytes. Triton specializes addresses and numbers that are multiples of it."""
 
 
 class Kernel:
     """A kernel that the host launches: ``kernel[grid](*arguments, **constants)``.
 
-    grid: programs in one to three directions. arguments: in the order of the kernel's parameters. constants: the
-    kernel's, which come behind its arguments, and options of Triton's compiler, always in the same order.
-
-    overlaps: whether kernels with a constant `DEPENDENT` are launched before the one before them has ended; see
+    arguments: in the order of the kernel's parameters. constants: constants of the kernel, then compiler options,
+    always in the same order. overlaps: whether kernels with a constant `DEPENDENT` use dependent launch, see
     `kernels.triton.dependent`.
     """
 
     overlaps: ClassVar[bool] = False
 
     def __init__(self, function: Any) -> None:
-        """function: what `triton.jit` made."""
+        """function: the result of `triton.jit`."""
         self.function = function
-        # What is interpreted is not compiled.
+        # The interpreter does not compile.
         self._is_compiled = isinstance(function, JITFunction)
         self._compiled: dict[Hashable, tuple[Any, list[Any]]] = {}
         parameters = function.params if self._is_compiled else []
@@ -70,7 +67,7 @@ class Kernel:
 
 
 def _kind(argument: Tensor | int | float) -> Hashable:
-    """What Triton compiles other code for."""
+    """Return what Triton specializes on."""
     if isinstance(argument, Tensor):
         return argument.dtype if argument.data_ptr() % ALIGNMENT == 0 else (argument.dtype, "unaligned")
     if isinstance(argument, float):

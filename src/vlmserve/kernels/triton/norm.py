@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, with the sums that they follow on or go into, in one launch."""
+"""RMSNorm and LayerNorm, fused with the adjacent sums."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vlmserve.kernels.triton.launching import Kernel
 from vlmserve.kernels.triton.rounding import GROUP, allocate_rounded, store_rounded
 
 MAX_SIZE = 16384
-"""Elements of a row that one program keeps in registers."""
+"""Maximum elements of a row, which one program holds in registers."""
 
 
 @triton.jit
 def load_factors(weight_ptr, bias_ptr, columns, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Weights and biases of a norm, in float32; without a bias the weights twice."""
+    """Load a norm's weights and biases in float32. Without a bias, weights twice."""
     weight = tl.load(weight_ptr + columns, columns < SIZE, 0.0).to(tl.float32)
     bias = weight
     if HAS_BIAS:
@@ -29,7 +29,7 @@ def load_factors(weight_ptr, bias_ptr, columns, SIZE: tl.constexpr, HAS_BIAS: tl
 
 @triton.jit
 def normed(x, weight, bias, eps, columns, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """RMSNorm of a row in float32, LayerNorm where there is a bias. x is 0 behind its `SIZE` elements."""
+    """RMSNorm of a row in float32, or LayerNorm with a bias. x must be 0 past `SIZE`."""
     if HAS_BIAS:
         x = tl.where(columns < SIZE, x - tl.sum(x, 0) / SIZE, 0.0)
     result = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
@@ -46,11 +46,10 @@ def norm_rows(
     FIRST_HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROUNDS: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """One row of `SIZE` elements a program; it is computed in float32. Rows are ``[tokens, heads]`` of them.
+    """Norm one row of `SIZE` elements per program, in float32. Rows are ``[tokens, heads]``.
 
-    HAS_FIRST: a norm comes before all else. HAS_RESIDUAL: a residual is added behind that, and the sum is stored.
-    HAS_NORM: a norm of the sum as it is stored, or of x, comes last. ROUNDS: a `Rounding` of its result, of the type of
-    x; "": none.
+    HAS_FIRST: apply a norm first. HAS_RESIDUAL: then add a residual, and store the sum. HAS_NORM: norm the stored sum,
+    or x, last. ROUNDS: a `Rounding` of the result, or "".
     """
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -59,7 +58,7 @@ def norm_rows(
     x = tl.load(x_ptr + row // heads * stride_token + row % heads * stride_head + columns, inside, 0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * SIZE + columns, inside, 0.0).to(tl.float32)
-    # All that is read is on its way before the first sum over a row, for which warps wait.
+    # Issue all loads before the first reduction, where warps wait.
     if HAS_FIRST:
         first_weight, first_bias = load_factors(first_weight_ptr, first_bias_ptr, columns, SIZE, FIRST_HAS_BIAS)
     if HAS_NORM:
@@ -80,10 +79,10 @@ def norm_rows(
 
 
 class TritonNorm:
-    """RMSNorm, or LayerNorm where there is a bias. A `RoundingNorm`.
+    """RMSNorm, or LayerNorm with a bias. A `RoundingNorm`.
 
-    weight, bias: ``[size]``; float32 weights are not rounded to the type of what is normed. Raises ValueError for rows
-    of more than `MAX_SIZE` elements.
+    weight, bias: ``[size]``. float32 weights are not rounded to the rows' dtype. Raises ValueError for rows longer than
+    `MAX_SIZE`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
@@ -95,30 +94,27 @@ class TritonNorm:
 
     @property
     def only_scales(self) -> bool:
-        """Whether it does nothing but scale rows and their elements, as RMSNorm does."""
+        """Return whether it is an RMSNorm, which only scales."""
         return self._bias is None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[..., size]`` to the same, contiguous."""
+        """Return a contiguous result."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self._launch(x, norm=self, out=out)
         return out
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """See `SummingNorm`."""
         sums = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self._launch(x, first=self, residual=residual, sums=sums)
         return sums
 
     def of_sum(self, x: Tensor, residual: Tensor, first: Norm | None = None) -> NormedRows:
-        """See `SummingNorm`."""
         assert first is None or isinstance(first, TritonNorm)
         sums, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
         self._launch(x, first=first, residual=residual, sums=sums, norm=self, out=out)
         return NormedRows(sums, out)
 
     def rounded(self, x: Tensor, rounding: Rounding) -> RoundedRows:
-        """See `RoundingNorm`."""
         out = allocate_rounded(x, rounding)
         self._launch(x, norm=self, out=out, rounding=rounding)
         return out
@@ -126,7 +122,6 @@ class TritonNorm:
     def rounded_sum(
         self, x: Tensor, residual: Tensor, first: Norm | None, rounding: Rounding
     ) -> tuple[Tensor, RoundedRows]:
-        """See `RoundingNorm`."""
         assert first is None or isinstance(first, TritonNorm)
         sums, out = torch.empty(x.shape, dtype=x.dtype, device=x.device), allocate_rounded(x, rounding)
         self._launch(x, first=first, residual=residual, sums=sums, norm=self, out=out, rounding=rounding)

@@ -1,8 +1,8 @@
-"""Products with few rows: weights are the rows of the tile, tokens its columns.
+"""Matmuls with few rows: weights are the rows of a tile, tokens its columns.
 
-What follows on a product (bias, activation, gate, residual) is in the same launch. Sums have a fixed order: no two
-programs add to the same number. An RMSNorm between two products takes no launch of its own: the first one leaves its
-results times the norm's weight, and the sums of squares of parts of each row, by which the second one scales its sums.
+The epilogue is in the same launch. Sums have a fixed order, without atomics. An RMSNorm between two matmuls needs no
+launch: the first multiplies its results by the norm's weight, and stores partial sums of squares. The second scales its
+sums by them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vlmserve.kernels.triton.unpacking import dequantized, load_groups, signed_b
 
 @triton.jit
 def dot(weights, x, sums):
-    """``[outputs, inputs]`` by ``[inputs, tokens]`` onto float32 sums. float32 is not rounded to fewer bits."""
+    """Add ``[outputs, inputs] @ [inputs, tokens]`` to float32 sums. float32 inputs keep full precision."""
     return tl.dot(weights, x, sums, input_precision="ieee")
 
 
@@ -29,12 +29,11 @@ def groups_of_4_bits(
     out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, BLOCK: tl.constexpr,
     GROUPS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Float32 sums ``[OUTPUTS, TOKENS]`` over tiles of INPUTS inputs, ``first <= tile < last``, of one or more blocks.
-    EVEN: the inputs are whole tiles.
+    """Return float32 sums ``[OUTPUTS, TOKENS]`` over tiles ``first <= tile < last`` of 4-bit blocks. EVEN: the inputs
+    are whole tiles.
 
-    Byte i of a block holds its inputs i and i + BLOCK / 2, which are of one group, or each of its own: GROUPS. Weights
-    are rounded to the type of x, as the library gets them: to scale the products of each group instead takes as many
-    instructions for each row.
+    Byte i of a block holds its inputs i and i + BLOCK / 2, which are in one group, or in two (GROUPS). Weights are
+    rounded to the dtype of x, as for the library; scaling each group's sums would take as many instructions per row.
     """
     HALF: tl.constexpr = BLOCK // 2
     BLOCKS: tl.constexpr = INPUTS // BLOCK
@@ -51,8 +50,7 @@ def groups_of_4_bits(
     inside = tokens[None, :] < rows
     outputs = outputs[:, None]
     last_block = in_features // BLOCK - 1
-    # Scales and minimums are loaded a round before they are needed. Triton does that for what tensor cores multiply
-    # alone.
+    # Load scales and minimums one round ahead. Triton only pipelines loads that feed tensor cores directly.
     at = tl.minimum(first * BLOCKS + blocks, last_block)[None, :]
     next_scales, next_minimums = load_groups(scales_ptr, minimums_ptr, at, outputs, out_features, GROUPS, 0)
     next_high_scales, next_high_minimums = next_scales, next_minimums
@@ -83,7 +81,7 @@ def groups_of_4_bits(
             high_x = tl.load(x_at + done + HALF, inside & there[:, None], 0.0)
         packed = tl.reshape(packed, (OUTPUTS, BLOCKS, HALF))
         low, high = dequantized(packed, scales, minimums, high_scales, high_minimums, DTYPE, ASSEMBLY)
-        # Sums of a tile start at zero. With sums of all tiles, ptxas serializes the tensor cores (C7515).
+        # Start each tile's sums at zero. Otherwise ptxas serializes the tensor cores (C7515).
         products = dot(tl.reshape(low, (OUTPUTS, WIDTH)), low_x, tl.zeros((OUTPUTS, TOKENS), tl.float32))
         sums += dot(tl.reshape(high, (OUTPUTS, WIDTH)), high_x, products)
     return sums
@@ -95,9 +93,9 @@ def whole_rows(
     OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr, BITS: tl.constexpr,
     STAGES: tl.constexpr, RESTARTS: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Float32 sums ``[OUTPUTS, TOKENS]`` over tiles of INPUTS inputs, ``first <= tile < last``, of plain weights or of
-    8 bits with a scale for each output. EVEN: the inputs are whole tiles. RESTARTS: sums of each tile of 8-bit weights
-    start at zero, so that ptxas does not serialize the tensor cores (C7515). Triton would undo that without scales."""
+    """Return float32 sums ``[OUTPUTS, TOKENS]`` over tiles ``first <= tile < last`` of plain weights, or of 8-bit
+    weights with a scale per output. EVEN: the inputs are whole tiles. RESTARTS: start the sums of each 8-bit tile at
+    zero, so that ptxas does not serialize the tensor cores (C7515). Without scales, Triton would undo it."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     inputs = tl.arange(0, INPUTS)
     sums = tl.zeros((OUTPUTS, TOKENS), tl.float32)
@@ -128,7 +126,7 @@ def whole_rows(
 
 @triton.jit
 def load_squares(squares_ptr, tokens, rows, columns, COLUMNS: tl.constexpr):
-    """Sums of squares of parts of rows, ``[tokens, COLUMNS]``, 0 where there are none."""
+    """Load partial sums of squares ``[tokens, COLUMNS]``, padded with 0."""
     numbers = tl.arange(0, COLUMNS)
     inside = (tokens < rows)[:, None] & (numbers < columns)[None, :]
     return tl.load(squares_ptr + tokens[:, None] * columns + numbers[None, :], inside, 0.0)
@@ -136,7 +134,7 @@ def load_squares(squares_ptr, tokens, rows, columns, COLUMNS: tl.constexpr):
 
 @triton.jit
 def result_places(first_output, tokens, rows, out_features, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
-    """Where a tile's results lie, and which of them there are."""
+    """Return the places of a tile's results, and a mask."""
     PER_RESULT: tl.constexpr = 2 if GATED else 1
     outputs = first_output // PER_RESULT + tl.arange(0, OUTPUTS // PER_RESULT)
     width = out_features // PER_RESULT
@@ -150,8 +148,8 @@ def store_results(
     TOKENS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """What follows on sums ``[OUTPUTS, TOKENS]``, and its end in memory. places, inside: see `result_places`. residual:
-    what lies there. Returns what was stored."""
+    """Apply the epilogue to sums ``[OUTPUTS, TOKENS]``, store and return the results. places, inside: see
+    `result_places`. residual: its values there."""
     outputs = first_output + tl.arange(0, OUTPUTS)
     if HAS_BIAS:
         sums += tl.load(bias_ptr + outputs, outputs < out_features, 0.0).to(tl.float32)[:, None]
@@ -170,15 +168,15 @@ def store_results(
 
 @triton.jit
 def defer_norm(results, weight, weighted_ptr, squares_ptr, places, inside, tokens, rows):
-    """Store ``[OUTPUTS, TOKENS]`` results times a norm's weight, and the sums of their squares as one of each row's
-    columns, of which each program has one."""
+    """Store results ``[OUTPUTS, TOKENS]`` times a norm's weight, and each row's sum of squares in this program's
+    column."""
     results = tl.where(inside, results.to(tl.float32), 0.0)
     tl.store(weighted_ptr + places, (results * weight[:, None]).to(weighted_ptr.dtype.element_ty), inside)
     squares_at = squares_ptr + tokens * tl.num_programs(0) + tl.program_id(0)
     tl.store(squares_at, tl.sum(results * results, 0), tokens < rows)
 
 
-# Numbers that change from step to step are no constants: a kernel is compiled once, not for each kind of number.
+# Not specialized: the number of rows changes every step and would recompile the kernel.
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
 def multiply(
@@ -190,13 +188,12 @@ def multiply(
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """`OUTPUTS` outputs of `TOKENS` rows a program, over one of `SPLITS` parts of the inputs.
+    """Multiply `TOKENS` rows by `OUTPUTS` outputs, over one of `SPLITS` splits of the inputs.
 
-    INPUTS: of a tile, of 4 bits one or more blocks of GROUPS, see `Stored`. PARTS: tiles that are multiplied side by
-    side, as many by each warp. KEEPS_SUMS: sums go to sums_ptr, float32 ``[SPLITS, rows, out_features]``, from where
-    `add_parts` or `add_changes` takes them; there is only one part otherwise. COLUMNS: where x is what an RMSNorm has
-    yet to divide by the root mean square of each row, at least as many as x_squares_ptr has, float32
-    ``[rows, x_columns]``; else 0. HAS_NORM: such a norm follows, see `defer_norm`. RESTARTS: see `whole_rows`.
+    INPUTS: of a tile; for 4-bit weights, one or more blocks of GROUPS, see `Stored`. PARTS: tiles that warps multiply
+    in parallel. KEEPS_SUMS: store float32 sums ``[SPLITS, rows, out_features]`` for `add_parts` or `add_changes`;
+    required for several splits. COLUMNS: 0, or if an RMSNorm precedes, at least `x_columns` of x_squares_ptr (float32
+    ``[rows, x_columns]``). HAS_NORM: an RMSNorm follows, see `defer_norm`. RESTARTS: see `whole_rows`.
     """
     first_output = tl.program_id(0) * OUTPUTS
     outputs = first_output + tl.arange(0, OUTPUTS)
@@ -207,7 +204,7 @@ def multiply(
     first = part * each
     last = tl.minimum(first + each, tiles)
     wait_for_previous(DEPENDENT)
-    # What is needed behind the last tile, while the first ones are on their way, where it is little.
+    # Load the epilogue's inputs during the first tiles, if they are small.
     AHEAD: tl.constexpr = TOKENS <= 16
     places, inside = result_places(first_output, tokens, rows, out_features, OUTPUTS, GATED)
     if HAS_RESIDUAL and AHEAD and not KEEPS_SUMS:
@@ -263,7 +260,7 @@ def add_parts(
     OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Add the parts of one row's `OUTPUTS` outputs, the first one first, and do what follows, see `multiply`."""
+    """Add the splits of one row's `OUTPUTS` outputs in order, and apply the epilogue, see `multiply`."""
     wait_for_previous(DEPENDENT)
     first_output = tl.program_id(0) * OUTPUTS
     outputs = first_output + tl.arange(0, OUTPUTS)

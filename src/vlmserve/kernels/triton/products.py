@@ -1,4 +1,4 @@
-"""Products of few rows by Triton, of many rows by the device's library."""
+"""Linears: few rows by Triton, many rows by the device's library."""
 
 from __future__ import annotations
 
@@ -28,65 +28,63 @@ from vlmserve.kernels.triton.tuned import LARGE_BLOCK, TUNED, Shape, Tiling
 from vlmserve.kernels.triton.unpacking import has_assembly
 
 MOST_ROWS = 128
-"""From here on products are bound by computing, which the library does well."""
+"""From this number of rows on, matmuls are compute-bound, and the library is faster."""
 MOST_PLAIN_ROWS = 16
-"""The same beside plain weights of 16 bits, measured on an H200: with 32 rows by 6,144 x 4,096 weights the library
-takes 16 us and `multiply` 21 us, with 64 rows 16 us and 33 us."""
+"""The same for plain 16-bit weights. On an H200, 32 rows by 6,144 x 4,096 take 16 us (library) and 21 us (`multiply`),
+64 rows 16 us and 33 us."""
 MOST_WIDE_ROWS = 64
-"""The same where outputs are enough for large tiles: 64 rows by 28,672 x 4,096 weights, gate and activation included,
-take 65 us and 59 us, 128 rows 70 us and 112 us."""
+"""The same with enough outputs for large tiles: 64 rows by 28,672 x 4,096, gate and activation included, take 65 us
+(library) and 59 us, 128 rows 70 us and 112 us."""
 LARGEST_OUTPUTS = 128
-"""Of a tile."""
+"""Outputs of a tile."""
 LARGE_TILES = ((128, 128), (128, 64), (128, 32), (64, 64))
-"""Outputs and most rows of tiles of more than 16 rows, the best ones first. Each program reads the rows of its inputs
-from the L2 cache: 64 rows are eight times as many bytes as 32 outputs of 4 bits, and twice as many as 128 outputs.
-"""
+"""Outputs and maximum rows of tiles for more than 16 rows, best first. Programs read their inputs from the L2 cache: 64
+rows are eight times as many bytes as 32 outputs of 4-bit weights, and twice as many as 128 outputs."""
 PROGRAMS = 128
-"""About as many as an H100 or H200 has multiprocessors (132): with fewer programs, tiles are smaller, and with far
-fewer, the inputs are split among several."""
+"""About the multiprocessors of an H100 or H200 (132). With fewer programs, tiles shrink; with far fewer, inputs are
+split."""
 ENOUGH_PROGRAMS = 96
-"""With large tiles: to split the inputs once more costs more than a few idle multiprocessors."""
+"""Sufficient programs with large tiles. One more split costs more than a few idle multiprocessors."""
 MOST_WARPS_OF_4_BITS = 2
-"""That divide the inputs of 64 outputs: on an H200, one row by 28,672 x 4,096 weights takes 20 us by 2 and 28 us by 4,
-in groups of 32 34 us and 47 us."""
+"""Maximum warps that divide the inputs of 64 outputs. On an H200, one row by 28,672 x 4,096 takes 20 us with 2 warps
+and 28 us with 4; with groups of 32, 34 us and 47 us."""
 BYTES_ON_THEIR_WAY = 2**15
-"""Of weights, for each of so many multiprocessors: about what memory gives in the time that one access takes. At 4.3
-TB/s and 0.7 to 1 microseconds that is 23 to 33 KB for each of 132."""
+"""Weights in flight per multiprocessor, about memory bandwidth times latency: 4.3 TB/s times 0.7 to 1 microseconds is
+23 to 33 KB for each of 132."""
 BYTES_OF_ONE_PROGRAM = 3 * 2**14
-"""The same where each multiprocessor has one program, which has nobody to take its turn while it waits. The tilings of
-plain weights that were the fastest on an H200 have about as many. Weights of 4 bits have `BYTES_ON_THEIR_WAY`: such
-products take shared memory longer than reading takes, and each stage fills one more tile with zeros behind the last
-one."""
+"""The same for a single program per multiprocessor, which nothing overlaps. The fastest tilings of plain weights on an
+H200 use about this. 4-bit weights use `BYTES_ON_THEIR_WAY`: shared memory limits them, and each stage adds a zero tile
+at the end."""
 MOST_ON_THEIR_WAY = 11
-"""Tiles."""
+"""Maximum tiles in flight."""
 PARTS_OUTPUTS = 256
-"""Whose parts a program adds, where inputs are split."""
+"""Outputs that a program of `add_parts` adds."""
 EXPANDED_ELEMENTS = 2**28
-"""Weights of few bits that are expanded at a time, to be multiplied by many rows: 512 MiB in 16 bits. Layers of a 7B
-model are one such block, output heads of large models several."""
+"""Weights to dequantize at once for many rows: 512 MiB as bfloat16. A layer of a 7B model fits; large output heads take
+several rounds."""
 
 
 def tokens_of_tile(bits: int, rows: int, item_bytes: int) -> int:
-    """Rows of x that a program multiplies at most."""
+    """Return the maximum rows of x per program."""
     most = 32 if item_bytes == 4 and bits < 16 else 128 if bits == 4 else 64
     return next(size for size in (8, 16, 32, 64, 128) if rows <= size or size == most)
 
 
 def most_rows(bits: int, out_features: int) -> int:
-    """Rows up to which `multiply` is faster than the library."""
+    """Return the row count up to where `multiply` beats the library."""
     if bits == 16:
         return min(MOST_ROWS, MOST_WIDE_ROWS if _is_wide(out_features) else MOST_PLAIN_ROWS)
     return MOST_ROWS
 
 
 def _is_wide(out_features: int) -> bool:
-    """Whether there are outputs enough for the largest tile in each multiprocessor."""
+    """Return whether each multiprocessor gets a tile of maximum size."""
     return out_features // LARGEST_OUTPUTS >= PROGRAMS
 
 
 @cache
 def tuned_tilings(device: torch.device) -> Mapping[Shape, Tiling | None]:
-    """What was measured on GPUs of this kind, see `TUNED`."""
+    """Return the tilings measured on this kind of GPU, see `TUNED`."""
     return TUNED.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
 
 
@@ -101,12 +99,11 @@ def tiling(
     shared: int = SHARED_BYTES,
     multiprocessors: int = MULTIPROCESSORS,
 ) -> Tiling:
-    """The tiling for a product where none was measured, a function of its shape alone. group: of inputs that share a
-    scale, of 4 bits. item_bytes: of a number of x. shared: see `shared_memory.shared_bytes`. multiprocessors: of the
-    GPU.
+    """Choose a tiling by shape, if none was measured.
 
-    Chosen by what Triton's compiler makes of it (registers, spills, instructions a weight), so that each multiprocessor
-    has several warps, and enough weights on their way from memory.
+    group: inputs that share a scale (4-bit). item_bytes: of an element of x. shared: see `shared_memory.shared_bytes`.
+    multiprocessors: of the GPU. The choice gives each multiprocessor several warps and enough weights in flight, and
+    avoids spills.
     """
     tokens = tokens_of_tile(bits, rows, item_bytes)
     inputs = {4: group and block_of(group, in_features), 8: 128, 16: 64, 32: 32}[bits]
@@ -123,9 +120,8 @@ def tiling(
 
 
 def _stages(divided: Tiling, bits: int, programs: int, *, alone: bool) -> int:
-    """Of the pipeline of a product: one tile is computed, one waits for its place, and the others are on their way. So
-    two stages have none on its way, for which several programs of a multiprocessor take turns. alone: whether each
-    multiprocessor has one program at most."""
+    """Return pipeline stages. One tile is computed and one waits; the others are in flight. Two stages have none in
+    flight, so they need several programs per multiprocessor. alone: at most one program per multiprocessor."""
     of_program = BYTES_OF_ONE_PROGRAM if alone and bits != 4 else BYTES_ON_THEIR_WAY * PROGRAMS // programs
     tile = divided.outputs * divided.inputs * divided.parts(bits) * bits // 8
     many = programs >= 2 * PROGRAMS
@@ -139,7 +135,7 @@ def _stages(divided: Tiling, bits: int, programs: int, *, alone: bool) -> int:
 def _large(
     bits: int, tokens: int, inputs: int, out_features: int, in_features: int, item_bytes: int, shared: int
 ) -> Tiling | None:
-    """Large tiles with parts of the inputs for nearly all multiprocessors, None where there are not enough of both."""
+    """Return large tiles with enough splits for nearly all multiprocessors, or None."""
     inputs = max(inputs, LARGE_BLOCK) if bits == 4 else inputs
     tiles = cdiv(in_features, inputs)
     for outputs, most in LARGE_TILES:
@@ -158,9 +154,9 @@ def _large(
 def _small(
     bits: int, tokens: int, inputs: int, out_features: int, in_features: int, item_bytes: int, shared: int
 ) -> Tiling:
-    """Tiles of as few outputs as give each multiprocessor something to do."""
+    """Return tiles with few enough outputs to occupy each multiprocessor."""
     if bits < 16:
-        # Registers hold the sums of as many where warps divide inputs.
+        # Registers hold this many sums if warps divide inputs.
         tokens = min(tokens, 32)
     largest = LARGEST_OUTPUTS // 2 if tokens <= 16 else LARGEST_OUTPUTS
     if out_features // largest < PROGRAMS:
@@ -171,15 +167,15 @@ def _small(
 
 
 def _divided(divided: Tiling, bits: int, out_features: int, in_features: int, item_bytes: int, shared: int) -> Tiling:
-    """With the splits and warps of a product."""
+    """Set splits and warps."""
     outputs = divided.outputs
     programs, tiles = cdiv(out_features, outputs), cdiv(in_features, divided.inputs)
-    # A few multiprocessors whose warps divide inputs read nearly as fast as all, and parts take another launch.
+    # If warps divide inputs, a few multiprocessors read nearly as fast as all, and splits need another launch.
     enough = PROGRAMS // (8 if divided.divides_inputs(bits) else 2)
     splits = 1
     while splits < 8 and programs * splits < enough and tiles // (splits * 2) >= 4:
         splits *= 2
-    # Groups of 4 bits have sums of their own, for which 64 tokens need the registers of more warps.
+    # 4-bit groups have separate sums, so 64 tokens need the registers of more warps.
     most_tokens = 8 if bits == 4 else 16
     divided = divided._replace(splits=splits, warps=max(outputs // 32, divided.tokens // most_tokens))
     if not divided.divides_inputs(bits):
@@ -188,27 +184,27 @@ def _divided(divided: Tiling, bits: int, out_features: int, in_features: int, it
     wider = [divided._replace(warps=count) for count in (8, 4, 2, 1) if count <= most_warps]
     needed = [one for one in wider if one.parts(bits) <= cdiv(tiles, splits)] or wider[-1:]
     fitting = [one for one in needed if one.shared_bytes(bits, item_bytes) <= shared] or needed[-1:]
-    # Where all rounds are whole, no loads are masked, which is worth half of the warps.
+    # Whole rounds need no load masks, which is worth half of the warps.
     return next((one for one in fitting[:2] if tiles % (splits * one.parts(bits)) == 0), fitting[0])
 
 
 def pairs(out_features: int, device: torch.device) -> Tensor:
-    """The order of outputs in which each gate is beside its up, so that one program has both."""
+    """Return the order of outputs that puts each gate next to its up."""
     return torch.arange(out_features, device=device).view(2, -1).T.flatten()
 
 
 class TritonProduct:
-    """A weight that few rows are multiplied with in one launch, epilogue and residual included. A `DeferringProduct`,
-    a `RoundingProduct`, and a `Table` that packs changes.
+    """A weight that multiplies few rows in one launch, with epilogue and residual. A `DeferringProduct`, a
+    `RoundingProduct`, and a `Table` that packs changes.
 
-    Where the inputs are split among programs, a second launch adds the parts. Where rows have adapters, one launch more
-    multiplies with their first factors, and that second one adds what they change. More than `most_rows` rows are
-    multiplied by the device's library; weights of few bits are expanded by a launch before. Where inputs are to be
-    rounded to 8 bits, beside weights of 8, a kernel multiplies integers instead. Where nothing but a residual follows,
-    the library adds it.
+    - Split inputs need a second launch, which adds the splits.
+    - Adapters need one more launch for their `down` matmul; the launch that adds splits applies them.
+    - More than `most_rows` rows use the device's library, after a launch that dequantizes.
+    - 8-bit weights with 8-bit inputs use an integer matmul.
+    - The library adds a residual if nothing else follows.
 
-    defers_norms: whether an RMSNorm behind few rows takes no launch of its own. fuses: whether norms and activations
-    round inputs. Both are a class's, for measuring.
+    The class attributes are for measurements. defers_norms: whether an RMSNorm after few rows needs no launch. fuses:
+    whether norms and activations round inputs.
     """
 
     change_words: int = WORDS.value
@@ -225,8 +221,8 @@ class TritonProduct:
         gated: bool = False,
         float_output: bool = False,
     ) -> None:
-        """weight: ``[out_features, in_features]``. dtype: of inputs and of results, unless `float_output`, which makes
-        these float32. gated: see `Epilogue`."""
+        """weight: ``[out_features, in_features]``. dtype: of inputs, and of results unless `float_output`. gated: see
+        `Epilogue`."""
         self._out_features, self._in_features = weight.shape
         if gated:
             order = pairs(self._out_features, _device(weight))
@@ -245,20 +241,16 @@ class TritonProduct:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weight."""
         return self.stored.num_bytes
 
     def pack_change(self, change: Change) -> TritonChange:
-        """See `PacksChanges`."""
         order = pairs(self._out_features, self.stored.values.device) if self.gated else None
         return TritonChange(change, order, self._out_features, self._in_features)
 
     def reserved_rank(self, parts: int, rank: int) -> int:
-        """See `ReservesRanks`."""
         return reserved_rank(parts, rank)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """See `Table`."""
         if self.stored.scales is None:
             return F.embedding(indices, self.stored.values)
         return self.stored.rows(indices, self.dtype)
@@ -270,7 +262,7 @@ class TritonProduct:
         out: Tensor | None = None,
         adapters: LinearAdapters | None = None,
     ) -> Tensor:
-        """See `Product`; `out` stays unused."""
+        """Ignores `out`."""
         flat = x.reshape(-1, self._in_features)
         if flat.stride(1) != 1:
             flat = flat.contiguous()
@@ -284,7 +276,7 @@ class TritonProduct:
         return result.view(*x.shape[:-1], self._width)
 
     def deferring(self, x: Tensor, residual: Tensor, norm: Norm) -> DeferredNorm | None:
-        """See `DeferringProduct`. float16 has no room for numbers that are not scaled yet."""
+        """Excludes float16, which could overflow before the norm's scaling."""
         alone = self.activation is None and not self.gated and self.dtype == self._output_dtype != torch.float16
         few = self.defers_norms and self.are_few(len(x)) and len(x) > 0
         if not (alone and few and isinstance(norm, TritonNorm) and norm.only_scales):
@@ -297,15 +289,13 @@ class TritonProduct:
         return DeferredNorm(rows, weighted, squares, norm, norm.eps)
 
     def completes(self, rows: int) -> bool:
-        """See `DeferringProduct`."""
         return self.are_few(rows)
 
     def complete(self, x: DeferredNorm) -> Tensor:
-        """See `DeferringProduct`."""
         return self.few(x)
 
     def are_few(self, rows: int) -> bool:
-        """Whether `multiply` is faster than the library, as measured, or else by rule."""
+        """Return whether `multiply` is faster than the library, as measured or by rule."""
         if rows > MOST_ROWS:
             return False
         if rows not in self._few:
@@ -322,13 +312,12 @@ class TritonProduct:
         return tuned_tilings(self.stored.values.device) if self.dtype.itemsize == 2 else {}
 
     def shape(self, rows: int) -> Shape:
-        """By which tilings for so many rows are looked up."""
+        """Return the key of measured tilings."""
         stored = self.stored
         tokens = tokens_of_tile(stored.bits, rows, self.dtype.itemsize)
         return Shape(stored.bits, stored.group, self._out_features, self._in_features, tokens)
 
     def tiling(self, rows: int, device: torch.device) -> Tiling:
-        """How so many rows are divided there."""
         if (rows, device) not in self._tilings:
             shape = self.shape(rows)
             item_bytes = self.dtype.itemsize
@@ -349,9 +338,9 @@ class TritonProduct:
         adapters: LinearAdapters | None = None,
         norm_behind: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """The product of few rows ``[rows, in_features]``. tiles: another division than the one for this shape.
-        adapters: of some of the rows, at least one of them packed; a row without one gets what it gets without them.
-        norm_behind: weights of a norm, and memory for what is left of it to the next product."""
+        """Multiply few rows ``[rows, in_features]``. tiles: overrides the tiling. adapters: of some rows, at least
+        one packed; other rows are unaffected. norm_behind: weights of the next norm, and buffers for its deferred
+        inputs."""
         deferred, x = (x, x.weighted) if isinstance(x, DeferredNorm) else (None, x)
         rows = len(x)
         out = torch.empty((rows, self._width), dtype=self._output_dtype, device=x.device)
@@ -419,7 +408,7 @@ class TritonProduct:
         return out
 
     def many(self, x: Tensor, residual: Tensor | None = None, adapters: LinearAdapters | None = None) -> Tensor:
-        """The product of many rows ``[rows, in_features]``, see `few`."""
+        """Multiply many rows, see `few`."""
         if residual is not None and adapters is None and self._library_adds(residual):
             return self._expanded(x, residual)
         output = self._of_rounded(round_rows(x, "int8")) if self._rounds_inputs else self._expanded(x)
@@ -429,15 +418,13 @@ class TritonProduct:
         return self._add_adapters(x, output, out, adapters, residual)
 
     def rounding(self, rows: int) -> Rounding | None:
-        """See `RoundingProduct`."""
         return "int8" if self._rounds_inputs and self.fuses and not self.are_few(rows) else None
 
     def of_rounded(self, x: RoundedRows, residual: Tensor | None = None) -> Tensor:
-        """See `RoundingProduct`."""
         return self._finish(self._of_rounded(x), None if residual is None else residual.reshape(-1, self._width))
 
     def rounded(self, x: Tensor | RoundedRows, rounding: Rounding) -> RoundedRows | None:
-        """See `RoundingProduct`. Few rows get their activation from the launch that multiplies."""
+        """Few rows apply their activation in the matmul's launch."""
         if isinstance(x, Tensor):
             if self.are_few(len(x)) or self._output_dtype != self.dtype:
                 return None
@@ -450,7 +437,7 @@ class TritonProduct:
         return rounded_product(x, self.stored.values, self.stored.scales, self._bias, self.dtype)
 
     def _finish(self, output: Tensor, residual: Tensor | None) -> Tensor:
-        """Apply the epilogue to the product of many rows, and add a residual."""
+        """Apply the epilogue to many rows, and add a residual."""
         if self.activation is None and residual is None and not self.gated:
             return output.to(self._output_dtype)
         return finish(output, self.activation, layout=self._layout, residual=residual, dtype=self._output_dtype)
@@ -460,13 +447,12 @@ class TritonProduct:
         return "pairs" if self.gated else ""
 
     def _library_adds(self, residual: Tensor) -> bool:
-        """Whether nothing but the residual follows on the product. The library has room for one addend, which is the
-        bias where there is one."""
+        """Return whether only the residual follows. The library has room for one addend, which may be the bias."""
         plain = self.activation is None and self._bias is None and not self.gated and not self._rounds_inputs
         return plain and residual.dtype == self.dtype == self._output_dtype
 
     def _expanded(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """By the device's library. residual: added before the sums are rounded, where there is no bias."""
+        """Multiply with the device's library. residual: added before rounding if there is no bias."""
         if self.stored.scales is None:
             return _product(x, self.stored.values, self._bias, residual)
         step = max(1, EXPANDED_ELEMENTS // self._in_features)

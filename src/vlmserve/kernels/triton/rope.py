@@ -1,8 +1,5 @@
-"""Norms of heads, rotary positions and the writing of keys and values into the paged cache, in one launch.
-
-The cache is that of `torch_cache`: ``[blocks, kv_heads, block_size, head_size]``, and in 8 bits scales
-``[blocks, kv_heads, 2, block_size]`` beside it.
-"""
+"""Applies head norms and RoPE, and writes keys and values to the paged cache, in one launch. See `torch_cache` for the
+layout."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ from vlmserve.layer_specs import AttentionSpec
 
 @triton.jit
 def load_turn(cos_ptr, sin_ptr, columns, ROTATED: tl.constexpr):
-    """What each of a head's columns is multiplied with, and the one that it pairs with. cos_ptr, sin_ptr: of a token's
-    position."""
+    """Load the factors of each column and of its partner. cos_ptr, sin_ptr: of a token's position."""
     half: tl.constexpr = ROTATED // 2
     rotated = columns < ROTATED
     pair = tl.where(columns < half, columns, columns - half)
@@ -33,14 +29,14 @@ def load_turn(cos_ptr, sin_ptr, columns, ROTATED: tl.constexpr):
 
 @triton.jit
 def to_partners(columns, ROTATED: tl.constexpr):
-    """From columns to those that they pair with: i with i + half."""
+    """Return the distance from each column to its partner."""
     half: tl.constexpr = ROTATED // 2
     return tl.where(columns < half, half, -half)
 
 
 @triton.jit
 def load_heads(x_ptr, offsets, inside, columns, ROTATED: tl.constexpr):
-    """Heads ``[heads, columns]`` at ``x_ptr + offsets``, and the columns that these pair with."""
+    """Load heads ``[heads, columns]`` at ``x_ptr + offsets``, and their partner columns."""
     other = to_partners(columns, ROTATED)
     turned = (columns < ROTATED)[None, :] & inside
     return tl.load(x_ptr + offsets, inside, 0.0), tl.load(x_ptr + offsets + other[None, :], turned, 0.0)
@@ -48,7 +44,7 @@ def load_heads(x_ptr, offsets, inside, columns, ROTATED: tl.constexpr):
 
 @triton.jit
 def load_weights(weight_ptr, columns, HEAD: tl.constexpr, ROTATED: tl.constexpr):
-    """Of an RMSNorm, for `load_heads`: for columns, and for those that these pair with."""
+    """Load RMSNorm weights of the columns and of their partners."""
     partners = columns + to_partners(columns, ROTATED)
     weight = tl.load(weight_ptr + columns, columns < HEAD, 0.0)
     return weight, tl.load(weight_ptr + partners, columns < ROTATED, 0.0)
@@ -56,7 +52,7 @@ def load_weights(weight_ptr, columns, HEAD: tl.constexpr, ROTATED: tl.constexpr)
 
 @triton.jit
 def norm_heads(x, partner, weight, partner_weight, eps, HEAD: tl.constexpr):
-    """Heads of `load_heads`, each by an RMSNorm, in float32 and rounded to their type."""
+    """Apply an RMSNorm to each head in float32, rounded to its dtype."""
     numbers = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(numbers * numbers, 1) / HEAD + eps)[:, None]
     normed = numbers * scale * weight.to(tl.float32)[None, :]
@@ -66,7 +62,7 @@ def norm_heads(x, partner, weight, partner_weight, eps, HEAD: tl.constexpr):
 
 @triton.jit
 def rotate(x, partner, cos, sin):
-    """Heads of `load_heads` by `load_turn`, in float32 and rounded to their type."""
+    """Rotate heads in float32, rounded to their dtype."""
     turned = x.to(tl.float32) * cos[None, :] + partner.to(tl.float32) * sin[None, :]
     return turned.to(x.dtype)
 
@@ -76,7 +72,7 @@ def finished_heads(
     x_ptr, offsets, inside, columns, weight_ptr, cos_ptr, sin_ptr, eps, HEAD: tl.constexpr, ROTATED: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Heads of `load_heads`, normed and rotated where they are to be. cos_ptr, sin_ptr: of a token's position."""
+    """Load heads, and apply norm and RoPE if present. cos_ptr, sin_ptr: of a token's position."""
     heads, partner = load_heads(x_ptr, offsets, inside, columns, ROTATED)
     if HAS_NORMS:
         weight, partner_weight = load_weights(weight_ptr, columns, HEAD, ROTATED)
@@ -92,8 +88,8 @@ def store_tile(
     x, cache_ptr, scales_ptr, heads, columns, inside, slot, WHICH: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """Write keys (WHICH 0) or values (1) ``[heads, HEAD]`` of one token. QUANTIZED: "int8" or "fp8", as
-    `torch_cache.write` does it; "": not at all."""
+    """Write one token's keys (WHICH 0) or values (1) ``[heads, HEAD]``. QUANTIZED: "int8" or "fp8" as in
+    `torch_cache.write`, or ""."""
     block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     rows = ((block * KV_HEADS + heads) * BLOCK_SIZE + place) * HEAD
     if QUANTIZED != "":
@@ -101,7 +97,7 @@ def store_tile(
         x = x.to(tl.float32)
         magnitude = tl.abs(x)
         largest = tl.max(magnitude, 1)
-        # A maximum may pass over a NaN, a sum does not.
+        # A maximum may ignore NaN, a sum does not.
         finite = tl.sum(tl.where(magnitude < float("inf"), 0, 1), 1) == 0
         tl.store(
             scales_ptr + ((block * KV_HEADS + heads) * 2 + WHICH) * BLOCK_SIZE + place,
@@ -110,7 +106,7 @@ def store_tile(
         )
         scaled = x * tl.div_rn(most, tl.where(finite & (largest > 0), largest, 1.0))[:, None]
         scaled = tl.where(finite[:, None], scaled, 0.0)
-        # Adding 1.5 * 2^23 rounds to an integer, ties to even ones.
+        # Adding 1.5 * 2^23 rounds to an integer, ties to even.
         x = to_float8(scaled) if QUANTIZED == "fp8" else ((scaled + 12582912.0) - 12582912.0).to(tl.int8)
     tl.store(cache_ptr + rows[:, None] + columns[None, :], x.to(cache_ptr.dtype.element_ty), inside)
 
@@ -123,8 +119,8 @@ def rotate_and_write(
     BLOCK_SIZE: tl.constexpr, HEADS_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_NORMS: tl.constexpr, QUANTIZED: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """One token a program: its queries where the second index is 0, else its keys and values. HAS_NORMS: queries and
-    keys are normed before, see `HeadNorms`."""
+    """Process one token per program: queries if the second index is 0, else keys and values. HAS_NORMS: see
+    `HeadNorms`."""
     wait_for_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(positions_ptr + token) if HAS_POSITIONS else token
@@ -163,11 +159,10 @@ def rotate_into_cache(
     slots: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Norm and rotate queries and keys, and write keys and values into their slots.
+    """Apply norm and RoPE to queries and keys, and write keys and values to their slots.
 
-    qkv: ``[tokens, (heads + 2 * kv_heads) * head_size]``, rows one after the other. Layers that share keys and
-    values of other layers have queries alone. rope: None: nothing is rotated. norms: None: nothing is normed. slots:
-    int64 ``[tokens]``. Returns the queries, ``[tokens, heads * head_size]``.
+    qkv: contiguous ``[tokens, (heads + 2 * kv_heads) * head_size]``; only queries for layers that share keys and
+    values. slots: int64 ``[tokens]``. Returns queries ``[tokens, heads * head_size]``.
     """
     tokens = len(qkv)
     query = torch.empty((tokens, spec.num_heads * spec.head_size), dtype=qkv.dtype, device=qkv.device)

@@ -18,12 +18,12 @@ GROUP = tl.constexpr(128)
 """Inputs of a row that share an int8 scale."""
 GROUPS_AT_ONCE = 8
 BLOCK = 4096
-"""Maximum number of inputs that a program rounding to float8 holds at a time."""
+"""Maximum inputs that a program rounding to float8 holds at once."""
 
 
 @triton.jit
 def load_inputs(x_ptr, first, width, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, COUNT: tl.constexpr):
-    """Inputs of a row as `load_activated`, rounded to the row's type as if they had been stored; 0 from `width` on."""
+    """Load inputs with `load_activated`, rounded to the row's dtype. 0 past `width`."""
     x = load_activated(x_ptr, first, width, ACTIVATION, LAYOUT, COUNT)
     inside = first + tl.arange(0, COUNT) < width
     return tl.where(inside, x, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -31,13 +31,13 @@ def load_inputs(x_ptr, first, width, ACTIVATION: tl.constexpr, LAYOUT: tl.conste
 
 @triton.jit
 def magnitudes(x):
-    """Absolute values, infinite for NaN: a maximum may pass over NaN."""
+    """Return absolute values, infinity for NaN, which a maximum may ignore."""
     return tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf"))
 
 
 @triton.jit
 def float8_scale(largest):
-    """The scale of a row by its largest magnitude, and whether all its numbers are finite."""
+    """Return a row's scale by its maximum magnitude, and whether it is finite."""
     is_finite = largest < float("inf")
     return tl.div_rn(tl.where(is_finite, tl.maximum(largest, 1e-12), 1.0), 448.0), is_finite
 
@@ -49,18 +49,18 @@ def rounded_to_float8(x, scale, is_finite):
 
 @triton.jit
 def rounded_groups(x):
-    """int8 values of float32 ``[groups, GROUP]`` and their scales, NaN for a group with numbers that are not finite."""
+    """Return int8 values of float32 ``[groups, GROUP]`` and their scales, NaN for non-finite groups."""
     largest = tl.max(magnitudes(x), 1)
     is_finite = largest < float("inf")
     scaled = x * tl.div_rn(127.0, tl.where(is_finite & (largest > 0), largest, 1.0))[:, None]
-    # Adding 1.5 * 2^23 rounds to an integer, ties to even ones.
+    # Adding 1.5 * 2^23 rounds to an integer, ties to even.
     values = ((tl.where(is_finite[:, None], scaled, 0.0) + 12582912.0) - 12582912.0).to(tl.int8)
     return values, tl.where(is_finite, tl.div_rn(largest, 127.0), float("nan"))
 
 
 @triton.jit
 def store_groups(x, values_ptr, scales_ptr, row, first, width, COUNT: tl.constexpr):
-    """Round ``[COUNT * GROUP]`` inputs of a row from `first` on, a whole number of groups, to int8."""
+    """Round ``[COUNT * GROUP]`` inputs of a row, starting at `first`, to int8."""
     columns = first + tl.arange(0, COUNT * GROUP)
     numbers = first // GROUP + tl.arange(0, COUNT)
     groups = tl.cdiv(width, GROUP)
@@ -73,7 +73,7 @@ def store_groups(x, values_ptr, scales_ptr, row, first, width, COUNT: tl.constex
 def store_rounded(
     x, values_ptr, scales_ptr, row, ROUNDS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Round a row of `SIZE` float32 numbers, 0 behind them. ROUNDS: a `Rounding`."""
+    """Round a row of `SIZE` float32 numbers. It must be 0 past `SIZE`."""
     if ROUNDS == "float8":
         columns = tl.arange(0, BLOCK)
         scale, is_finite = float8_scale(tl.max(magnitudes(x), 0))
@@ -89,7 +89,7 @@ def round_to_float8(
     x_ptr, values_ptr, scales_ptr, stride, width, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """One row a program. The scale of a row with numbers that are not finite is NaN."""
+    """Round one row per program. Non-finite rows get scale NaN."""
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros((BLOCK,), tl.float32)
@@ -110,7 +110,7 @@ def round_to_int8(
     x_ptr, values_ptr, scales_ptr, stride, width, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, COUNT: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """`COUNT` groups of a row a program."""
+    """Round `COUNT` groups of a row per program."""
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * (COUNT * GROUP)
@@ -119,7 +119,7 @@ def round_to_int8(
 
 
 def allocate_rounded(x: Tensor, rounding: Rounding, width: int | None = None) -> RoundedRows:
-    """Memory for the rows of x. width: elements of a row, if x has others."""
+    """Allocate rounded rows. width: elements of a row, if different from x."""
     rows, width, device = len(x), width or x.shape[1], x.device
     dtype, scales = (torch.uint8, 1) if rounding == "float8" else (torch.int8, cdiv(width, GROUP.value))
     return RoundedRows(
@@ -129,9 +129,9 @@ def allocate_rounded(x: Tensor, rounding: Rounding, width: int | None = None) ->
 
 
 def round_rows(x: Tensor, rounding: Rounding, activation: str | None = None, layout: Layout = "") -> RoundedRows:
-    """Round ``[rows, width]`` inputs, or activations of inputs, in one launch.
+    """Round inputs ``[rows, width]``, or activations of inputs, in one launch.
 
-    activation: one of `ACTIVATIONS`; None: none. With gates, rows of x are twice as wide.
+    activation: one of `ACTIVATIONS`, or None. With gates, x is twice as wide.
     """
     rows, width = x.shape
     width //= 2 if layout else 1

@@ -1,4 +1,4 @@
-"""Drawing tokens by Triton: one upload of options, one launch, one copy back."""
+"""Samples tokens with Triton: one upload, one launch, one copy back."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from vlmserve.kernels.triton.sampling_kernels import change_logits, draw_rows
 
 BLOCK = 4096
 GROUP = 32
-"""Neighbors of which top-k and top-p look at the largest logit first."""
+"""Adjacent tokens whose maximum top-k and top-p check first."""
 WARPS = 8
 
 Upload = Callable[[np.ndarray], Tensor]
 
 
 class TritonDraw:
-    """Draws tokens. A `Draw` and a `DrawLater`; upload: the device's."""
+    """A `Draw` and a `DrawLater`. upload: the device's."""
 
     def __init__(self, upload: Upload, block: int = BLOCK) -> None:
-        """block: logits that a program looks at at a time."""
+        """block: logits that a program reads at once."""
         self._upload, self._block = upload, block
 
     def __call__(
@@ -40,7 +40,6 @@ class TritonDraw:
         min_ps: Sequence[float],
         numbers: Sequence[float],
     ) -> list[int]:
-        """See `Draw`."""
         if not len(logits):
             return []
         filters = Filters(temperatures, top_ks, top_ps, min_ps)
@@ -49,8 +48,7 @@ class TritonDraw:
         return drawn
 
     def arrays(self, filters: Filters, numbers: Sequence[float], changes: Changes) -> list[npt.NDArray[Any]]:
-        """See `DrawLater.arrays`."""
-        # A logit less the largest one is never above 0: no more can be asked for.
+        # Logits minus their maximum are at most 0, so min-p above 1 acts as 1.
         floors = [math.log(min(min_p, 1.0)) if min_p > 0 else -math.inf for min_p in filters.min_ps]
         columns = (filters.temperatures, filters.top_ks, filters.top_ps, floors)
         options = np.stack(columns, 1).astype(np.float32)
@@ -58,14 +56,13 @@ class TritonDraw:
         return [staged, *changes] if changes.entries.size else [staged]
 
     def launch(self, logits: Tensor, uploaded: Sequence[Tensor]) -> Tensor:
-        """See `DrawLater.launch`."""
         options, *changes = uploaded
         if changes:
             change(logits, *changes)
         return self._drawn(logits, options)
 
     def _drawn(self, logits: Tensor, on_device: Tensor) -> Tensor:
-        """int32 ``[rows]``. on_device: the numbers of all rows, then their options."""
+        """Return int32 ``[rows]``. on_device: the rows' random numbers, then their options."""
         rows, vocabulary = logits.shape
         tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
         if not rows:
@@ -89,7 +86,7 @@ class TritonDraw:
 
 
 def change(logits: Tensor, entries: Tensor, amounts: Tensor) -> None:
-    """Add biases and apply penalties, in place; see `Changes`, of which these are on the device."""
+    """Apply biases and penalties in place. entries, amounts: `Changes` on the device."""
     count = entries.shape[1]
     if count:
         change_logits[(cdiv(count, 256),)](logits, entries, amounts, count, logits.stride(0), BLOCK=256, num_warps=4)

@@ -1,13 +1,11 @@
-"""From a row of logits to a token, one row a program.
+"""Samples a token from a row of logits, one row per program.
 
-A row is read in blocks. Each place of a block keeps what it has seen, and places are compared or added once, behind the
-last block. Nothing is sorted: the smallest logit that top-k or top-p keeps is found two bits at a time, since floats
-order as integers do once their bits are turned.
+A row is read in blocks. Each lane of a block accumulates, and lanes are reduced once at the end. Nothing is sorted: a
+search finds the smallest logit that top-k or top-p keeps, two bits at a time, on floats mapped to ordered integers.
 
-That search reads few tokens. The largest logits of the places are some of the tokens, so the limit above which enough
-of them are is no higher than the one above which enough tokens are. Of groups of neighbors, only those with a logit
-that reaches it are read from then on. Neighbors, such as digits, are often likely together, so that each of them has to
-be at a place of its own.
+The search reads few tokens. The lanes' maxima are a subset of the tokens, so a limit that enough maxima reach is a
+lower bound. Only groups of adjacent tokens with a logit at this limit are read afterwards. Adjacent tokens, such as
+digits, are often likely together, so each has its own lane.
 """
 
 from __future__ import annotations
@@ -19,29 +17,28 @@ from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.launching import Kernel
 
 LOWEST = tl.constexpr(0x007FFFFF)
-"""Minus infinity among the bits that `number` takes: below are no numbers."""
+"""-inf in the ordering of `number`."""
 UNROLL = tl.constexpr(2)
-"""Blocks that are on their way from memory at a time."""
+"""Blocks in flight."""
 
 
 @triton.jit
 def number(bits):
-    """float32s that order as uint32s do."""
+    """Map uint32 to float32 in the same order."""
     bits = tl.maximum(bits, LOWEST)
     return tl.where(bits >> 31 == 1, bits ^ 0x80000000, bits ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def block(x_ptr, start, count, BLOCK: tl.constexpr):
-    """float32s from `start` on, minus infinity behind the last one."""
+    """Load float32 from `start` on, -inf past the end."""
     places = start + tl.arange(0, BLOCK)
     return tl.load(x_ptr + places, places < count, float("-inf"))
 
 
 @triton.jit
 def block_of_groups(logits_ptr, vocabulary, groups_ptr, start, count, listed, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Logits and tokens of groups from number `start` on: of those in the list, or of all. Minus infinity behind the
-    last one."""
+    """Load logits and tokens of groups from number `start` on, listed or all. -inf past the end."""
     numbers = start + tl.arange(0, BLOCK // GROUP)
     groups = tl.load(groups_ptr + numbers, listed & (numbers < count), numbers)
     tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -51,15 +48,14 @@ def block_of_groups(logits_ptr, vocabulary, groups_ptr, start, count, listed, BL
 
 @triton.jit
 def weights(x, largest, rate, kept):
-    """What tokens weigh, the likeliest one 1, those whose logits are below `kept` nothing. rate: the logarithm of e to
-    the base 2, by temperature."""
+    """Return token weights: 1 for the most likely, 0 for logits below `kept`. rate: log2(e) / temperature."""
     return tl.where(x >= kept, tl.exp2((x - largest) * rate), 0.0)
 
 
 @triton.jit
 def likeliest(logits_ptr, vocabulary, BLOCK: tl.constexpr):
-    """The largest logit of each place ``[BLOCK]``, the largest of all, whether one is no number, and the first token
-    that has the largest."""
+    """Return each lane's maximum ``[BLOCK]``, the overall maximum, whether there is a NaN, and the first token with the
+    maximum."""
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     starts = tl.zeros((BLOCK,), tl.int32)
     for start in tl.range(0, vocabulary, BLOCK, loop_unroll_factor=UNROLL):
@@ -76,7 +72,7 @@ def likeliest(logits_ptr, vocabulary, BLOCK: tl.constexpr):
 def largest_of_groups(
     logits_ptr, vocabulary, largest, rate, maxima_ptr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Put the largest logit of each group into memory. Returns what all tokens weigh, in float64."""
+    """Store each group's maximum logit. Returns the total weight of all tokens in float64."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, vocabulary, BLOCK, loop_unroll_factor=UNROLL):
         x = block(logits_ptr, start, vocabulary, BLOCK)
@@ -89,7 +85,7 @@ def largest_of_groups(
 
 @triton.jit
 def list_groups(maxima_ptr, count, limit, groups_ptr, BLOCK: tl.constexpr):
-    """Put into memory which groups have a logit of `limit` or above, in order. Returns how many."""
+    """Store the groups with a logit of at least `limit`, in order. Returns their number."""
     found = tl.zeros((), tl.int32)
     for start in range(0, count, BLOCK):
         groups = start + tl.arange(0, BLOCK)
@@ -103,7 +99,7 @@ def list_groups(maxima_ptr, count, limit, groups_ptr, BLOCK: tl.constexpr):
 def weight_from(
     logits_ptr, vocabulary, groups_ptr, count, listed, largest, rate, kept, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """What the tokens of groups weigh whose logits are `kept` or above, in float64."""
+    """Return the float64 weight of the groups' tokens with logits of at least `kept`."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, count, BLOCK // GROUP, loop_unroll_factor=UNROLL):
         x, _ = block_of_groups(logits_ptr, vocabulary, groups_ptr, start, count, listed, BLOCK, GROUP)
@@ -116,8 +112,8 @@ def lowest_kept(
     x_ptr, size, groups_ptr, count, listed, largest, rate, wanted, by_weight, LAST_BIT: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The largest limit such that the logits at or above it number `wanted`, or weigh as much (by_weight), or more;
-    with LAST_BIT, one that is lower by less than ``2**LAST_BIT`` floats."""
+    """Return the largest limit so that the logits at or above it number, or with by_weight weigh, at least `wanted`.
+    LAST_BIT: the limit may be lower by less than ``2**LAST_BIT`` floats."""
     found = tl.zeros((), tl.uint32)
     for shift in range(30, LAST_BIT - 2, -2):
         step = tl.full((), 1, tl.uint32) << shift
@@ -131,7 +127,7 @@ def lowest_kept(
             from_first += tl.where(x >= first, share, 0.0)
             from_second += tl.where(x >= second, share, 0.0)
             from_third += tl.where(x >= third, share, 0.0)
-        # Side by side, so that places are added once.
+        # Join them, so that lanes are reduced once.
         above = tl.sum(tl.join(tl.join(from_first, from_second), tl.join(from_third, from_third)), 0)
         reached = tl.sum(tl.sum(tl.where(above.to(tl.float64) >= wanted, 1, 0), 0), 0)
         found += tl.minimum(reached, 3).to(tl.uint32) << shift
@@ -143,7 +139,7 @@ def drawn(
     logits_ptr, vocabulary, groups_ptr, count, listed, largest, rate, kept, share, BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The token at which the cumulated weights pass `share`, in [0, 1), of their sum."""
+    """Return the token where the cumulative weight exceeds `share` (in [0, 1)) of the total."""
     target = share * weight_from(
         logits_ptr, vocabulary, groups_ptr, count, listed, largest, rate, kept, BLOCK, GROUP
     )  # fmt: skip
@@ -153,7 +149,7 @@ def drawn(
     for start in range(0, count, BLOCK // GROUP):
         x, _ = block_of_groups(logits_ptr, vocabulary, groups_ptr, start, count, listed, BLOCK, GROUP)
         here = tl.sum(weights(x, largest, rate, kept), 0)
-        # Rounding may leave the target behind the last token that can be drawn: then that one is.
+        # Rounding may put the target after the last possible token, which is then chosen.
         if (here > 0) & (before <= target):
             block_before = before
             block_start = start
@@ -171,11 +167,11 @@ def draw_rows(
     logits_ptr, options_ptr, numbers_ptr, tokens_ptr, places_ptr, maxima_ptr, groups_ptr, vocabulary, stride,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """A token for each row, -1 where there is none.
+    """Sample a token for each row, -1 for unusable rows.
 
-    options_ptr: float32 ``[rows, 4]``: temperature, top-k (0: all), top-p, the logarithm of min-p. numbers_ptr: float64
-    ``[rows]``, uniform in [0, 1). places_ptr, maxima_ptr, groups_ptr: room for float32 ``[rows, BLOCK]``, float32
-    ``[rows, groups]`` and int32 ``[rows, groups]``, groups of `GROUP` tokens.
+    options_ptr: float32 ``[rows, 4]``: temperature, top-k (0: all), top-p, log of min-p. numbers_ptr: float64
+    ``[rows]``, uniform in [0, 1). places_ptr, maxima_ptr, groups_ptr: buffers for float32 ``[rows, BLOCK]``, float32
+    ``[rows, groups]`` and int32 ``[rows, groups]``. Groups have `GROUP` tokens.
     """
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -192,7 +188,7 @@ def draw_rows(
     if usable & (temperature > 0):
         top_k = tl.load(options_ptr + 1).to(tl.int32)
         top_p = tl.load(options_ptr + 2).to(tl.float64)
-        # The largest one has a weight of 1 however low the temperature is.
+        # The most likely token has weight 1 at any temperature.
         rate = tl.minimum(1.4426950408889634 / temperature, 3e38)
         kept = tl.full((), float("-inf"), tl.float32)
         by_number = (top_k > 0) & (top_k < vocabulary)
@@ -200,7 +196,7 @@ def draw_rows(
         if listed:
             total = largest_of_groups(logits_ptr, vocabulary, largest, rate, maxima_ptr, BLOCK, GROUP)
             tl.store(places_ptr + tl.arange(0, BLOCK), places)
-            # What a thread has written another one reads.
+            # Other threads read what a thread wrote.
             tl.debug_barrier()
             wanted = tl.where(by_number, top_k.to(tl.float64), top_p * total)
             limit = lowest_kept(
@@ -234,10 +230,10 @@ def draw_rows(
 def change_logits(
     logits_ptr, entries_ptr, changes_ptr, count, stride, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Biases and penalties, in place.
+    """Apply biases and penalties in place.
 
-    entries_ptr: int64 ``[2, count]``: rows and tokens, each pair once. changes_ptr: float32 ``[3, count]``: what is
-    added first, the repetition penalty, and what is subtracted last.
+    entries_ptr: int64 ``[2, count]``, distinct pairs of row and token. changes_ptr: float32 ``[3, count]``: what to add
+    first, the repetition penalty, what to subtract last.
     """
     wait_for_previous(DEPENDENT)
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""How many multiprocessors a GPU has, and how much of their shared memory programs may take."""
+"""Multiprocessors of a GPU, and the shared memory of a program."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ import torch
 from triton.runtime import driver
 
 RESERVED_BYTES = 2 * 1024
-"""Of each program: what CUDA takes, and what sums of several warps take beside tiles."""
+"""Bytes per program for CUDA, and for sums of several warps."""
 SHARED_BYTES = 112 * 1024
-"""For tiles on their way to one program, so that a multiprocessor of an H100 or H200 has two."""
+"""For tiles in flight, so that a multiprocessor of an H100 or H200 runs two programs."""
 MULTIPROCESSORS = 132
 """Of an H100 or H200."""
 
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """`SHARED_BYTES` of a GPU."""
     if device.type != "cuda":
         return SHARED_BYTES
-    # One program may have all that a multiprocessor has, but for what CUDA takes.
+    # One program may use a multiprocessor's whole shared memory, except CUDA's part.
     return int(_properties()["max_shared_mem"] + 1024) // 2 - RESERVED_BYTES
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """`MULTIPROCESSORS` of a GPU."""
     return MULTIPROCESSORS if device.type != "cuda" else int(_properties()["multiprocessor_count"])
 
 

@@ -1,4 +1,4 @@
-"""Functions that kernels of layers with states share: inputs of convolutions, and activations."""
+"""Functions shared by kernels of layers with states: convolution inputs and activations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def load_input(
     mixed_ptr, tail_ptr, source, row, start, channel, inside, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
     KERNEL: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """The input of a convolution in a row, which may lie before the sequence's first row `start`. GATED: B * x."""
+    """Load a convolution's input in a row, which may precede the sequence's first row `start`. GATED: B * x."""
     in_step = inside & (row >= start)
     at = mixed_ptr + row.to(tl.int64) * WIDTH + channel
     x = tl.load(at, in_step, 0.0)
@@ -27,7 +27,7 @@ def convolved(
     mixed_ptr, tail_ptr, weight_ptr, source, row, start, channel, in_channels, inside, WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """The causal convolution of some channels in one row, or in the rows of a column, float32.
+    """Convolve some channels causally, in one row or in the rows of a column, in float32.
 
     in_channels: whether each channel exists. inside: whether the result is wanted.
     """
@@ -46,7 +46,7 @@ def silu(x):
 
 @triton.jit
 def softplus(x):
-    """``log(1 + e^x)``; exact for small powers, too."""
+    """``log(1 + e^x)``, exact for small exponentials too."""
     power = tl.exp(tl.minimum(x, 20.0))
     rounded = 1.0 + power
     close = tl.log(rounded) * (power / tl.where(rounded == 1.0, 1.0, rounded - 1.0))

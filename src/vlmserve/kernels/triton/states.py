@@ -1,9 +1,9 @@
 """Layers with states: the gated delta rule and gated short convolutions.
 
-Decodes run the delta rule row by row, prompts by `kernels.triton.delta_chunks`. A program of `delta_rule` keeps columns
-of the state of one value head in registers, over all rows of a sequence. States are stored after each segment, tails
-after all programs have read them. Grids of decodes depend on the numbers of rows and sequences alone, so a CUDA graph
-can capture the launches.
+Decodes run the delta rule row by row, prompts in `kernels.triton.delta_chunks`. A program of `delta_rule` keeps columns
+of one value head's state in registers, over all rows of a sequence. States are stored after each segment, tails after
+all programs have read them. Decode grids depend only on the numbers of rows and sequences, so CUDA graphs can capture
+them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from vlmserve.kernels.triton.state_inputs import convolved, load_input, silu, so
 from vlmserve.layer_specs import ConvolutionSpec, DeltaSpec
 
 _BLOCK = 256
-"""Channels of a program that convolves or keeps tails."""
+"""Channels per program for convolutions and tails."""
 _COLUMNS = 32
 """Columns of a state that a program keeps in registers."""
 _MAX_KEY_SIZE = 256
-"""Rows of such a state at most."""
+"""Maximum rows of such a state."""
 
 
 @Kernel
@@ -35,7 +35,7 @@ def delta_rule(
     sources_ptr, targets_ptr, sequences_ptr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, KERNEL: tl.constexpr, KEY_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """All rows of one sequence, some columns of one value head. results_ptr: float32, before norm and gate."""
+    """Run all rows of one sequence, for some columns of one value head. results_ptr: float32, before norm and gate."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     KEYS: tl.constexpr = KEY_HEADS * KEY
     VALUES: tl.constexpr = HEADS * VALUE
@@ -82,7 +82,7 @@ def gated_norm(
     results_ptr, mixed_ptr, norm_ptr, out_ptr, eps, CHANNELS: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm of the result of one value head in a row, times ``silu(z)``."""
+    """RMSNorm of one value head's result in a row, times ``silu(z)``."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     values = tl.arange(0, VALUE_BLOCK)
     inside = values < VALUE
@@ -101,7 +101,7 @@ def keep_tails(
     mixed_ptr, tail_ptr, starts_ptr, sources_ptr, targets_ptr, sequences_ptr, WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tails after the segments of a sequence. Each begins with the tail that the one before it left."""
+    """Store the tails after a sequence's segments. Each starts from the previous tail."""
     sequence = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
@@ -123,7 +123,6 @@ def convolve_rows(
     mixed_ptr, weight_ptr, tail_ptr, out_ptr, starts_ptr, sources_ptr, sequences_ptr, num_sequences,
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Channels of one row."""
     row = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
@@ -153,15 +152,13 @@ def convolve_rows(
 
 
 def unsupported_reason(spec: DeltaSpec) -> str | None:
-    """Return why the kernel cannot serve a layer, None if it can."""
+    """Return why the kernel cannot run a layer, or None."""
     if spec.key_size > _MAX_KEY_SIZE:
         return f"keys of {spec.key_size} elements are larger than {_MAX_KEY_SIZE}"
     return None
 
 
 class TritonDelta:
-    """A `DeltaKernel`."""
-
     def __init__(self, spec: DeltaSpec, weights: DeltaWeights) -> None:
         self._spec, self._weights = spec, weights
         self._convolution = weights.convolution.float().T.contiguous()
@@ -198,7 +195,6 @@ class TritonDelta:
     def _run_rows(
         self, mixed: Tensor, gates: Tensor, cache: StateCache, rows: StateRows, results: Tensor, sequences: int
     ) -> None:
-        """Run the first sequences row by row."""
         spec, weights = self._spec, self._weights
         delta_rule[(sequences, spec.num_value_heads, triton.cdiv(spec.value_size, _COLUMNS))](
             mixed,
@@ -225,8 +221,6 @@ class TritonDelta:
 
 
 class TritonConvolution:
-    """A `ConvolutionKernel`."""
-
     def __init__(self, spec: ConvolutionSpec, weight: Tensor) -> None:
         """weight: ``[channels, kernel]``."""
         self._spec, self._weight = spec, weight.float().T.contiguous()

@@ -1,4 +1,4 @@
-"""Weights as the kernels of products read them."""
+"""Weights in the layout of the matmul kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmserve.kernels.triton.tuned import LARGE_BLOCK
 
 
 def block_of(group: int, in_features: int) -> int:
-    """Inputs of 4 bits whose bytes lie together: two small groups, if inputs are whole blocks then.
+    """Return the inputs of a 4-bit block: two small groups, if the inputs divide into such blocks.
 
     Byte i has input i of both groups, so that tensor cores multiply twice as many inputs of each at a time.
     """
@@ -23,31 +23,31 @@ def block_of(group: int, in_features: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A weight as `multiply` reads it. bits: 4, 8, or those of plain numbers. group: inputs of 4 bits with one scale.
-
-    values: ``[out_features, in_features]``, of 4 bits uint8 ``[out_features, in_features / 2]``, byte i of a block with
-    inputs i and i + block / 2, see `block_of`. scales, minimums: float16 ``[groups, out_features]`` of 4 bits; float32
-    ``[out_features]`` of 8, whose zero is 128.
-    """
+    """A weight as `multiply` reads it."""
 
     bits: int
+    """4, 8, or the bits of plain numbers."""
     group: int
+    """Inputs that share a scale (4-bit)."""
     values: Tensor
+    """``[out_features, in_features]``. 4-bit: uint8 ``[out_features, in_features / 2]``; byte i of a block has
+    inputs i and i + block / 2, see `block_of`."""
     scales: Tensor | None = None
+    """4-bit: float16 ``[groups, out_features]``. 8-bit, with 128 as zero: float32 ``[out_features]``."""
     minimums: Tensor | None = None
+    """As `scales`."""
 
     @property
     def block(self) -> int:
-        """Inputs of 4 bits whose bytes lie together, 0 of others."""
+        """Inputs of a 4-bit block, 0 for other weights."""
         return block_of(self.group, 2 * self.values.shape[1]) if self.bits == 4 else 0
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
         return sum(tensor.nbytes for tensor in (self.values, self.scales, self.minimums) if tensor is not None)
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        """Plain numbers of some outputs, of 4 or 8 bits, ``[indices, in_features]``."""
+        """Dequantize outputs of a 4-bit or 8-bit weight, ``[indices, in_features]``."""
         assert self.scales is not None
         values = self.values[indices]
         if self.bits == 8:
@@ -59,7 +59,7 @@ class Stored:
         return torch.addcmul(minimums[..., None], scales[..., None], integers).to(dtype).reshape(len(values), -1)
 
     def expanded(self, outputs: slice, dtype: torch.dtype, *, assembly: bool) -> Tensor:
-        """The same numbers of neighboring outputs, in one launch. assembly: see `unpacking`."""
+        """Dequantize adjacent outputs in one launch. assembly: see `unpacking`."""
         assert self.scales is not None
         if self.bits == 8:
             return expanded_rows(self.values[outputs], self.scales[outputs], dtype, assembly)
@@ -69,7 +69,7 @@ class Stored:
 
 
 def store(weight: Tensor | QuantizedWeight) -> Stored:
-    """A weight as `multiply` reads it. Raises ValueError for what `unsupported_reason` gives a reason against."""
+    """Raises ValueError if `unsupported_reason` returns a reason."""
     if isinstance(weight, Tensor):
         return Stored(8 * weight.dtype.itemsize, 0, weight.contiguous())
     if (reason := unsupported_reason(weight, None)) is not None:
@@ -83,7 +83,7 @@ def store(weight: Tensor | QuantizedWeight) -> Stored:
 
 
 def unsupported_reason(weight: Tensor | QuantizedWeight, activation: str | None) -> str | None:
-    """Why the kernels cannot multiply with a weight, None if they can."""
+    """Return why the kernels cannot multiply by a weight, or None."""
     if activation is not None and activation not in ACTIVATIONS:
         return f"they know no activation {activation}"
     if isinstance(weight, Tensor):

@@ -1,8 +1,8 @@
-"""Weights of 4 and 8 bits in registers, as the numbers that tensor cores multiply.
+"""Converts 4-bit and 8-bit weights in registers to the numbers that tensor cores multiply.
 
-An integer becomes a float by putting it into the low bits of one: ``0x4300 | q`` is 128 + q in bfloat16 and
-``0x6400 | q`` is 1024 + q in float16. On NVIDIA's GPUs `prmt`, which picks bytes of two registers, does that for two
-weights at a time. Elsewhere, and in float32, plain arithmetic gives the same numbers.
+Integers become floats in the low bits of one: ``0x4300 | q`` is 128 + q in bfloat16, ``0x6400 | q`` is 1024 + q in
+float16. On NVIDIA GPUs, `prmt`, which picks bytes of two registers, does this for two weights at a time. Elsewhere, and
+in float32, plain arithmetic gives the same numbers.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 
 FIRST_PAIR = 0x4140
-"""`prmt` selects, from the lowest byte up: byte 0 of the integers, the magic byte, byte 1, the magic byte."""
+"""`prmt` selector, lowest byte first: byte 0 of the integers, magic byte, byte 1, magic byte."""
 SECOND_PAIR = 0x4342
-"""The same of bytes 2 and 3."""
+"""The same for bytes 2 and 3."""
 EVEN_PAIR = 0x4240
-"""The same of bytes 0 and 2."""
+"""The same for bytes 0 and 2."""
 ODD_PAIR = 0x4341
-"""The same of bytes 1 and 3."""
+"""The same for bytes 1 and 3."""
 SINGLE = 0x7044
-"""Two bytes of zeros, byte 0 of the integers, which others replace, and the magic byte: 128 + q in float32."""
+"""Two zero bytes, a byte of the integers (0 by default), magic byte: 128 + q in float32."""
 
 _NIBBLES = """{{
 .reg .b32 low, high;
@@ -106,8 +106,8 @@ def _filled(code: str, **values: str) -> tl.constexpr:
 
 
 def _float8(first: int, second: int, kind: str) -> tl.constexpr:
-    """Two numbers a result. The exponent of e4m3 becomes the lowest bits of the other type's, so that numbers are too
-    small by a power of 2. Numbers without an exponent are subnormal in both types."""
+    """Convert two numbers per result. The exponent of e4m3 becomes the low exponent bits of the wider type, which
+    leaves a power of 2 to multiply by. Subnormals stay subnormal."""
     shift, factor = ("4", "0x7b807b80") if kind == "bf16" else ("1", "0x5c005c00")
     pairs = [
         _FLOAT8_PAIR.format(select=hex(select), shift=shift, kind=kind, result=result)
@@ -118,10 +118,10 @@ def _float8(first: int, second: int, kind: str) -> tl.constexpr:
 
 
 def _weights(kind: str) -> tl.constexpr:
-    """Two weights a result: of low integers the first two results, of high ones the others."""
+    """Convert two weights per result: low integers in the first two results, high integers in the others."""
     pairs = []
     for result in range(4):
-        # Behind the results and the integers come scales and offsets of low ones, four each, then those of high ones.
+        # Operands: results, integers, then four scales and four offsets of low integers, and of high integers.
         byte, scale = 2 * (result % 2), 5 + 8 * (result // 2) + 2 * (result % 2)
         pair = _WEIGHT_PAIR.format(
             integers=("low", "high")[result // 2], first=hex(SINGLE | byte << 8), second=hex(SINGLE | byte + 1 << 8),
@@ -147,13 +147,13 @@ BYTES_FLOAT16 = _filled(_BYTES_FLOAT16)
 
 
 def has_assembly(device: torch.device) -> bool:
-    """Whether kernels there have NVIDIA's instructions: neither AMD's GPUs nor the interpreter have them."""
+    """Return whether kernels may use NVIDIA instructions, unlike AMD GPUs and the interpreter."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 @triton.jit
 def nibbles(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """The low and the high 4 bits of uint8s, each as ``q + shift(DTYPE)`` of type DTYPE. ASSEMBLY: by `prmt`."""
+    """Return the low and high 4 bits of uint8, each as ``q + shift(DTYPE)``. ASSEMBLY: use `prmt`."""
     if ASSEMBLY and tl.float32 != DTYPE:
         code: tl.constexpr = NIBBLES_BFLOAT16 if tl.bfloat16 == DTYPE else NIBBLES_FLOAT16
         low, high = tl.inline_asm_elementwise(
@@ -169,10 +169,10 @@ def nibbles(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 def dequantized(
     packed, scales, minimums, high_scales, high_minimums, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr
 ):  # fmt: skip
-    """The weights of the low and the high 4 bits of uint8s, computed in float32 and rounded to type DTYPE. scales,
-    minimums: float32 of the low ones; all are of the shape of uint8s, or of 1 along its directions."""
+    """Dequantize the low and high 4 bits of uint8 in float32, rounded to DTYPE. scales, minimums: float32, of the low
+    bits; all broadcast to the shape of `packed`."""
     if ASSEMBLY and tl.float32 != DTYPE:
-        # prmt gives 128 + q. What it adds is taken off together with the minimum.
+        # prmt gives 128 + q. The offset subtracts 128.
         offsets, high_offsets = minimums - 128.0 * scales, high_minimums - 128.0 * high_scales
         arguments = [packed, scales, offsets, high_scales, high_offsets]
         code: tl.constexpr = WEIGHTS_BFLOAT16 if tl.bfloat16 == DTYPE else WEIGHTS_FLOAT16
@@ -187,16 +187,14 @@ def dequantized(
 
 @triton.jit
 def shift(DTYPE: tl.constexpr):
-    """What `nibbles` adds to each integer."""
+    """Return what `nibbles` adds to each integer."""
     return 1024.0 if tl.float16 == DTYPE else 128.0
 
 
 @triton.jit
 def ones(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """1.0 of type DTYPE for each of uint8s, in the order of registers that tensor cores take `nibbles` of them in.
-
-    Constants have another order, and what both are multiplied with would be loaded for each of them.
-    """
+    """Return 1.0 for each uint8, in the register layout of `nibbles`. Constants have another layout, so the other
+    operand would be loaded for both."""
     if ASSEMBLY and tl.float32 != DTYPE:
         code: tl.constexpr = ONES_BFLOAT16 if tl.bfloat16 == DTYPE else ONES_FLOAT16
         result = tl.inline_asm_elementwise(code, "=r,=r,r", [packed], dtype=DTYPE.value, is_pure=True, pack=4)
@@ -207,7 +205,7 @@ def ones(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def signed_bytes(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """uint8s with 128 for zero as numbers of type DTYPE from -128 to 127."""
+    """Convert uint8 with 128 as zero to numbers from -128 to 127."""
     if ASSEMBLY and tl.float32 != DTYPE:
         code: tl.constexpr = BYTES_BFLOAT16 if tl.bfloat16 == DTYPE else BYTES_FLOAT16
         result = tl.inline_asm_elementwise(code, "=r,=r,r", [packed], dtype=DTYPE.value, is_pure=True, pack=4)
@@ -218,10 +216,8 @@ def signed_bytes(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def byte_pairs(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """The low and the high int8 of each int16, as two tensors of type DTYPE.
-
-    Tensor cores take 16-bit numbers that lie the other way round in shared memory, and no bytes.
-    """
+    """Return the low and high int8 of each int16 as two tensors. Tensor cores can transpose 16-bit numbers in shared
+    memory, but not bytes."""
     if ASSEMBLY and tl.float32 != DTYPE:
         code: tl.constexpr = BYTE_PAIRS_BFLOAT16 if tl.bfloat16 == DTYPE else BYTE_PAIRS_FLOAT16
         low, high = tl.inline_asm_elementwise(
@@ -234,7 +230,7 @@ def byte_pairs(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def float8_numbers(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """uint8s that hold float8 e4m3, none of them NaN, as numbers of type DTYPE."""
+    """Convert uint8 with float8 e4m3 bits, without NaN."""
     if ASSEMBLY and tl.float32 != DTYPE:
         code: tl.constexpr = FLOAT8_BFLOAT16 if tl.bfloat16 == DTYPE else FLOAT8_FLOAT16
         result = tl.inline_asm_elementwise(code, "=r,=r,r", [packed], dtype=DTYPE.value, is_pure=True, pack=4)
@@ -245,7 +241,7 @@ def float8_numbers(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def float8_pairs(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """`byte_pairs` of float8 e4m3."""
+    """Like `byte_pairs`, for float8 e4m3."""
     if ASSEMBLY and tl.float32 != DTYPE:
         code: tl.constexpr = FLOAT8_PAIRS_BFLOAT16 if tl.bfloat16 == DTYPE else FLOAT8_PAIRS_FLOAT16
         low, high = tl.inline_asm_elementwise(
@@ -259,33 +255,33 @@ def float8_pairs(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _float8_by_bits(packed):
-    """The lowest bytes of int32s, as float32."""
+    """Convert the lowest byte of int32 to float32."""
     bits = ((packed & 0x80) << 24) | ((packed & 0x7F) << 20)
     return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
 
 
 @triton.jit
 def to_float8(x):
-    """float32 numbers up to 448 as float8 e4m3 in int32s, rounded to the nearest, ties to even."""
+    """Round float32 up to 448 to float8 e4m3 in int32, to nearest, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 there is one step, 2^-9. Adding 1.5 * 2^23 rounds to an integer.
+    # Below 2^-6, numbers are multiples of 2^-9. Adding 1.5 * 2^23 rounds to an integer.
     small = ((tl.abs(x) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
     return tl.where(magnitude < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
 
 
 @triton.jit
 def load_groups(scales_ptr, minimums_ptr, blocks, outputs, out_features, GROUPS: tl.constexpr, WHICH: tl.constexpr):
-    """Scales and minimums ``[blocks, outputs]`` of the group of low integers of each block (WHICH 0), or of high ones
-    (1), which is the same where a block is one group."""
+    """Load scales and minimums ``[blocks, outputs]`` of low integers (WHICH 0) or high integers (1). A block of one
+    group has the same for both."""
     at = (blocks * GROUPS + (WHICH if GROUPS == 2 else 0)) * out_features + outputs
     return tl.load(scales_ptr + at), tl.load(minimums_ptr + at)
 
 
 @triton.jit
 def scaled(products, totals, scales, minimums, DTYPE: tl.constexpr):
-    """Products with `nibbles`, and sums of what they were multiplied with, as products with weights. scales, minimums:
-    float16, with 1 for tokens."""
+    """Convert sums of `nibbles` products to sums of weight products. totals: sums of the inputs. scales, minimums:
+    float16, broadcast over tokens."""
     scales = scales.to(tl.float32)
     return scales * products + (minimums.to(tl.float32) - shift(DTYPE) * scales) * totals
