@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.models.adaptable import AdaptableModel
 from vlmserve.models.hub import resolve_model
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
 

@@ -26,7 +26,7 @@ from benchmarks.soak import server
 from vlmserve.batch.answers import LocalAnswers
 from vlmserve.batch.rows import Question, Row, read_rows
 from vlmserve.batch.run import run_batch
-from vlmserve.config import EngineConfig, MediaConfig
+from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import SamplingParams
 
 QUESTION = Question("How many shapes are there?")

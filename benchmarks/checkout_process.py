@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import Job, make_jobs, run_engine
-from vlmserve.bench import noise_image
-from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
+from vlmserve.settings.config import EngineConfig
+from vlmserve.tools.bench import noise_image
 
 
 def serve(options: dict[str, Any]) -> None:

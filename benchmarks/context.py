@@ -22,11 +22,11 @@ from rich.table import Table
 
 from benchmarks.command import model_parser, run
 from benchmarks.engine import save_random_llama
-from vlmserve.bench import Figure, Rounds, answer_length, measure_limits
-from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.engine.loading import load
 from vlmserve.models.protocols import LoadedModel
+from vlmserve.settings.config import EngineConfig
+from vlmserve.tools.bench import Figure, Rounds, answer_length, measure_limits
 
 POSITIONS = 20_000
 

@@ -30,11 +30,11 @@ from torch import Tensor
 
 from benchmarks.command import keep, show_rows
 from benchmarks.peers import version
-from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.engine.loading import load
 from vlmserve.models.hub import resolve_model
 from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import EngineRequest, Grammar, Prompt, SamplingParams
 
 COLUMNS = ("answers", "streams", "ms per token without drafts", "speedup", "accepted share")

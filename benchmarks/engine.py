@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import model_parser, run, span
-from vlmserve.bench import memory_bandwidth, noise_image
-from vlmserve.config import EngineConfig
 from vlmserve.devices.pixels import Normalizer
 from vlmserve.engine.engine import Engine
+from vlmserve.settings.config import EngineConfig
+from vlmserve.tools.bench import memory_bandwidth, noise_image
 from vlmserve.types import KEY_BYTES, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
 
 PLACEHOLDER = 0

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.command import keep, show_rows
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.engine.loading import load
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.kernels.attention import BatchMetadata
 from vlmserve.models.hub import resolve_model
-from vlmserve.settings import read_settings
+from vlmserve.settings.base import read_settings
+from vlmserve.settings.config import EngineConfig, MediaConfig
 
 PAGES = Path(__file__).parent.parent / "docs"
 BLOCK_SIZE = 16

@@ -35,10 +35,10 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.weights import Checkpoint
 from vlmserve.quant.memory import weight_bytes
 from vlmserve.quant.model import quantize
-from vlmserve.quantization import QuantizationConfig
 from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.runner.kv import PoolSizes
 from vlmserve.runner.runner import ModelRunner, RunningStep
+from vlmserve.settings.quantization import QuantizationConfig
 from vlmserve.steps import AdapterLoad, CachedRequest, NewRequest, SchedulerOutput
 from vlmserve.types import SamplingParams
 

@@ -17,8 +17,8 @@ import numpy as np
 import pillow_heif
 from PIL import Image
 
-from vlmserve.config import MediaConfig
 from vlmserve.media.images import decode_image
+from vlmserve.settings.config import MediaConfig
 
 _SIZES = ((1152, 864), (4032, 3024))
 _PER_MEGAPIXEL = 60

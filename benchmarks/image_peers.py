@@ -119,8 +119,8 @@ class Transformers:
         import torch
         from transformers import AutoModelForImageTextToText
 
-        from vlmserve.config import MediaConfig
         from vlmserve.frontend.requests import RequestPreparer
+        from vlmserve.settings.config import MediaConfig
 
         # Its own processor needs torchvision, which this machine may lack; the same pixels come from ours.
         self._preparer = RequestPreparer(folder, MediaConfig(image_cache_memory=0))

@@ -34,7 +34,6 @@ from rich.table import Table
 
 from benchmarks.command import model_parser, run
 from benchmarks.engine import save_random_llama
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.devices.choice import find_device
 from vlmserve.engine.engine import Engine
 from vlmserve.frontend.requests import RequestPreparer
@@ -42,6 +41,7 @@ from vlmserve.models.hub import resolve_model
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
+from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import KEY_BYTES, EngineRequest, Prompt, SamplingParams
 
 QUESTIONS = ("What is in the image?", "Describe the image.", "How many objects are there?", "What is this?")

@@ -31,13 +31,13 @@ from rich.table import Table
 
 from benchmarks.command import model_parser, run
 from benchmarks.image_reuse import save_random_llava
-from vlmserve.bench import noise_image
-from vlmserve.config import EngineConfig
 from vlmserve.devices.choice import find_device
 from vlmserve.engine.engine import Engine
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
+from vlmserve.settings.config import EngineConfig
+from vlmserve.tools.bench import noise_image
 from vlmserve.types import KEY_BYTES, EngineRequest, ImageSpan, Prompt, SamplingParams
 
 WAYS = ("text", "at once", "bounded")

@@ -23,8 +23,8 @@ from rich.table import Table
 
 from benchmarks.command import run
 from benchmarks.engine import Job, jobs_parser, load_peer, make_jobs, save_random_llama
-from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
 

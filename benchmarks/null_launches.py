@@ -21,7 +21,7 @@ from vlmserve.devices.device import Device
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.layer import arrange_layers
 from vlmserve.layers.linear import Linear
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 KINDS = {"none": "bfloat16", "int4": "int4", "fp8": "FP8"}
 STREAMS = (1, 64, 256)

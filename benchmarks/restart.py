@@ -24,9 +24,9 @@ from rich.console import Console
 
 from benchmarks.command import model_parser, run, show_rows
 from benchmarks.image_reuse import image_file, save_random_llava
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import EngineRequest, SamplingParams
 
 QUESTION = "How many objects are in the image, and which colors do they have?"

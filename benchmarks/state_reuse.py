@@ -30,9 +30,9 @@ from PIL import Image
 from benchmarks.command import keep, show_rows
 from benchmarks.peers import version
 from benchmarks.random_models import RANDOM_MODELS
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import EngineOutput, EngineRequest, Prompt, SamplingParams
 
 LEAST_TEXT = 64

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import zmq
 
-from vlmserve.config import EngineConfig
 from vlmserve.engine import create_engine
 from vlmserve.engine.child import socket_directory
 from vlmserve.engine.process import EngineProcess, load_and_serve
 from vlmserve.engine.protocol import VLMEngine
 from vlmserve.server import run as server_run
+from vlmserve.settings.config import EngineConfig
 
 
 class _Killed(BaseException):

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vlmserve.config import EngineConfig
 from vlmserve.devices.ranks import join
 from vlmserve.engine.rank import follow
 from vlmserve.frames import Frames
 from vlmserve.layers.parallel import Ranks
+from vlmserve.settings.config import EngineConfig
 
 
 class Meeting:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from vlmserve.config import EngineConfig
 from vlmserve.devices import choice
 from vlmserve.devices.cpu import open_cpu
 from vlmserve.engine import engine, loading
@@ -16,6 +15,7 @@ from vlmserve.engine.lengths import check_lengths
 from vlmserve.kernels.choice import VARIABLE
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.protocols import LoadedModel
+from vlmserve.settings.config import EngineConfig
 
 Files = tuple[tuple[str, int, int], ...]
 

@@ -32,10 +32,10 @@ from tests.minicpmv_checkpoints import make_minicpmv
 from tests.peft_adapters import make_adapter, make_xlora
 from tests.static_device import StaticDevice, replace_cpus
 from vlmserve.cache.costs import CostModel
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.layer_specs import CHUNK
+from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import (
     EngineOutput,
     EngineRequest,

@@ -27,8 +27,8 @@ from vlmserve.cli import app
 from vlmserve.cli.answers import ServerAnswers, deltas
 from vlmserve.cli.chat import TerminalChat
 from vlmserve.cli.options import command
-from vlmserve.config import EngineConfig, MediaConfig, ProcessorOverrides, ServerConfig
 from vlmserve.errors import VLMServeError
+from vlmserve.settings.config import EngineConfig, MediaConfig, ProcessorOverrides, ServerConfig
 
 GREEDY = SamplingParams(temperature=0)
 

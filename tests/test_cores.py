@@ -12,9 +12,9 @@ import torch
 
 from vlmserve import cores
 from vlmserve.cgroups import ControlGroups
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.cores import bound_spinning, engine_threads, media_threads, spinning_is_bounded, usable_cores
 from vlmserve.engine.loading import load, set_threads
+from vlmserve.settings.config import EngineConfig, MediaConfig
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from vlmserve.cli import app
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image, ImageDraw
 
 from tests.server.live import LiveServer
-from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.models.hub import resolve_model
+from vlmserve.settings.config import BUILT_IN_MODEL
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

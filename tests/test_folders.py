@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from vlmserve import folders
-from vlmserve.config import ServerConfig
 from vlmserve.errors import AdapterError, CheckpointNotFoundError, InvalidImageError
+from vlmserve.settings.config import ServerConfig
 from vlmserve.storage.store import open_store
 
 

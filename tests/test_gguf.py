@@ -56,7 +56,7 @@ def test_commands_take_a_file(folder: Path, dtype: str) -> None:
 
 def test_prompts_are_made_without_torch(folder: Path) -> None:
     code = (
-        "from pathlib import Path\nfrom vlmserve.config import MediaConfig\n"
+        "from pathlib import Path\nfrom vlmserve.settings.config import MediaConfig\n"
         "from vlmserve.frontend.requests import RequestPreparer\n"
         f"RequestPreparer(Path({str(folder / 'model.gguf')!r}), MediaConfig()).text('a')"
     )

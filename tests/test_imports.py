@@ -47,7 +47,7 @@ def test_a_model_answers_without_torchs_compiler_and_transformers():
 
 
 FRONTEND = """
-    vlmserve.layer_specs vlmserve.families.registry vlmserve.gguf.pair vlmserve.llm vlmserve.frontend.requests
+    vlmserve.layer_specs vlmserve.families.registry vlmserve.gguf.pair vlmserve.offline.llm vlmserve.frontend.requests
     vlmserve.frontend.client vlmserve.scaleout.app
 """.split()
 

@@ -12,10 +12,10 @@ import typer
 from typer.testing import CliRunner
 
 from tests.ci_scripts import load
-from vlmserve import vllm_flags as vllm
 from vlmserve.cli import app
 from vlmserve.families.registry import LANGUAGE_FAMILIES
-from vlmserve.llama_flags import LLAMA_FLAGS
+from vlmserve.settings import vllm_flags as vllm
+from vlmserve.settings.llama_flags import LLAMA_FLAGS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [

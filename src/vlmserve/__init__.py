@@ -11,12 +11,12 @@ from vlmserve.cores import bound_spinning
 from vlmserve.folders import name_hub_folder
 
 if TYPE_CHECKING:
-    from vlmserve.async_llm import AsyncLLM
-    from vlmserve.confidences import confidence
-    from vlmserve.grounding import original_box, original_point
-    from vlmserve.llm import LLM
-    from vlmserve.offline import LoRARequest
-    from vlmserve.outputs import CompletionOutput, Logprob, RequestOutput
+    from vlmserve.offline.async_llm import AsyncLLM
+    from vlmserve.offline.confidences import confidence
+    from vlmserve.offline.grounding import original_box, original_point
+    from vlmserve.offline.llm import LLM
+    from vlmserve.offline.outputs import CompletionOutput, Logprob, RequestOutput
+    from vlmserve.offline.requests import LoRARequest
     from vlmserve.sampling_params import (
         Grammar,
         GuidedDecodingParams,
@@ -48,15 +48,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "vlmserve.llm",
-    "AsyncLLM": "vlmserve.async_llm",
-    "confidence": "vlmserve.confidences",
-    "original_box": "vlmserve.grounding",
-    "original_point": "vlmserve.grounding",
-    "CompletionOutput": "vlmserve.outputs",
-    "LoRARequest": "vlmserve.offline",
-    "Logprob": "vlmserve.outputs",
-    "RequestOutput": "vlmserve.outputs",
+    "LLM": "vlmserve.offline.llm",
+    "AsyncLLM": "vlmserve.offline.async_llm",
+    "confidence": "vlmserve.offline.confidences",
+    "original_box": "vlmserve.offline.grounding",
+    "original_point": "vlmserve.offline.grounding",
+    "CompletionOutput": "vlmserve.offline.outputs",
+    "LoRARequest": "vlmserve.offline.requests",
+    "Logprob": "vlmserve.offline.outputs",
+    "RequestOutput": "vlmserve.offline.outputs",
     "Grammar": "vlmserve.sampling_params",
     "GuidedDecodingParams": "vlmserve.sampling_params",
     "StructuredOutputsParams": "vlmserve.sampling_params",

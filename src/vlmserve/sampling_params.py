@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from vlmserve.config import MAX_STOP_STRINGS
 from vlmserve.errors import InvalidRequestError
-from vlmserve.validation import did_you_mean
+from vlmserve.settings.config import MAX_STOP_STRINGS
+from vlmserve.settings.validation import did_you_mean
 
 MAX_SEED = 2**63 - 1
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]

@@ -19,8 +19,8 @@ from tests.models.test_gguf import BLOCKS
 from tests.peft_adapters import make_adapter
 from vlmserve.engine.engine import Engine
 from vlmserve.errors import AdapterError
+from vlmserve.tools.verify import record_logits
 from vlmserve.types import BeamSearch, EngineRequest, Prompt, SamplingParams
-from vlmserve.verify import record_logits
 
 ALL = "all-linear"
 LLAVA_CASES = {

@@ -15,8 +15,8 @@ from vlmserve import LLM
 from vlmserve.batch.rows import Question, Row, read_rows
 from vlmserve.batch.vectors import check_vectors, embed_rows
 from vlmserve.cli.vectors import run
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import ConfigurationError
+from vlmserve.settings.config import EngineConfig, MediaConfig
 
 NOTHING = Question("")
 OUTPUT = Path("a.jsonl")

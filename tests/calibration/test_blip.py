@@ -24,7 +24,7 @@ from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
 from vlmserve.quant.grid import Grid
 from vlmserve.quant.methods.rtn import round_to_nearest
-from vlmserve.quantization import QuantizationConfig, QuantizeMethod, Scheme
+from vlmserve.settings.quantization import QuantizationConfig, QuantizeMethod, Scheme
 from vlmserve.types import Prompt
 
 GROUPS_FIT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

@@ -16,14 +16,14 @@ from tests.gguf_files import write_gguf
 from tests.models.test_quantized import GROUPS_FIT
 from tests.paged import PagedRun
 from vlmserve.calibration import process, quantizing
-from vlmserve.config import EngineConfig
 from vlmserve.engine import calibrated
 from vlmserve.engine.loading import load
 from vlmserve.errors import ConfigurationError, ModelLoadError
 from vlmserve.kernels.extension import supported_isas
-from vlmserve.llm import LLM
 from vlmserve.models import quantized
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.offline.llm import LLM
+from vlmserve.settings.config import EngineConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 OPTIONS: dict[str, Any] = {"quantize": "int4", "quantize_method": "gptq", "kv_cache_memory": "1MiB"}
 

@@ -18,7 +18,6 @@ from tests.paged import PagedRun
 from vlmserve.calibration import process
 from vlmserve.calibration.mixed import Choice, SensitivityPass, assign, choose_bits
 from vlmserve.calibration.quantizing import quantize_checkpoint
-from vlmserve.config import EngineConfig
 from vlmserve.engine import calibrated
 from vlmserve.engine.loading import load
 from vlmserve.errors import ConfigurationError
@@ -26,7 +25,8 @@ from vlmserve.models.estimate import MemoryEstimate
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.quant.methods.rtn import round_to_nearest
-from vlmserve.quantization import QuantizationConfig, Scheme
+from vlmserve.settings.config import EngineConfig
+from vlmserve.settings.quantization import QuantizationConfig, Scheme
 from vlmserve.types import Prompt
 
 SCHEMES: tuple[Scheme, ...] = ("none", "int8", "int4")

@@ -15,12 +15,12 @@ from tests.checkpoints import make_llama, make_llava
 from tests.moondream import make_moondream
 from vlmserve.calibration.prompts import calibration_prompts
 from vlmserve.cli import app
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.hub import resolve_model
-from vlmserve.perplexity import python_manual
-from vlmserve.settings import read_settings
+from vlmserve.settings.base import read_settings
+from vlmserve.settings.config import MediaConfig
+from vlmserve.tools.perplexity import python_manual
 
 
 def preparer_of(folder: Path) -> RequestPreparer:

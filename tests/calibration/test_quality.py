@@ -24,7 +24,6 @@ from vlmserve.calibration.quality import Comparison, quality_samples
 from vlmserve.calibration.questions import read_questions
 from vlmserve.calibration.samples import of_text
 from vlmserve.cli import app
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.hub import resolve_model
@@ -32,8 +31,9 @@ from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
-from vlmserve.quantization import QuantizationConfig
-from vlmserve.settings import read_settings
+from vlmserve.settings.base import read_settings
+from vlmserve.settings.config import MediaConfig
+from vlmserve.settings.quantization import QuantizationConfig
 from vlmserve.types import Prompt
 
 GROUPS_FIT: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
@@ -173,8 +173,8 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("vlmserve.cli.quality.PROMPT", 100)
     monkeypatch.setattr("vlmserve.cli.quality.STEPS", 4)
     # Measured for seconds, and of no interest here.
-    monkeypatch.setattr("vlmserve.bench.product_rate", lambda device, dtype: 1.0)
-    monkeypatch.setattr("vlmserve.bench.memory_bandwidth", lambda device: 1.0)
+    monkeypatch.setattr("vlmserve.tools.bench.product_rate", lambda device, dtype: 1.0)
+    monkeypatch.setattr("vlmserve.tools.bench.memory_bandwidth", lambda device: 1.0)
     out = tmp_path / "small"
     save_quantized(resolve_model("pixie"), out, QuantizationConfig(scheme="int4"))
     line = ["eval", "quality", str(out), "--against", "pixie", "--tokens", "300"]

@@ -20,7 +20,6 @@ from tests.paged import PagedRun
 from vlmserve.calibration import run
 from vlmserve.calibration.forward import encode_images
 from vlmserve.calibration.run import Calibration, Result
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.layers.linear import Linear
@@ -29,8 +28,9 @@ from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
 from vlmserve.quant.calibration import Observer
-from vlmserve.quantization import QuantizationConfig, QuantizeMethod
-from vlmserve.settings import read_settings
+from vlmserve.settings.base import read_settings
+from vlmserve.settings.config import MediaConfig
+from vlmserve.settings.quantization import QuantizationConfig, QuantizeMethod
 from vlmserve.types import Prompt
 
 CPU = torch.device("cpu")

@@ -16,11 +16,11 @@ from tests.moondream import make_moondream
 from training.pixie.tokenizer import IMAGE, encode_example
 from vlmserve.calibration.prompts import drawn_samples, file_samples
 from vlmserve.calibration.samples import Sample, of_conversation, of_text
-from vlmserve.config import MediaConfig
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.questions import sample_example
-from vlmserve.settings import read_settings
+from vlmserve.settings.base import read_settings
+from vlmserve.settings.config import MediaConfig
 
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.calibration.test_run import GROUPS_FIT, calibrate, logits, random_prompts, tensors_of
 from tests.checkpoints import change_tensors, make_llama
 from tests.oracles.rounded_inputs import DOTS, logits_of_rounded_inputs
-from vlmserve.config import EngineConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import RMSNorm
@@ -23,7 +22,8 @@ from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
 from vlmserve.quant.calibration import Fold, Target, quantize_layers
 from vlmserve.quant.statistics import InputStatistics
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.config import EngineConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 CPU = torch.device("cpu")
 CONFIG = QuantizationConfig(scheme="int8", method="smoothquant", layers=("*.embed_tokens=none",))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from vlmserve.cli.options import command
 from vlmserve.cli.sources import Origins
 from vlmserve.cli.spellings import SettingsCommand
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 
 CLEAN = {"VLMSERVE_KERNELS": None, "COLUMNS": "200", "TERM": "dumb"}
 

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from vlmserve.cli import app
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.scaleout.settings import WorkerKind
 from vlmserve.scaleout.storage import check_local
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 
 DESCRIBED = """
 [server]

@@ -18,8 +18,8 @@ from vlmserve import cli
 from vlmserve.cli import effective
 from vlmserve.cli.fields import HIDDEN, SECTIONS, plain_type, plain_value, toml, type_name
 from vlmserve.cli.sources import Origin, Origins
-from vlmserve.config import EngineConfig
-from vlmserve.settings import Settings
+from vlmserve.settings.base import Settings
+from vlmserve.settings.config import EngineConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 

@@ -15,9 +15,9 @@ from vlmserve import cli
 from vlmserve.cli.fields import SECTIONS
 from vlmserve.cli.options import command
 from vlmserve.cli.sources import MAX_FILE_BYTES, OTHER_VARIABLES
-from vlmserve.config import EngineConfig, MediaConfig, ProcessorOverrides, ServerConfig
 from vlmserve.errors import ConfigurationError
-from vlmserve.settings import Settings, read_settings
+from vlmserve.settings.base import Settings, read_settings
+from vlmserve.settings.config import EngineConfig, MediaConfig, ProcessorOverrides, ServerConfig
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from tests.cli.probe import CLEAN, give
 from vlmserve import cli
-from vlmserve import vllm_flags as vllm
 from vlmserve.cli.fields import SECTIONS, flag
 from vlmserve.cli.spellings import Spelling
-from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError
+from vlmserve.settings import vllm_flags as vllm
+from vlmserve.settings.config import ProcessorOverrides
 
 OWN = {flag(name) for kind in SECTIONS.values() for name in kind.model_fields}
 RENAMED = {name: entry for name, entry in vllm.FLAGS.items() if isinstance(entry, vllm.Renamed)}

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.server.live import LiveServer
-from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.models.hub import resolve_model
+from vlmserve.settings.config import BUILT_IN_MODEL
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / "build/clients"

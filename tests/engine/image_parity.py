@@ -16,8 +16,8 @@ from torch.nn import functional
 from transformers import AutoModelForImageTextToText
 
 from tests.engine.test_parity import NEW_TOKENS, assert_no_further, engine_for, first_logits, generate
-from vlmserve.config import MediaConfig
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import Prompt
 
 Part = str | tuple[int, int]

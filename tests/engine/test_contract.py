@@ -13,10 +13,10 @@ import pytest
 
 from tests.checkpoints import make_llama, make_llava
 from tests.mock_checkpoint import IMAGE_TOKEN_ID, IMAGE_TOKENS, make_mock_checkpoint
-from vlmserve.config import EngineConfig
 from vlmserve.engine import create_engine
 from vlmserve.engine.protocol import VLMEngine
 from vlmserve.errors import InvalidRequestError, OverloadedError, PromptTooLongError, TooManyImagesError
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import EngineOutput, EngineRequest, Grammar, ImageInput, ImageSpan, Prompt, SamplingParams
 
 MakeEngine = Callable[..., VLMEngine]

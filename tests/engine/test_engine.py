@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.checkpoints import make_llama, make_llava
-from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.errors import (
     ConfigurationError,
@@ -17,6 +16,7 @@ from vlmserve.errors import (
     PromptTooLongError,
     TooManyImagesError,
 )
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
 
 SETTINGS = {"kv_cache_memory": "1MiB", "dtype": "float32", "device": "cpu"}

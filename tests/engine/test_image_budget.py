@@ -14,10 +14,10 @@ from tests.engine.kinds import by_kernels
 from tests.engine.test_parity import MIXED, NEW_TOKENS, Oracle, engine_for, generate, llava_oracle, tight_cache
 from tests.moondream import Moondream
 from tests.scheduler.made_up import FixedLimits
-from vlmserve.config import MediaConfig
 from vlmserve.devices.cpu import CpuDevice
 from vlmserve.engine.engine import Engine
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("native_kernels")

@@ -12,10 +12,10 @@ from tests.blip import make_blip
 from tests.checkpoints import make_idefics3, make_internvl, make_llava, make_mistral3, make_qwen_vl
 from tests.models.test_decoder import load
 from tests.moondream import make_moondream
-from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.engine.image_speed import SPEEDS, image_cost
 from vlmserve.models.protocols import LoadedModel
+from vlmserve.settings.config import EngineConfig
 
 MAKERS: dict[str, Callable[[Path], object]] = {
     "llava": make_llava,

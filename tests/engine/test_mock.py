@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.mock_checkpoint import make_mock_checkpoint
-from vlmserve.config import EngineConfig
 from vlmserve.engine import mock
 from vlmserve.engine.mock import MockEngine
 from vlmserve.errors import CheckpointNotFoundError, ConfigurationError
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import EngineRequest, Grammar, Prompt, SamplingParams
 
 

@@ -22,9 +22,9 @@ from tests.oracles.qwen_vl_vision import QwenVLVision
 from tests.original_checkpoints import VISUAL, make_chatglm, make_qwen, make_qwen_vl
 from tests.prompt.test_convert import IMG
 from tests.prompt.test_convert import qwen as write_tokenizer
-from vlmserve.config import MediaConfig
 from vlmserve.frontend.requests import RequestPreparer
-from vlmserve.llm import LLM
+from vlmserve.offline.llm import LLM
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import ImageInput, ImageSpan, Prompt, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("native_kernels")

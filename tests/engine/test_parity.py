@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration, Mi
 from tests.checkpoints import make_llama, make_llava, make_text_model
 from tests.engine.kinds import by_kernels, with_kernels
 from tests.normalized import normalized
-from vlmserve.config import EngineConfig
 from vlmserve.devices import choice
 from vlmserve.devices.cpu import open_cpu
 from vlmserve.engine.engine import Engine
 from vlmserve.kernels.choice import VARIABLE
+from vlmserve.settings.config import EngineConfig
+from vlmserve.tools.verify import record_logits
 from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
-from vlmserve.verify import record_logits
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 

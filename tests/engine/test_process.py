@@ -12,7 +12,6 @@ import zmq
 
 from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve.cache.blocks import BlockPool
-from vlmserve.config import EngineConfig
 from vlmserve.engine.base import BaseEngine
 from vlmserve.engine.child import child_environment
 from vlmserve.engine.messages import (
@@ -37,6 +36,7 @@ from vlmserve.engine.process import EngineProcess, serve_engine
 from vlmserve.errors import InvalidRequestError
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.grammar import GrammarCompiler
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, Prompt
 
 

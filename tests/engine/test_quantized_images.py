@@ -17,8 +17,8 @@ from tests.engine.test_qwen_vl import MIXED, make_oracle
 from tests.lfm2_checkpoints import make_lfm2_vl
 from tests.minicpmv_checkpoints import make_minicpmv
 from tests.ocr_checkpoints import make_glm_ocr, make_paddleocr
-from vlmserve.config import MediaConfig
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import Prompt
 
 Case = tuple[Any, list[Prompt]]

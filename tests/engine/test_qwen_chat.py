@@ -31,7 +31,7 @@ from tests.oracles.mrope import positions
 from tests.server.live import LiveServer
 from vlmserve import LLM, RequestOutput, SamplingParams
 from vlmserve.errors import PromptTooLongError
-from vlmserve.verify import record_logits
+from vlmserve.tools.verify import record_logits
 
 NEW_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)

@@ -35,13 +35,13 @@ from tests.ocr_checkpoints import make_glm4v
 from tests.ranks import GlooThreads, RankThreads
 from tests.test_mmproj import assert_same_answers, llm
 from vlmserve.cache.costs import CostModel
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.kernels.choice import VARIABLE
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import read_json
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.config import MediaConfig
+from vlmserve.settings.quantization import QuantizationConfig
 from vlmserve.types import BeamSearch, EngineRequest, Grammar, Prompt, SamplingParams
 
 ANSWER = 6

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration
 from tests.checkpoints import make_llama, make_llava
 from tests.engine.kinds import by_kernels, with_kernels
 from tests.engine.test_parity import bytes_of_4
-from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import EngineOutput, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams, TokenLogprobs
 
 NEW_TOKENS = 16

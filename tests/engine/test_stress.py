@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import pytest
 
 from tests.engine.kinds import by_kernels
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.drawing import draw_scene
 from vlmserve.pixie.scenes import sample_scene
+from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
 SIDE = 160

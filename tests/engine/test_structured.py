@@ -15,10 +15,10 @@ from pydantic import BaseModel, Field
 from tests.checkpoints import make_llama
 from tests.gguf_files import write_gguf
 from tests.mock_checkpoint import make_mock_checkpoint
-from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.errors import InvalidRequestError
-from vlmserve.llm import LLM
+from vlmserve.offline.llm import LLM
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import EngineOutput, EngineRequest, Grammar, Prompt, SamplingParams
 
 PERSON: dict[str, Any] = {

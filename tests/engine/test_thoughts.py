@@ -12,12 +12,12 @@ import pytest
 
 from tests.checkpoints import make_llama
 from tests.thinking_checkpoint import END, START, teach_thoughts
-from vlmserve.async_llm import AsyncLLM
-from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.errors import InvalidRequestError
-from vlmserve.llm import LLM
-from vlmserve.outputs import RequestOutput
+from vlmserve.offline.async_llm import AsyncLLM
+from vlmserve.offline.llm import LLM
+from vlmserve.offline.outputs import RequestOutput
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import EngineRequest, Grammar, Prompt, SamplingParams, Thoughts
 
 SCHEMA: dict[str, Any] = {

@@ -14,14 +14,14 @@ from tests.checkpoints import change_config, change_tensors, make_llama, make_te
 from tests.engine.test_families import LENGTHS, check_bfloat16, check_tokens
 from tests.engine.test_parity import Oracle, generate, text_oracle
 from vlmserve import LLM, SamplingParams
-from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.engine.loading import load
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.models.transformers_backend import TransformersModel
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.config import EngineConfig
+from vlmserve.settings.quantization import QuantizationConfig
 from vlmserve.types import Prompt
 
 CPU = torch.device("cpu")

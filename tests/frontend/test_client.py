@@ -17,7 +17,6 @@ from tests import engine_thread
 from tests.engine_thread import EngineThread
 from tests.mock_checkpoint import make_mock_checkpoint
 from tests.waiting import until
-from vlmserve.config import EngineConfig
 from vlmserve.engine import create_engine
 from vlmserve.engine.messages import Accepted, encode
 from vlmserve.engine.process import EngineProcess
@@ -33,6 +32,7 @@ from vlmserve.errors import (
 from vlmserve.frontend.client import EngineClient, KeptContext
 from vlmserve.frontend.engine_stream import EngineStream
 from vlmserve.models.progress import listener
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import EngineOutput, EngineRequest, Prompt, RequestTimings, SamplingParams, TokenLogprobs
 
 

@@ -15,11 +15,11 @@ from tests.media.documents_for_tests import encrypted, page, pdf_file, square
 from tests.media.images_for_tests import encoded, noise
 from tests.media.test_documents import multi_page, pages_as_images
 from tests.prompt.tokenizers_for_tests import CHATML_STRINGS, byte_level, write_checkpoint
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, TooManyImagesError
 from vlmserve.frontend.requests import RequestPreparer, chats_of
 from vlmserve.frontend.wire import medium_part, wire_message
 from vlmserve.media import documents
+from vlmserve.settings.config import MediaConfig
 
 LIMITS = MediaConfig(page_dpi=36, max_document_pages=5, max_documents=2)
 PDF = pdf_file([page(square("1 0 0")), page(square("0 0 1", 300)), page(square("0 1 0", 200))])

@@ -21,10 +21,10 @@ from tests.media.images_for_tests import encoded, noise
 from tests.media.test_videos import COLOURS, video_file
 from tests.normalized import normalized
 from tests.prompt.tokenizers_for_tests import LLAVA_STYLE, byte_level, write_checkpoint
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, InvalidVideoError, VideoTooLargeError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.media.frame_forms import number
+from vlmserve.settings.config import MediaConfig
 
 FRAMES = [noise(40, 24, seed=seed) for seed in range(3)]
 LISTED = {"type": "video", "video": [data_url(encoded(frame))["image_url"]["url"] for frame in FRAMES], "fps": 2}

@@ -15,10 +15,10 @@ from tests.frontend.test_requests import TINY, data_url, user
 from tests.media.images_for_tests import encoded, noise
 from tests.media.test_videos import COLOURS, video_file
 from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
-from vlmserve.config import MediaConfig, ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidRequestError, TooManyImagesError
 from vlmserve.frontend.requests import RequestPreparer
-from vlmserve.settings import read_settings
+from vlmserve.settings.base import read_settings
+from vlmserve.settings.config import MediaConfig, ProcessorOverrides
 
 FRAME = data_url(encoded(noise(40, 24)))["image_url"]["url"]
 VIDEO = {"type": "video", "video": [FRAME, FRAME, FRAME]}

@@ -15,12 +15,12 @@ from tests.blip import BEGIN, CLASSES, FEATURES, make_blip
 from tests.media.images_for_tests import noise
 from tests.moondream import SETTINGS, TOKENS, make_moondream
 from tests.normalized import normalized
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, ModelLoadError, TooManyImagesError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.media.crops import CropProcessor
 from vlmserve.media.images import DecodedImage
 from vlmserve.prompt.one_image import one_image_prompts
+from vlmserve.settings.config import MediaConfig
 
 IMAGE = noise(40, 30)
 TEXTS = ["What is in the image?", "hello world", "a [SEP] b [CLS][MASK]", "[SEP]", "naïve ##café"]

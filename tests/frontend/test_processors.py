@@ -10,12 +10,12 @@ import torch
 
 from tests.checkpoints import make_qwen_vl
 from tests.published import FOLDER, write_published
-from vlmserve.config import MediaConfig
 from vlmserve.frontend.processors import image_processor, video_processor
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.models.vision.qwen import QwenVisionTower
 from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.settings.config import MediaConfig
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.iterdir() if (path / "config.json").is_file()))

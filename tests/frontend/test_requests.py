@@ -24,7 +24,6 @@ from tests.prompt.tokenizers_for_tests import (
     sentencepiece,
     write_checkpoint,
 )
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import (
     ConfigurationError,
     ImageFetchError,
@@ -35,6 +34,7 @@ from vlmserve.errors import (
     TooManyImagesError,
 )
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import ModelInfo, Prompt, SamplingParams
 
 IMAGES = [noise(40, 30), noise(20, 50, seed=1), noise(28, 28, seed=2)]

@@ -11,9 +11,9 @@ from tests.frontend.test_requests import data_url, user
 from tests.frontend.test_tools import MISTRAL, QWEN, USE
 from tests.media.images_for_tests import encoded, noise
 from tests.prompt.tokenizers_for_tests import CHATML_PARTS, LLAVA_STYLE, byte_level, write_checkpoint
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.settings.config import MediaConfig
 
 PARTS = (
     "{% macro show(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"

@@ -12,12 +12,12 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from tests.prompt.tokenizers_for_tests import CHATML_PARTS, byte_level, sentencepiece, write_checkpoint
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.frontend.tool_parser import ContentDelta, Event, ToolCallDelta, ToolCallStart, ToolParser
 from vlmserve.frontend.tools import Function, ToolUse
 from vlmserve.sampling.grammar import GrammarCompiler, Matcher
+from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import Grammar, SamplingParams
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -16,10 +16,10 @@ from tests.media.documents_for_tests import page, pdf_file, square
 from tests.media.images_for_tests import encoded, noise
 from tests.media.test_videos import COLOURS, video_file
 from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
-from vlmserve.config import MediaConfig
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.image_cost import ImageCost
 from vlmserve.media import usual_sizes
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import ImageInput, ModelInfo
 
 PHOTO = data_url(encoded(noise(120, 90)))

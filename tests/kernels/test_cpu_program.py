@@ -45,7 +45,7 @@ from vlmserve.layers.step import StepContext
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 
 def load_decoder(folder: Path, dtype: torch.dtype, quantize: str = "none", **options: Any) -> Decoder:

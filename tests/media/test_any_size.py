@@ -14,11 +14,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from tests.models.test_qwen_vision import QWEN2, flat_patches, patches
 from tests.normalized import processed
-from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
 from vlmserve.media.any_size import LOW_DETAIL_PIXELS, AnySizeProcessor
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.images import DecodedImage
+from vlmserve.settings.config import ProcessorOverrides
 
 SETTINGS: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",

@@ -38,7 +38,6 @@ from tests.media.test_tiles import (
     written,
 )  # fmt: skip
 from tests.normalized import normalized
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError
 from vlmserve.media import transformers_budget
 from vlmserve.media.any_size import AnySizeProcessor
@@ -50,6 +49,7 @@ from vlmserve.media.processor import FixedSizeProcessor, ImageProcessor
 from vlmserve.media.sources import prepare_image, process_image
 from vlmserve.media.transformers_budget import low_detail, settings_within
 from vlmserve.media.transformers_processor import TransformersProcessor
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import ImageInput, ImageSize
 
 SIZES = [(24, 24), (63, 65), (200, 90), (90, 200), (300, 40), (17, 16), (5, 3), (131, 20)]

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.media.images_for_tests import encoded, exif_rotated, noise
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageTooLargeError, InvalidImageError
 from vlmserve.media import sources
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.processor import FixedSizeProcessor
 from vlmserve.media.sources import prepare_image
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import ImageInput
 
 LIMITS = MediaConfig()

@@ -20,11 +20,11 @@ from tests.media.images_for_tests import MadeWhenAsked, encoded, noise
 from tests.rendering import rendering
 from tests.waiting import wait_until
 from vlmserve import cancellation
-from vlmserve.config import MediaConfig
 from vlmserve.errors import CancelledWorkError, ImageTooLargeError, InvalidImageError
 from vlmserve.media import jpeg
 from vlmserve.media.decoding import DecodingMemory
 from vlmserve.media.images import FORMATS, decode_image
+from vlmserve.settings.config import MediaConfig
 
 LIMITS = MediaConfig(max_image_pixels=40 * 30)
 

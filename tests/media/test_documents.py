@@ -14,7 +14,6 @@ from PIL import Image, TiffImagePlugin
 from tests.media.documents_for_tests import page, pdf_file, slow, square
 from tests.media.images_for_tests import encoded, noise
 from tests.rendering import page_image
-from vlmserve.config import MediaConfig
 from vlmserve.errors import (
     DocumentTooLargeError,
     ImageTooLargeError,
@@ -28,6 +27,7 @@ from vlmserve.media.documents import DocumentReader, Page, PageCounts, count_pag
 from vlmserve.media.images import decode_image
 from vlmserve.media.pdf import PDFProcess
 from vlmserve.media.sources import prepare_image
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import ImageInput
 
 PROCESSOR = AnySizeProcessor.from_settings(

@@ -14,10 +14,10 @@ import pytest
 
 from tests.media.images_for_tests import encoded, noise
 from vlmserve.cancellation import client
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, ImageTooLargeError
 from vlmserve.media import fetch
 from vlmserve.media.fetch import fetch_file, is_public
+from vlmserve.settings.config import MediaConfig
 
 IMAGE = encoded(noise(12, 9))
 Answer = Callable[[http.server.BaseHTTPRequestHandler], None]

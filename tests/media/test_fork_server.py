@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.rendering import fork_servers
-from vlmserve.config import EngineConfig
 from vlmserve.errors import UnavailableError
 from vlmserve.media import fork_server
 from vlmserve.media.fork_server import ForkServer
 from vlmserve.models.hub import resolve_model
 from vlmserve.sampling.trials import GrammarTrials
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import Grammar
 
 _LATE = """

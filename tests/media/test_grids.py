@@ -11,13 +11,13 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from tests.media.images_for_tests import encoded, noise, photo
 from tests.media.test_tiles import SIZES
 from tests.normalized import normalized, of_levels, processed
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.grids import GridProcessor
 from vlmserve.media.images import DecodedImage, decode_image
 from vlmserve.media.sources import prepare_image, process_image
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import ImageSize
 
 TILE, TILE_TOKENS = 16, 4

@@ -21,7 +21,6 @@ from tests.media.images_for_tests import MadeWhenAsked, encoded, noise, orientat
 from tests.rendering import captured, fork_servers, rendering, without_module
 from tests.waiting import wait_until
 from vlmserve import cancellation
-from vlmserve.config import MediaConfig
 from vlmserve.errors import CancelledWorkError, ImageTooLargeError, InvalidImageError
 from vlmserve.media import fork_server, image_process, isolated
 from vlmserve.media.decoding import DecodingMemory
@@ -30,6 +29,7 @@ from vlmserve.media.image_process import ImageProcess
 from vlmserve.media.images import decode_image
 from vlmserve.media.paged_images import PagedImage
 from vlmserve.media.processor import to_rgb
+from vlmserve.settings.config import MediaConfig
 
 LIMITS = MediaConfig()
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.media.images_for_tests import encoded, exif_rotated, noise, orientation_exif, png_header
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageTooLargeError, InvalidImageError
 from vlmserve.media.files import is_document, media_type_of
 from vlmserve.media.images import FORMATS, decode_data_url, decode_image
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import MediaKind
 
 LIMITS = MediaConfig()

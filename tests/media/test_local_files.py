@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.media.images_for_tests import encoded, noise
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, ImageTooLargeError, VideoTooLargeError
 from vlmserve.media.sources import read_url
+from vlmserve.settings.config import MediaConfig
 
 IMAGE = encoded(noise(12, 9))
 

@@ -32,10 +32,10 @@ from tests.media.documents_for_tests import (
 )
 from tests.rendering import captured, page_image, rendering
 from vlmserve import cancellation
-from vlmserve.config import MediaConfig
 from vlmserve.errors import CancelledWorkError, DocumentTooLargeError, InvalidDocumentError, InvalidRequestError
 from vlmserve.media import fork_server
 from vlmserve.media.pdf import PDFProcess
+from vlmserve.settings.config import MediaConfig
 
 LIMITS = MediaConfig()
 GOOD = pdf_file([page(square("1 0 0")), page(square("0 0 1"), (100, 400)), page(square("0 1 0", 9000))])

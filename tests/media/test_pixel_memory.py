@@ -15,12 +15,12 @@ import pytest
 
 from tests.media.images_for_tests import noise
 from tests.rendering import rendering
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidVideoError, UnavailableError
 from vlmserve.media import isolated, pixel_memory
 from vlmserve.media.decoding import DecodingMemory
 from vlmserve.media.isolated import IsolatedProcess
 from vlmserve.media.video_files import VideoFile
+from vlmserve.settings.config import MediaConfig
 
 needs_memory_files = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="this system or Python has no files in memory"

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from tests.media.images_for_tests import encoded, noise, orientation_exif
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidImageError
 from vlmserve.media.images import decode_image
 from vlmserve.media.png import without_metadata
+from vlmserve.settings.config import MediaConfig
 
 LIMITS = MediaConfig()
 LARGE = 5 * 1024**2

@@ -22,11 +22,11 @@ from tests.media.images_for_tests import (
     photo,
 )
 from tests.normalized import processed
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.media import processor as processor_module
 from vlmserve.media.images import DecodedImage, decode_image
 from vlmserve.media.processor import FixedSizeProcessor
+from vlmserve.settings.config import MediaConfig
 
 ORACLES: dict[str, Any] = {
     "Blip": BlipImageProcessorPil,

@@ -7,10 +7,10 @@ import pytest
 from PIL import Image
 
 from tests.media.images_for_tests import MadeWhenAsked, encoded, noise, orientation_exif
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidImageError
 from vlmserve.media.images import decode_image
 from vlmserve.media.processor import to_rgb
+from vlmserve.settings.config import MediaConfig
 
 LIMITS = MediaConfig()
 PICTURE = noise(64, 48)

@@ -11,13 +11,13 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from tests.media.images_for_tests import encoded, noise, photo
 from tests.media.test_tiles import SIZES
 from tests.normalized import normalized, of_levels, processed
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 from vlmserve.media import rows
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.images import DecodedImage, decode_image
 from vlmserve.media.rows import RowProcessor
 from vlmserve.media.sources import process_image
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import ImageSize
 
 SIDE = 8

@@ -9,12 +9,12 @@ import pytest
 from PIL import Image
 
 from tests.media.images_for_tests import encoded, exif_rotated, noise
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, ImageTooLargeError, InvalidImageError
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import FixedSizeProcessor
 from vlmserve.media.sources import prepare_image, read_url
+from vlmserve.settings.config import MediaConfig
 
 LIMITS = MediaConfig()
 OFF = ImageCache(0)

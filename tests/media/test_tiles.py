@@ -14,7 +14,6 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 
 from tests.media.images_for_tests import encoded, noise, photo
 from tests.normalized import of_levels, processed
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.cache import ImageCache
@@ -22,6 +21,7 @@ from vlmserve.media.images import DecodedImage, decode_image
 from vlmserve.media.processor import Placeholders
 from vlmserve.media.sources import prepare_image
 from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import Tiling
 
 SIZES = [

@@ -15,7 +15,6 @@ from tests.media.test_rows import row_processor
 from tests.media.test_tiles import NEXT, SPLIT_SETTINGS, next_processor, split_processor
 from tests.media.test_videos import QWEN25, prepare
 from tests.media.test_videos import SETTINGS as VIDEO
-from vlmserve.config import MediaConfig
 from vlmserve.image_cost import ImageCost
 from vlmserve.media import usual_sizes
 from vlmserve.media.any_size import AnySizeProcessor
@@ -25,6 +24,7 @@ from vlmserve.media.processor import ImageProcessor
 from vlmserve.media.sources import process_image
 from vlmserve.media.usual_sizes import UsualSizes
 from vlmserve.media.videos import VideoProcessor
+from vlmserve.settings.config import MediaConfig
 
 COST = ImageCost(0.001, 0.0)
 """A second buys 1,000 pixels."""

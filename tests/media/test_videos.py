@@ -21,7 +21,6 @@ from tests.media import glm_videos
 from tests.media.images_for_tests import encoded, noise
 from tests.normalized import normalized
 from tests.rendering import without_module
-from vlmserve.config import MediaConfig, ProcessorOverrides
 from vlmserve.errors import (
     ImageFetchError,
     ImageTooLargeError,
@@ -36,6 +35,7 @@ from vlmserve.media.cache import ImageCache
 from vlmserve.media.frame_times import FrameTimes
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.videos import Timing, VideoProcessor, VideoSource, prepare_video
+from vlmserve.settings.config import MediaConfig, ProcessorOverrides
 from vlmserve.types import ImageInput
 
 SETTINGS: dict[str, Any] = {

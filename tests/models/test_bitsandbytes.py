@@ -30,7 +30,7 @@ from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadEr
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.quant.formats.stored import stored_layouts
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 CPU = torch.device("cpu")
 METHOD = {"quant_method": "bitsandbytes"}

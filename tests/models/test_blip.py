@@ -19,7 +19,7 @@ from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -15,11 +15,11 @@ import torch
 
 from tests.checkpoints import make_llava, make_text_model
 from tests.gguf_files import write_gguf
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ModelLoadError, VLMServeError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
+from vlmserve.settings.config import MediaConfig
 
 NUMBERS: tuple[Any, ...] = (0, -1, 10**12, 2**63, 1.5, float("nan"), float("inf"), "7", "x", None, True, [], [1], {})
 SAMPLE = 20

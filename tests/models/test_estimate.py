@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from tests.checkpoints import make_gemma3, make_llama, make_llava, make_qwen_vl
 from vlmserve.cli import app
-from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.extension import supported_isas
@@ -22,7 +21,8 @@ from vlmserve.models.hub import resolve_model
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.config import EngineConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 CPU = torch.device("cpu")
 KERNELS = ["torch", *(["native"] if supported_isas() else [])]

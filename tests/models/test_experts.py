@@ -18,7 +18,7 @@ from vlmserve.layers.linear import Linear
 from vlmserve.models.blocks.experts import Experts, Router
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import quantize
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 CPU = torch.device("cpu")
 

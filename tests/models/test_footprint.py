@@ -19,7 +19,6 @@ from tests.gguf_files import write_gguf
 from tests.models.test_families import make
 from tests.paged import PagedRun
 from tests.ranks import Meeting, ThreadRanks
-from vlmserve.config import EngineConfig
 from vlmserve.devices.cpu import CpuDevice
 from vlmserve.engine import create_engine, lengths, loading
 from vlmserve.errors import ConfigurationError, ModelLoadError
@@ -31,7 +30,8 @@ from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights import Checkpoint
-from vlmserve.quantization import QuantizationConfig, Scheme
+from vlmserve.settings.config import EngineConfig
+from vlmserve.settings.quantization import QuantizationConfig, Scheme
 
 SIZES: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1536, "vocab_size": 4096, "dtype": torch.bfloat16}
 
@@ -238,7 +238,7 @@ def test_wrong_lengths_are_told_without_torch(tmp_path: Path) -> None:
     code = f"""
 import re, sys
 from vlmserve import LLM
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.engine import create_engine
 from vlmserve.errors import ConfigurationError
 from vlmserve.server.run import serve

@@ -43,7 +43,7 @@ from vlmserve.models.weights import Checkpoint
 from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.quant.memory import own_bytes
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 CPU = torch.device("cpu")
 BLOCKS: dict[str, Any] = {

@@ -38,7 +38,7 @@ from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import META, Description, load_model
 from vlmserve.models.weights import canonical_name, weight_slots
 from vlmserve.quant.methods.rtn import round_to_nearest
-from vlmserve.quantization import QuantizationConfig, Scheme
+from vlmserve.settings.quantization import QuantizationConfig, Scheme
 from vlmserve.types import Prompt
 
 CPU = torch.device("cpu")

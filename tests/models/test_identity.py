@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_llama
 from tests.gguf_files import write_gguf
-from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.kernels.cpu_attention import CpuAttention
@@ -24,7 +23,8 @@ from vlmserve.models.identity import WHOLE_BYTES, cache_identity, model_identity
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import Description
 from vlmserve.models.weights import Checkpoint
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.config import EngineConfig
+from vlmserve.settings.quantization import QuantizationConfig
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
 BLOCK = LayerCache(torch.zeros(4, 2, 16, 8), torch.zeros(4, 2, 16, 8), 16)

@@ -15,7 +15,7 @@ from tests.models.test_families import QWEN3_MOE
 from tests.models.test_llava import load
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
 from vlmserve.models.quantized import save_quantized
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

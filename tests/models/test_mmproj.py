@@ -21,7 +21,6 @@ from tests.gguf_files import write_gguf
 from tests.mmproj_files import CONVERSIONS, Files, write_pair
 from tests.normalized import normalized
 from tests.ocr_checkpoints import make_glm_ocr
-from vlmserve.config import MediaConfig
 from vlmserve.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -41,7 +40,8 @@ from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import Description, load_model
 from vlmserve.models.weights import Checkpoint
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.config import MediaConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 CPU = torch.device("cpu")
 QUESTION = [

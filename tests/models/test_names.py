@@ -25,7 +25,7 @@ from vlmserve.models.names import MODELS, repository_of
 from vlmserve.models.registry import Description
 from vlmserve.models.weights import weight_slots
 from vlmserve.quant.model import quantize
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 LLAMA = {"model_type": "llama", "num_attention_heads": 32, "tie_word_embeddings": False}
 PUBLISHED = {

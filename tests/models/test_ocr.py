@@ -16,7 +16,7 @@ from tests.models.test_llava import load
 from tests.ocr_checkpoints import make_glm4v, make_glm_ocr, make_paddleocr, rows_of
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
 from vlmserve.models.quantized import save_quantized
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -14,7 +14,6 @@ from transformers import AutoModelForImageTextToText, MistralConfig
 from tests.checkpoints import change_config, change_tensors, make_lighton_ocr, make_mistral3, make_pixtral
 from tests.models.test_llava import load
 from tests.static_ranges import use_ranges
-from vlmserve.config import MediaConfig
 from vlmserve.devices.device import LaidOutTower
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
 from vlmserve.frontend.processors import image_processor
@@ -22,7 +21,8 @@ from vlmserve.media.processor import Placeholders
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.vision.pixtral import PixtralVision
 from vlmserve.prompt.tokenizer import Tokenizer
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.config import MediaConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -15,7 +15,6 @@ from PIL import Image
 
 from tests.normalized import normalized
 from tests.published import chat_template, tensor_shapes, write_published
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, ModelLoadError
 from vlmserve.families.spec import QueryGrowth
 from vlmserve.frontend.requests import RequestPreparer
@@ -23,6 +22,7 @@ from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.models.registry import Description
 from vlmserve.models.weights import Checkpoint, merge_as_stored, weight_slots
 from vlmserve.prompt.checkpoint import read_prompt_files
+from vlmserve.settings.config import MediaConfig
 
 META = torch.device("meta")
 VISION_START, VISION_END, VIDEO = 151652, 151653, 151656

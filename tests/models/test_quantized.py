@@ -30,7 +30,7 @@ from vlmserve.models.registry import load_model
 from vlmserve.quant.formats.compressed_tensors import from_tensors, to_tensors
 from vlmserve.quant.formats.layout import pack, unpack
 from vlmserve.quant.methods.rtn import round_to_nearest
-from vlmserve.quantization import QuantizationConfig, QuantizeMethod
+from vlmserve.settings.quantization import QuantizationConfig, QuantizeMethod
 from vlmserve.types import Prompt
 
 CPU = torch.device("cpu")

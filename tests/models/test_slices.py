@@ -23,13 +23,13 @@ from tests.models.test_decoder import assert_equal, load
 from tests.normalized import normalized
 from tests.static_ranges import use_ranges
 from vlmserve.calibration.forward import hidden_states, make_groups
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.models.registry import META, Description
 from vlmserve.models.vision.minicpmv import MiniCPMVision
 from vlmserve.models.weights import Checkpoint, merge_as_stored, weight_slots
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import ImageSpan, Pieces
 
 IMAGES = [((4, 8),), ((8, 4), (4, 12), (4, 12), (4, 12)), ((12, 4),), ((4, 4),), ((8, 8), (16, 4), (16, 4))]

@@ -22,7 +22,7 @@ from vlmserve.media.budget import ImageBudget
 from vlmserve.media.images import DecodedImage
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.vision.siglip import patch_positions
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 from vlmserve.types import Tiling
 
 pytestmark = pytest.mark.usefixtures("native_kernels")

@@ -24,7 +24,7 @@ from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights import canonical_name
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 
 def load(folder: Path) -> LoadedModel:

@@ -24,7 +24,6 @@ from tests.gguf_files import write_gguf
 from tests.models.test_decoder import paged_run, token_sequences
 from tests.native import built
 from vlmserve.cli.cache import clear_cache, show_cache
-from vlmserve.config import EngineConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.models import filling, weights_cache
 from vlmserve.models.load_settings import LoadSettings
@@ -33,7 +32,8 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights import Checkpoint
 from vlmserve.models.weights_cache import SUFFIX, WeightsCache, source_parts
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.config import EngineConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 pytestmark = built
 
@@ -312,7 +312,7 @@ def test_another_mount_maps_the_same_file(tmp_path: Path, cache: WeightsCache, m
 def test_edited_code_reads_again(tmp_path: Path, cache: WeightsCache, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, paths = make_llama(tmp_path / "model"), set()
     packages = ("devices", "families", "gguf", "kernels", "layers", "models", "quant")
-    modules = ("gguf_header.py", "layer_specs.py", "quantization.py")
+    modules = ("gguf_header.py", "layer_specs.py", "settings/quantization.py")
     names = [*(f"{package}/deep/code.py" for package in packages), *modules]
     for edited in ("none", *names):
         for name in names:

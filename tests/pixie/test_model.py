@@ -10,12 +10,12 @@ from transformers import LlavaForConditionalGeneration
 
 from tests.normalized import normalized
 from vlmserve import LLM, SamplingParams
-from vlmserve.config import MediaConfig
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.evaluation import messages_of
 from vlmserve.pixie.questions import TASKS, sample_example
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS
+from vlmserve.settings.config import MediaConfig
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 COLOURS = ("red", "green", "blue", "yellow", "orange", "purple")

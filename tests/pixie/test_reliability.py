@@ -11,7 +11,6 @@ import pytest
 from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve import LLM
 from vlmserve.cli.reliability import run_calibration
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import ConfigurationError, ModelLoadError
 from vlmserve.frontend.deciding import Question
 from vlmserve.pixie.reliability import (
@@ -26,6 +25,7 @@ from vlmserve.pixie.reliability import (
 )
 from vlmserve.pixie.reliability_plot import to_html, to_svg
 from vlmserve.prompt.decisions import DECISIONS, read_temperature
+from vlmserve.settings.config import EngineConfig, MediaConfig
 
 
 def drawn(temperature: float, count: int = 4000) -> list[Outcome]:

@@ -21,12 +21,12 @@ from PIL import Image
 from tests.normalized import normalized
 from tests.oracles import rank_bpe
 from tests.prompt.tokenizers_for_tests import CORPUS
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.prompt import convert
 from vlmserve.prompt.detokenize import Detokenizer
 from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.settings.config import MediaConfig
 
 # As the first Qwen and GLM-4 publish them.
 QWEN_PATTERN = (

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import change_tensors, make_llama, make_llava
 from tests.paged import PagedRun
-from vlmserve.config import EngineConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.layers.linear import Linear, TiedEmbedding
@@ -22,8 +21,9 @@ from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import quantize
-from vlmserve.quantization import QuantizationConfig
-from vlmserve.settings import read_settings
+from vlmserve.settings.base import read_settings
+from vlmserve.settings.config import EngineConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 CPU = torch.device("cpu")
 KERNELS = ["torch", *(["native"] if supported_isas() else [])]

@@ -18,7 +18,6 @@ from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
 from tests.rendering import rendering
 from tests.waiting import until, wait_until
 from vlmserve.cancellation import run_in_thread
-from vlmserve.config import EngineConfig
 from vlmserve.engine.compiling import CompilingRequests
 from vlmserve.errors import InvalidRequestError
 from vlmserve.media.fork_server import ForkServer
@@ -27,6 +26,7 @@ from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.deep_stack import in_deep_stack, stack_size
 from vlmserve.sampling.grammar import LARGE_GRAMMAR, NICENESS, GrammarCompiler
 from vlmserve.sampling.trials import QUICK_SECONDS, GrammarTrials, SlowGrammarError
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import EngineRequest, Grammar, Prompt, SamplingParams
 
 ENDLESS = Grammar.json({"allOf": [{"type": "string", "pattern": f"^.*a{number}.*$"} for number in range(20)]})

@@ -14,11 +14,11 @@ import msgspec
 from tests.engine_thread import run_engines_in_threads
 from tests.forking import ForkedProcess
 from tests.waiting import wait_until
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.scaleout import absence
 from vlmserve.scaleout.launch import MemberProcess
 from vlmserve.scaleout.member import GatewayLaunch, Launch, WorkerLaunch, main
 from vlmserve.scaleout.settings import GatewayConfig
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 
 TOKEN = "a token of the test"
 

@@ -20,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from vlmserve.config import EngineConfig, ServerConfig
 from vlmserve.errors import AdapterError, UnknownModelError
 from vlmserve.scaleout import converge, proxy
 from vlmserve.scaleout.app import create_app
@@ -33,6 +32,7 @@ from vlmserve.scaleout.workers import Member
 from vlmserve.server.adapters import Adapters
 from vlmserve.server.body import BodyMemory
 from vlmserve.server.demand import Demand
+from vlmserve.settings.config import EngineConfig, ServerConfig
 from vlmserve.types import AdapterInfo, EngineStats
 
 TOKEN = "a token of the test"

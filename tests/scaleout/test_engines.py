@@ -13,8 +13,8 @@ import pytest
 from PIL import Image, ImageDraw
 
 from tests.scaleout.processes import Cluster
-from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.server.keys import add_key
+from vlmserve.settings.config import BUILT_IN_MODEL
 
 ENGINE = {
     "engine": "real", "num_threads": 1, "dtype": "float32", "kv_cache_memory": 64 * 1024**2, "enable_lora": True,

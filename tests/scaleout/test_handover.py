@@ -11,11 +11,11 @@ import pytest
 from tests.scaleout.processes import TOKEN, Cluster
 from tests.scaleout.test_faults import Stream, ask
 from tests.waiting import until
-from vlmserve.config import ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.scaleout.launch import MemberProcess
 from vlmserve.scaleout.member import HANDED_OVER, GatewayLaunch
 from vlmserve.scaleout.settings import GatewayConfig
+from vlmserve.settings.config import ServerConfig
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ports pass to other processes on Linux alone")
 

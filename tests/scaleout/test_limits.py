@@ -12,7 +12,6 @@ import pytest
 from tests.clock import Clock
 from tests.scaleout.processes import TOKEN, Cluster
 from tests.waiting import until, wait_until
-from vlmserve.config import ServerConfig
 from vlmserve.errors import StorageError
 from vlmserve.scaleout import limits as limits_module
 from vlmserve.scaleout.limits import ClusterLimits
@@ -21,6 +20,7 @@ from vlmserve.scaleout.settings import GatewayConfig
 from vlmserve.server.accounts import Account
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.keys import add_key, store
+from vlmserve.settings.config import ServerConfig
 from vlmserve.storage.limits import Taken
 from vlmserve.storage.store import Store
 

@@ -16,7 +16,6 @@ import pytest
 from starlette.types import ASGIApp
 
 from tests.engine_thread import EngineThread
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.engine.process import EngineProcess
 from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.requests import RequestPreparer
@@ -25,6 +24,7 @@ from vlmserve.server.batches.runner import batches_running
 from vlmserve.server.run import bind, default_sampling
 from vlmserve.server.service import Service
 from vlmserve.server.web import WebServer
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 
 if TYPE_CHECKING:
     import anthropic

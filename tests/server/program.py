@@ -6,9 +6,9 @@ import json
 import sys
 from typing import Any
 
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import VLMServeError
 from vlmserve.server.run import serve
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 
 
 def run(engine: dict[str, Any], server: dict[str, Any], in_thread: bool = False) -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from tests.server.live import QUESTION
 from tests.waiting import wait_until
-from vlmserve.config import ServerConfig
 from vlmserve.errors import VLMServeError
 from vlmserve.server.connection import RequestLog
 from vlmserve.server.generation import Answer
+from vlmserve.settings.config import ServerConfig
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import pytest
 
 from tests.server.live import LiveServer
 from tests.waiting import wait_until
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import OverloadedError, UnknownModelError
 from vlmserve.server.app import create_app
 from vlmserve.server.run import bind, default_sampling
 from vlmserve.server.service import Service
 from vlmserve.server.web import WebServer
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.types import SamplingParams
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.server.live import LiveServer
 from tests.server.test_chat import about, data_url
-from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.models.hub import resolve_model
+from vlmserve.settings.config import BUILT_IN_MODEL
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import pytest
 from tests.media.images_for_tests import encoded, noise
 from tests.server.live import LiveServer
 from tests.server.test_chat import data_url
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError
 from vlmserve.frontend.deciding import (
     Decider,
@@ -25,6 +24,7 @@ from vlmserve.frontend.deciding import (
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.server import preparation
 from vlmserve.server.schema.decisions import DecisionRequest
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import Prompt
 
 PREDICATE = {"type": "predicate", "name": "red", "instructions": "The image is red"}

@@ -19,7 +19,7 @@ from tests.rendering import rendering
 from tests.server.live import QUESTION, LiveServer
 from tests.server.test_chat import about
 from tests.waiting import wait_until
-from vlmserve.config import MediaConfig
+from vlmserve.settings.config import MediaConfig
 
 if TYPE_CHECKING:
     from anthropic.types import Message

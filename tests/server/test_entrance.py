@@ -25,12 +25,12 @@ from tests.server.live import QUESTION, LiveServer
 from tests.server.test_slow_clients import connections
 from tests.waiting import until
 from vlmserve.cancellation import client
-from vlmserve.config import ServerConfig
 from vlmserve.server import web
 from vlmserve.server.entrance import PER_ROUND, Entrance
 from vlmserve.server.run import bind, event_loop_factory
 from vlmserve.server.service import Service
 from vlmserve.server.web import WebServer
+from vlmserve.settings.config import ServerConfig
 
 
 def of(name: str, make: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:

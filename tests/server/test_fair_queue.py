@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from tests.waiting import until
 from vlmserve.cancellation import client
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.sampling.trials import SlowGrammarError
 from vlmserve.server.fair_queue import FairQueue
 from vlmserve.server.service import Service
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.types import Grammar
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.server.live import QUESTION, LiveServer
 from tests.server.test_batches import content, finished, line, start
 from vlmserve.errors import InvalidRequestError
-from vlmserve.llm import LLM
+from vlmserve.offline.llm import LLM
 from vlmserve.types import Grammar, SamplingParams
 
 ENDLESS = {"allOf": [{"type": "string", "pattern": f"^.*a{number}.*$"} for number in range(24)]}

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from tests.clock import Clock
 from vlmserve.cli import app
-from vlmserve.config import ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.server.accounts import Account, Bucket, KeyRing, duration
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.keys import add_key, read_keys, remove_key, salted, store
+from vlmserve.settings.config import ServerConfig
 from vlmserve.storage.store import open_store
 
 

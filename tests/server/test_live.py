@@ -10,10 +10,10 @@ import pytest
 
 from tests.server.live import QUESTION, LiveServer, stream_lines
 from tests.waiting import wait_until
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import EngineDeadError
 from vlmserve.server.live import LiveView
 from vlmserve.server.service import Service
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.types import BlockMap, EngineStats
 
 BLOCKS = BlockMap(4, 1, [1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0])

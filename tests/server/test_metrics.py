@@ -25,11 +25,11 @@ from tests.server.live import QUESTION, LiveServer, stream_lines
 from tests.server.nvml import UUID, FakeNvml
 from tests.server.test_chat import about, data_url
 from tests.waiting import wait_until
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.media.cache import ImageCacheStats
 from vlmserve.server.collectors import Distribution, RunningEngine
 from vlmserve.server.metrics import AnswerRecord, ServerMetrics
 from vlmserve.server.service import Service
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.types import EngineOutput, EngineStats, ModelInfo, RequestTimings
 
 STATS = EngineStats(**{field: 1000 + i for i, field in enumerate(EngineStats.__struct_fields__)})

@@ -10,11 +10,11 @@ import pytest
 from starlette.datastructures import Headers
 
 from tests.server.live import QUESTION, LiveServer
-from vlmserve.config import ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.origins import Origins
-from vlmserve.settings import read_settings
+from vlmserve.settings.base import read_settings
+from vlmserve.settings.config import ServerConfig
 
 BODY = {"model": "tiny", "messages": QUESTION, "max_tokens": 1}
 

@@ -18,10 +18,10 @@ from tests.server.test_run import Asking, ServerProcess, serving
 from tests.server.test_supervision import is_ready, restarts
 from tests.waiting import wait_until
 from vlmserve import LLM, SamplingParams
-from vlmserve.config import EngineConfig
 from vlmserve.engine import ranks
 from vlmserve.engine.ranks import RankProcesses
 from vlmserve.errors import ConfigurationError, EngineDeadError, MissingWeightsError
+from vlmserve.settings.config import EngineConfig
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "16MiB"}
 IMAGE = noise(40, 30)

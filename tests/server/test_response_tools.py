@@ -19,8 +19,8 @@ from tests.server.test_chat import data_url
 from tests.server.test_responses import refused, shown
 from tests.server.test_tools import BROKEN, NAMED, SCHEMAS
 from tests.server.test_tools import TOOLS as NESTED
-from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.models.hub import resolve_model
+from vlmserve.settings.config import BUILT_IN_MODEL
 
 TOOLS: list[Any] = [{"type": "function", **tool["function"]} for tool in NESTED]
 WEATHER: Any = {"type": "function", "name": "get_weather"}

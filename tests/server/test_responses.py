@@ -14,10 +14,10 @@ import pytest
 from tests.server.live import IN_BOTH_KINDS, LiveServer
 from tests.server.test_chat import data_url
 from tests.waiting import wait_until
-from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.errors import EngineDeadError, StorageError
 from vlmserve.models.hub import resolve_model
 from vlmserve.server.history import OWNER
+from vlmserve.settings.config import BUILT_IN_MODEL
 
 
 def shown(url: str, text: str = "What is in the picture?") -> list:

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from tests.server.live import LiveServer
 from tests.server.test_chat import about, data_url
-from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.models.hub import resolve_model
+from vlmserve.settings.config import BUILT_IN_MODEL
 
 Ask = Callable[..., dict[str, Any]]
 _NUMBERS = itertools.count(1)

@@ -16,9 +16,9 @@ import psutil
 from tests.server.live import QUESTION
 from tests.server.test_run import Asking, ServerProcess, serving
 from tests.waiting import until, wait_until
-from vlmserve.config import ServerConfig
 from vlmserve.server import supervision
 from vlmserve.server.supervision import Supervisor
+from vlmserve.settings.config import ServerConfig
 
 LONG = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}
 SHORT = {"messages": QUESTION, "max_tokens": 3}

@@ -247,7 +247,7 @@ def test_absent_collector_costs_one_warning_until_back(folder, monkeypatch, capl
 def test_without_the_flag_nothing_of_opentelemetry_is_loaded(folder):
     program = (
         "import sys\n"
-        "from vlmserve.config import EngineConfig, MediaConfig, ServerConfig\n"
+        "from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig\n"
         "from vlmserve.server.app import create_app\n"
         "from vlmserve.server.service import Service\n"
         "create_app(Service(EngineConfig(), MediaConfig(), ServerConfig(storage_url='none')))\n"

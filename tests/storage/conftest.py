@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.clock import Clock
-from vlmserve.config import ServerConfig
+from vlmserve.settings.config import ServerConfig
 from vlmserve.storage.items import PackedItem
 from vlmserve.storage.store import Store
 

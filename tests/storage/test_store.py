@@ -12,7 +12,6 @@ import pytest
 from sqlalchemy import func, inspect, select
 
 from tests.storage.conftest import item, texts
-from vlmserve.config import ServerConfig
 from vlmserve.errors import (
     ConfigurationError,
     InvalidRequestError,
@@ -20,6 +19,7 @@ from vlmserve.errors import (
     OverloadedError,
     StorageFullError,
 )
+from vlmserve.settings.config import ServerConfig
 from vlmserve.storage import database as database_module
 from vlmserve.storage import store as store_module
 from vlmserve.storage.items import Page

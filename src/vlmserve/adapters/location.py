@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.errors import AdapterError, ConfigurationError
 from vlmserve.folders import expanded
+from vlmserve.settings.config import BUILT_IN_MODEL
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 XLORA_CONFIG, XLORA_WEIGHTS = "xlora_config.json", "xlora_classifier.safetensors"

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from vlmserve.batch.journal import Result
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.frontend.wire import connect, connection_problem, error_text, wire_message
 from vlmserve.server.schema.batches import BatchLine
+from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import Grammar, SamplingParams
 
 ATTEMPTS = 6
@@ -51,7 +51,7 @@ class LocalAnswers:
     """Answers with an engine in this process."""
 
     def __init__(self, engine: EngineConfig, media: MediaConfig) -> None:
-        from vlmserve.llm import LLM
+        from vlmserve.offline.llm import LLM
 
         self.llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
         self.name = self.llm.config.model

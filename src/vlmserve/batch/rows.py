@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError, InvalidRequestError
 from vlmserve.folders import expanded
 from vlmserve.frontend.wire import DOCUMENT_ENDINGS, URL_SCHEMES, medium_part
 from vlmserve.server.schema.batches import BatchLine, read_line
+from vlmserve.settings.config import MediaConfig
 
 IMAGE_COLUMNS = ("image", "images")
 """Names of columns with a row's images, in lower case."""

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from vlmserve.batch.results import write_whole
 from vlmserve.batch.rows import Question, Row
 from vlmserve.errors import ConfigurationError, InvalidRequestError
-from vlmserve.offline_calls import Embeddable
+from vlmserve.offline.calls import Embeddable
 
 if TYPE_CHECKING:
-    from vlmserve.llm import LLM
+    from vlmserve.offline.llm import LLM
 
 FORMATS = (".parquet", ".jsonl")
 COLUMNS = ("id", "vector", "error")

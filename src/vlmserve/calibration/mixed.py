@@ -28,7 +28,7 @@ from vlmserve.quant.memory import StoredSizes
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import BITS
 from vlmserve.quant.statistics import InputStatistics, output_error
-from vlmserve.quantization import QuantizationConfig, Scheme
+from vlmserve.settings.quantization import QuantizationConfig, Scheme
 from vlmserve.types import Prompt
 
 Errors = Mapping[Scheme, float]

@@ -29,8 +29,8 @@ from vlmserve.engine.loading import set_threads
 from vlmserve.engine.messages import Failure
 from vlmserve.errors import ConfigurationError, VLMServeError
 from vlmserve.logs import set_up_logging
-from vlmserve.quantization import QuantizationConfig
-from vlmserve.settings import read_settings
+from vlmserve.settings.base import read_settings
+from vlmserve.settings.quantization import QuantizationConfig
 
 logger = logging.getLogger(__name__)
 

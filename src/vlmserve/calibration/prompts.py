@@ -13,9 +13,9 @@ from vlmserve.errors import ConfigurationError, InvalidRequestError
 from vlmserve.folders import expanded
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.loadtest.dataset import Entry, read_entries
-from vlmserve.perplexity import python_manual
 from vlmserve.pixie.evaluation import messages_of
 from vlmserve.pixie.questions import Example, sample_example, single
+from vlmserve.tools.perplexity import python_manual
 from vlmserve.types import Prompt
 
 LONGEST = 512

@@ -17,8 +17,8 @@ from vlmserve.calibration.samples import Sample, of_text
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.perplexity import ROWS_AT_ONCE, python_manual
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS
+from vlmserve.tools.perplexity import ROWS_AT_ONCE, python_manual
 from vlmserve.types import Prompt
 
 FIRST_SEED = HELD_OUT_SEEDS + 500_000_000

@@ -12,13 +12,13 @@ import torch
 from vlmserve.calibration.mixed import choose_bits
 from vlmserve.calibration.prompts import calibration_prompts
 from vlmserve.calibration.run import Calibration
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.estimate import MemoryEstimate
 from vlmserve.models.quantized import Saving, save_quantized
-from vlmserve.quantization import QuantizationConfig
-from vlmserve.settings import read_settings
+from vlmserve.settings.base import read_settings
+from vlmserve.settings.config import MediaConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 
 def quantize_checkpoint(

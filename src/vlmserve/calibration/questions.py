@@ -7,8 +7,8 @@ from pathlib import Path
 
 from vlmserve.calibration.prompts import messages_of_entry
 from vlmserve.errors import ConfigurationError
-from vlmserve.llm import LLM
 from vlmserve.loadtest.dataset import Entry, read_entries
+from vlmserve.offline.llm import LLM
 from vlmserve.types import SamplingParams
 
 AT_ONCE = 64

@@ -32,7 +32,7 @@ from vlmserve.quant.calibration import Observer, Outcome, Target, quantize_layer
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import choose_layers
 from vlmserve.quant.statistics import InputStatistics
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 from vlmserve.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -16,12 +16,12 @@ from vlmserve.cli.keys import keys
 from vlmserve.cli.options import command, schemes
 from vlmserve.cli.sources import Origins
 from vlmserve.cli.spellings import SettingsCommand
-from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.settings import GoalConfig, LoadConfig, TargetConfig, TestConfig, WorkloadConfig
-from vlmserve.quantization import QuantizationConfig
 from vlmserve.sampling_params import SamplingParams
-from vlmserve.settings import read_settings
+from vlmserve.settings.base import read_settings
+from vlmserve.settings.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 app = group(help="Serve vision-language models over an OpenAI-compatible API.")
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import VLMServeError
 from vlmserve.frontend.wire import connect, error_text, wire_message
+from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def open_answers(engine: EngineConfig, media: MediaConfig, url: str | None) -> A
     """The server at `url`, or else the engine in this process. Raises VLMServeError if there is neither."""
     if url is not None:
         return ServerAnswers(url)
-    from vlmserve.llm import LLM
+    from vlmserve.offline.llm import LLM
 
     with status(f"Loading {engine.model} ..."):
         return LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))

@@ -12,9 +12,9 @@ from typing import Any
 import typer
 
 from vlmserve.cli.answers import ShownThoughts, describes, open_answers
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.wire import URL_SCHEMES, medium_part
+from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import SamplingParams
 
 _LONGEST_PATH = 4096

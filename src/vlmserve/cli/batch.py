@@ -18,8 +18,8 @@ from vlmserve.batch.run import Progress as BatchProgress
 from vlmserve.batch.run import journal_path, run_batch
 from vlmserve.cli.answers import status
 from vlmserve.cli.messages import note
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import ConfigurationError
+from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import Grammar, SamplingParams
 
 

@@ -9,10 +9,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from vlmserve.bench import Figure, Report, bench
-from vlmserve.config import EngineConfig
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.models.hub import resolve_model
+from vlmserve.settings.config import EngineConfig
+from vlmserve.tools.bench import Figure, Report, bench
 
 
 def run_bench(

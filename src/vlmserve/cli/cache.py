@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from vlmserve.cache.tiers import Entries
-from vlmserve.config import EngineConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.models.weights_cache import WeightsCache
+from vlmserve.settings.config import EngineConfig
 
 
 def show_cache(engine: EngineConfig) -> None:

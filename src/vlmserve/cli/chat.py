@@ -8,9 +8,9 @@ from os.path import expanduser
 from typing import TYPE_CHECKING, Any
 
 from vlmserve.cli.answers import Answers, ShownThoughts, open_answers
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import VLMServeError
 from vlmserve.frontend.wire import medium_part
+from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import SamplingParams
 
 if TYPE_CHECKING:

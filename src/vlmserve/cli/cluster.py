@@ -10,9 +10,9 @@ import typer
 from vlmserve.cli.help import group
 from vlmserve.cli.options import Workers, command
 from vlmserve.cli.spellings import SettingsCommand
-from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.scaleout.settings import GatewayConfig, WorkerKind
+from vlmserve.settings.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerConfig
 
 cluster = group(help="Run several engines behind one address.")
 

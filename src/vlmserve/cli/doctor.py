@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vlmserve.cli.answers import status
-from vlmserve.doctor import examine
+from vlmserve.tools.doctor import examine
 
 
 def run_doctor(*, as_json: bool) -> bool:

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from vlmserve.cli.fields import HIDDEN, plain_value, toml
 from vlmserve.cli.sources import Origin, Origins
-from vlmserve.settings import Settings, is_secret
+from vlmserve.settings.base import Settings, is_secret
 
 DEFAULT = Origin("default", "default")
 WIDE = 200

@@ -9,7 +9,7 @@ import typer
 
 from vlmserve.cli.fields import LOCAL_FIELDS
 from vlmserve.cli.options import command
-from vlmserve.config import EngineConfig, MediaConfig
+from vlmserve.settings.config import EngineConfig, MediaConfig
 
 
 @command((*LOCAL_FIELDS, "pooling"))

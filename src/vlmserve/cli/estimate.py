@@ -8,7 +8,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from vlmserve.config import EngineConfig
 from vlmserve.devices.choice import find_device
 from vlmserve.engine.engine import USUAL_TOKENS
 from vlmserve.errors import ConfigurationError
@@ -16,7 +15,8 @@ from vlmserve.kernels.quantized import GROUP_SIZES
 from vlmserve.models.estimate import MemoryEstimate
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.quantized import check_groups
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.config import EngineConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 
 def show_estimate(engine: EngineConfig, how: QuantizationConfig) -> None:

@@ -11,8 +11,8 @@ from vlmserve.cli.fields import LOCAL_FIELDS, QUANTIZATION_DETAILS
 from vlmserve.cli.help import group
 from vlmserve.cli.options import command, schemes
 from vlmserve.cli.spellings import SettingsCommand
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import ConfigurationError
+from vlmserve.settings.config import EngineConfig, MediaConfig
 
 evaluations = group(help="Measure how well a model answers.")
 
@@ -31,8 +31,8 @@ def eval_pixie(
     from rich.console import Console
     from rich.progress import Progress
 
-    from vlmserve.llm import LLM
     from vlmserve.models.hub import resolve_model
+    from vlmserve.offline.llm import LLM
     from vlmserve.pixie.evaluation import evaluate, greedy_answers, write_card
     from vlmserve.pixie.questions import TASKS
 
@@ -90,7 +90,7 @@ def eval_routing(
 ) -> None:
     """Show which adapters X-LoRA gives the tokens of a question, its images and its answer."""
     from vlmserve.adapters.location import find_adapter
-    from vlmserve.routing import Router
+    from vlmserve.tools.routing import Router
 
     parts: list[dict[str, object]] = [{"type": "image", "image": str(path)} for path in image or ()]
     conversation = [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
-from vlmserve.quantization import QuantizationConfig, engine_name
-from vlmserve.settings import Settings, annotation_parts, is_secret, parse_json, parse_size
+from vlmserve.settings.base import Settings, annotation_parts, is_secret, parse_json, parse_size
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.settings.quantization import QuantizationConfig, engine_name
 
 SECTIONS: Mapping[str, type[Settings]] = {"server": ServerConfig, "engine": EngineConfig, "media": MediaConfig}
 """All settings of a server, by their section in a file. No two fields of different sections have one name."""

@@ -19,7 +19,7 @@ import typer.core
 from pydantic import ValidationError
 
 from vlmserve.cli.messages import WRONG_USE, report
-from vlmserve.validation import did_you_mean, problem_text, value_text
+from vlmserve.settings.validation import did_you_mean, problem_text, value_text
 
 SHOW_ALL = "vlmserve.show_all"
 """Where a command's context keeps that all flags are asked for."""

@@ -73,9 +73,9 @@ def add(
 def _warn_of_history(name: str, storage_url: str | None, storage_path: str | None) -> None:
     """Say so if a removed key of this name has left something behind: a history belongs to the name."""
     from vlmserve.cli.messages import note
-    from vlmserve.config import ServerConfig
     from vlmserve.errors import ConfigurationError, StorageError
     from vlmserve.server.accounts import owner_of_key
+    from vlmserve.settings.config import ServerConfig
     from vlmserve.storage.store import has_history
 
     config = ServerConfig.model_validate({"storage_url": storage_url, "storage_path": storage_path})

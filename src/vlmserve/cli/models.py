@@ -8,13 +8,13 @@ import sys
 from rich.console import Console
 
 from vlmserve.cli.tables import show_table
-from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.families.family import BYTES
 from vlmserve.memory import free_memory
 from vlmserve.models import catalogue
 from vlmserve.models.downloads import downloads
 from vlmserve.models.hub import built_in_folder
 from vlmserve.models.names import MODELS
+from vlmserve.settings.config import BUILT_IN_MODEL
 
 
 def show_models(*, as_markdown: bool, families: bool) -> None:

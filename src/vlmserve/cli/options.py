@@ -23,8 +23,8 @@ from vlmserve.cli.messages import FAILED, exit_status, report
 from vlmserve.cli.sources import CONFIG, WORKER, Found, Origin, Origins, described_workers, read_sources
 from vlmserve.cli.spellings import WRITTEN
 from vlmserve.errors import ConfigurationError, VLMServeError
-from vlmserve.quantization import Quantize, Scheme
-from vlmserve.settings import Settings, is_secret, read_settings
+from vlmserve.settings.base import Settings, is_secret, read_settings
+from vlmserve.settings.quantization import Quantize, Scheme
 
 SHORT = {"model": ("-m",)}
 

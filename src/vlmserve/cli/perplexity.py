@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from vlmserve.config import EngineConfig
 from vlmserve.engine.loading import load
 from vlmserve.errors import ConfigurationError
 from vlmserve.models.hub import resolve_model
-from vlmserve.perplexity import perplexity, python_manual
 from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.settings.config import EngineConfig
+from vlmserve.tools.perplexity import perplexity, python_manual
 
 
 def run_perplexity(

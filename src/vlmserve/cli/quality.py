@@ -13,19 +13,19 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from vlmserve.bench import bench
 from vlmserve.calibration.plot import Point, quality_plot
 from vlmserve.calibration.quality import Comparison, Quality, quality_samples
 from vlmserve.calibration.questions import read_questions, share_right
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.engine.loading import load
 from vlmserve.frontend.requests import RequestPreparer
-from vlmserve.llm import LLM
 from vlmserve.loadtest.dataset import Entry
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.identity import stored_bytes
+from vlmserve.offline.llm import LLM
 from vlmserve.pixie.evaluation import evaluate, greedy_answers
-from vlmserve.settings import read_settings
+from vlmserve.settings.base import read_settings
+from vlmserve.settings.config import EngineConfig, MediaConfig
+from vlmserve.tools.bench import bench
 
 PROMPT = 1000
 """Tokens of the prompt whose speed is measured."""

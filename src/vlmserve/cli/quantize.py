@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vlmserve.calibration.quantizing import quantize_checkpoint
-from vlmserve.config import EngineConfig
 from vlmserve.engine.loading import set_threads
 from vlmserve.models.hub import resolve_model
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.config import EngineConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 NOTES_SHOWN = 8
 

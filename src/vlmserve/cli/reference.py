@@ -8,18 +8,18 @@ from typing import TypeVar
 
 from pydantic.fields import FieldInfo
 
-from vlmserve import vllm_flags as vllm
 from vlmserve.cli.fields import SECTIONS, flag, is_switch, plain_value, toml, type_name, variable
 from vlmserve.cli.sources import OTHER_VARIABLES
-from vlmserve.llama_flags import LLAMA_FLAGS
-from vlmserve.settings import is_secret
+from vlmserve.settings import vllm_flags as vllm
+from vlmserve.settings.base import is_secret
+from vlmserve.settings.llama_flags import LLAMA_FLAGS
 
 EntryT = TypeVar("EntryT", vllm.Unused, vllm.Missing)
 
 INTRODUCTION = """\
 # Settings
 
-`vlmserve config --reference` writes this page from `src/vlmserve/config.py`.
+`vlmserve config --reference` writes this page from `src/vlmserve/settings/config.py`.
 
 A setting is a flag, an environment variable and a key in a file, in this order of precedence:
 

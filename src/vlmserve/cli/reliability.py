@@ -8,17 +8,17 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.reliability import TASKS, Calibration, decisions_of, outcomes
 from vlmserve.pixie.reliability_plot import WRITERS
 from vlmserve.prompt.decisions import write_temperature
+from vlmserve.settings.config import EngineConfig, MediaConfig
 
 
 def run_calibration(engine: EngineConfig, media: MediaConfig, per_task: int, plot: Path | None, *, write: bool) -> None:
     """Ask, print the table, and write what is asked for. Raises ConfigurationError, VLMServeError."""
-    from vlmserve.llm import LLM
+    from vlmserve.offline.llm import LLM
 
     if plot is not None and plot.suffix not in WRITERS:
         raise ConfigurationError(f"--plot {plot}: the name must end in {' or '.join(WRITERS)}")

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from vlmserve import vllm_flags as vllm
 from vlmserve.cli.fields import PREFIX, SECTIONS, section_of, toml, variable
 from vlmserve.errors import ConfigurationError
 from vlmserve.folders import expanded
+from vlmserve.settings import vllm_flags as vllm
 
 CONFIG = "VLMSERVE_CONFIG"
 WORKER = "VLMSERVE_WORKER"

@@ -18,9 +18,9 @@ from vlmserve.cli.fields import flag
 from vlmserve.cli.help import HelpfulCommand
 from vlmserve.cli.messages import WRONG_USE, note, report
 from vlmserve.errors import ConfigurationError
-from vlmserve.llama_flags import LLAMA_FLAGS, MODEL_FLAGS
-from vlmserve.settings import parse_list
-from vlmserve.vllm_flags import FLAGS, VALUES, Entry, Missing, Renamed, Unused
+from vlmserve.settings.base import parse_list
+from vlmserve.settings.llama_flags import LLAMA_FLAGS, MODEL_FLAGS
+from vlmserve.settings.vllm_flags import FLAGS, VALUES, Entry, Missing, Renamed, Unused
 
 WRITTEN = "vlmserve.written"
 """Where a command's context keeps which flags were typed, by the field's name."""

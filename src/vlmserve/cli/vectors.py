@@ -11,8 +11,8 @@ from vlmserve.batch.rows import Question, read_rows
 from vlmserve.batch.vectors import check_vectors, embed_rows, write_vectors
 from vlmserve.cli.answers import status
 from vlmserve.cli.messages import note
-from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import ConfigurationError
+from vlmserve.settings.config import EngineConfig, MediaConfig
 
 
 def run(
@@ -32,7 +32,7 @@ def run(
     rows, question = read_rows(source), Question(prompt, system)
     check_vectors(output, rows, question)
     with status(f"Loading {engine.model} ..."):
-        from vlmserve.llm import LLM
+        from vlmserve.offline.llm import LLM
 
         llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
     columns = (TextColumn("Embedding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -9,13 +9,13 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from vlmserve.config import EngineConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.drawing import draw_scene
 from vlmserve.pixie.scenes import sample_scene
 from vlmserve.prompt.tokenizer import Tokenizer
-from vlmserve.verify import TOLERANCE, Comparison, Conversation, Ours, Theirs, compare, supports_images
+from vlmserve.settings.config import EngineConfig
+from vlmserve.tools.verify import TOLERANCE, Comparison, Conversation, Ours, Theirs, compare, supports_images
 
 QUESTIONS: Final = ("What is in the image?", "Describe the image.", "What colours do you see?")
 TEXTS: Final = (

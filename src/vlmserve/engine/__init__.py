@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from vlmserve.garbage import collector_paused
 
 if TYPE_CHECKING:
-    from vlmserve.config import EngineConfig
     from vlmserve.engine.protocol import VLMEngine
+    from vlmserve.settings.config import EngineConfig
 
 
 def create_engine(config: EngineConfig, folder: Path | None = None) -> VLMEngine:

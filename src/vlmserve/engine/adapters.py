@@ -11,12 +11,12 @@ from typing import NamedTuple
 from vlmserve.adapters.location import check_name, find_adapter, read_module
 from vlmserve.adapters.lora import Adapter
 from vlmserve.adapters.xlora_store import XLoraStore
-from vlmserve.config import EngineConfig
 from vlmserve.engine.protocol import FinishedLoad
 from vlmserve.errors import AdapterError, ConfigurationError
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.scheduler.resources.adapters import AdapterSlots
 from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.settings.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

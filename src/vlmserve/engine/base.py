@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vlmserve.config import EngineConfig
 from vlmserve.engine.admission import check_request
 from vlmserve.engine.protocol import FinishedLoad
 from vlmserve.errors import AdapterError, OverloadedError, UnknownModelError
 from vlmserve.sampling.grammar import GrammarCompiler
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import AdapterInfo, EngineRequest, ModelInfo
 
 if TYPE_CHECKING:

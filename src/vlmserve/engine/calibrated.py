@@ -19,7 +19,6 @@ import msgspec
 import torch
 from blake3 import blake3
 
-from vlmserve.config import EngineConfig
 from vlmserve.devices.choice import open_device
 from vlmserve.engine.child import child_environment
 from vlmserve.engine.messages import Failure
@@ -32,6 +31,7 @@ from vlmserve.models.identity import metadata_digest, weights_digest
 from vlmserve.models.registry import Description
 from vlmserve.models.weights import Checkpoint
 from vlmserve.quant.calibration import ALGORITHM
+from vlmserve.settings.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

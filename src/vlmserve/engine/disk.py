@@ -9,7 +9,6 @@ from blake3 import blake3
 
 from vlmserve.cache.fetches import Fetches
 from vlmserve.cache.tiers import DiskTier, Entries
-from vlmserve.config import EngineConfig
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.weights_cache import code_digest
 from vlmserve.runner.runner import ModelRunner
@@ -17,6 +16,7 @@ from vlmserve.scheduler.resources.images import Images
 from vlmserve.scheduler.resources.memory import KVMemory
 from vlmserve.scheduler.resources.states import StateMemory
 from vlmserve.scheduler.resources.stored import Stored
+from vlmserve.settings.config import EngineConfig
 
 
 class DiskCache:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from vlmserve.config import EngineConfig
 from vlmserve.engine.loading import CacheSizes
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.runner.warm_up import time_rows
 from vlmserve.scheduler.drafts.costs import StepCosts
 from vlmserve.scheduler.drafts.drafter import Drafter
 from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.settings.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

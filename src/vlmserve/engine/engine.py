@@ -18,7 +18,6 @@ from vlmserve.cache.costs import CostModel
 from vlmserve.cache.encoder import EncoderCache
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.cache.states import StatePool
-from vlmserve.config import EngineConfig
 from vlmserve.engine.adapters import AdapterLoading
 from vlmserve.engine.base import BaseEngine
 from vlmserve.engine.disk import DiskCache
@@ -43,6 +42,7 @@ from vlmserve.scheduler.resources.resource import Resource
 from vlmserve.scheduler.resources.states import StateMemory, StatePlaces
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.step_limits import MeasuredLimits
+from vlmserve.settings.config import EngineConfig
 from vlmserve.steps import ModelRunnerOutput, RunTimings, SchedulerOutput
 from vlmserve.types import (
     MAX_MAP_CELLS,

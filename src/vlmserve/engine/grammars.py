@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vlmserve.config import EngineConfig
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.grammar import GrammarCompiler
 from vlmserve.sampling.schemas import JSONBounds
+from vlmserve.settings.config import EngineConfig
 
 
 def grammar_compiler(config: EngineConfig, folder: Path | None, vocab_size: int) -> GrammarCompiler:

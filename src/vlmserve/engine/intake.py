@@ -8,7 +8,6 @@ import msgspec
 
 from vlmserve.adapters.store import Served
 from vlmserve.cache.keys import adapted_image_key, root_key
-from vlmserve.config import EngineConfig
 from vlmserve.engine.adapters import AdapterLoading
 from vlmserve.engine.loading import CacheSizes
 from vlmserve.errors import InvalidRequestError, PromptTooLongError, UnknownModelError
@@ -18,6 +17,7 @@ from vlmserve.sampling.grammar import GrammarCompiler
 from vlmserve.sampling.sampler import draw_seed
 from vlmserve.scheduler.beams import Beams
 from vlmserve.scheduler.request import Request
+from vlmserve.settings.config import EngineConfig
 from vlmserve.steps import bidirectional_spans
 from vlmserve.types import KEY_BYTES, EngineRequest, ImageInput, ImageSpan, Prompt
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from vlmserve.config import EngineConfig
 from vlmserve.errors import CapacityError, VLMServeError
 from vlmserve.families.registry import decoder_spec, vision_family
 from vlmserve.gguf.config import read_config
 from vlmserve.gguf_header import read_header
 from vlmserve.layer_specs import AttentionSpec, CacheBytes
 from vlmserve.prompt.files import read_json
+from vlmserve.settings.config import EngineConfig
 
 SCALE_BYTES = 4
 """Bytes of the scale of a quantized row of keys or values."""

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from vlmserve.config import EngineConfig
 from vlmserve.cores import MAX_SPINS, SPIN_VARIABLE, engine_threads, spinning_is_bounded
 from vlmserve.devices.choice import find_device, free_device_memory
 from vlmserve.devices.ranks import device_of_rank
@@ -26,7 +25,6 @@ from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LanguageModel, LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights_cache import WeightsCache
-from vlmserve.quantization import QuantizationConfig
 from vlmserve.runner.kv import PoolSizes
 from vlmserve.runner.memory import (
     graph_inputs_bytes,
@@ -36,6 +34,8 @@ from vlmserve.runner.memory import (
     run_largest_step,
     run_longest_step,
 )
+from vlmserve.settings.config import EngineConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from blake3 import blake3
 
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.keys import cross_key
-from vlmserve.config import EngineConfig
 from vlmserve.engine.base import BaseEngine
 from vlmserve.engine.grammars import grammar_compiler
 from vlmserve.engine.lengths import context_length
@@ -29,6 +28,7 @@ from vlmserve.sampling.bad_words import BadWords
 from vlmserve.sampling.grammar import Allowed, Matcher
 from vlmserve.sampling.thoughts import Thinking
 from vlmserve.scheduler.beams import Beams
+from vlmserve.settings.config import EngineConfig
 from vlmserve.tasks import GENERATE, Generate
 from vlmserve.types import (
     MAX_MAP_CELLS,

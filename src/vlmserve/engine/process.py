@@ -20,7 +20,6 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from vlmserve.config import EngineConfig
 from vlmserve.engine import create_engine
 from vlmserve.engine.child import child_environment, exit_with_parent, socket_directory
 from vlmserve.engine.compiling import CompilingRequests, Released
@@ -53,6 +52,7 @@ from vlmserve.garbage import freeze_loaded_objects
 from vlmserve.logs import LogFormat, log_format_in_use, set_up_logging
 from vlmserve.memory import num_killed
 from vlmserve.models.progress import listener
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import EngineRequest
 
 logger = logging.getLogger(__name__)

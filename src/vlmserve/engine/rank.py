@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from vlmserve.config import EngineConfig
 from vlmserve.devices.ranks import join, meeting_place
 from vlmserve.engine.child import exit_with_parent
 from vlmserve.engine.loading import cache_sizes, load, rank_device
@@ -26,6 +25,7 @@ from vlmserve.garbage import freeze_loaded_objects
 from vlmserve.layers.parallel import Ranks
 from vlmserve.logs import LogFormat, set_up_logging
 from vlmserve.runner.ranks import FollowingRunner, RankStep
+from vlmserve.settings.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

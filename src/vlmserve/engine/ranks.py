@@ -18,7 +18,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from vlmserve.config import EngineConfig
 from vlmserve.devices.ranks import join, meeting_place
 from vlmserve.engine.calibrated import calibrated_copy
 from vlmserve.engine.child import child_environment, socket_directory
@@ -31,6 +30,7 @@ from vlmserve.errors import ConfigurationError, EngineDeadError, VLMServeError
 from vlmserve.frames import Frames
 from vlmserve.logs import log_format_in_use
 from vlmserve.models.hub import resolve_model
+from vlmserve.settings.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

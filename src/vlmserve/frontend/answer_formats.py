@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from vlmserve.config import EngineConfig
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.messages import check_unicode
 from vlmserve.frontend.reasoning import AnswerText, choose_reasoning
@@ -20,6 +19,7 @@ from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.schemas import JSONBounds, relaxed_keywords
 from vlmserve.sampling.thoughts import Thinking
 from vlmserve.sampling.trials import GrammarTrials, SlowGrammarError
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import Grammar, SamplingParams, Thoughts
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from typing import Self
 import zmq
 import zmq.asyncio
 
-from vlmserve.config import EngineConfig
 from vlmserve.engine.messages import (
     Abort,
     Accepted,
@@ -39,6 +38,7 @@ from vlmserve.frontend.engine_calls import EngineCalls
 from vlmserve.frontend.engine_stream import EngineStream
 from vlmserve.frontend.heartbeat import HeartbeatListener
 from vlmserve.frontend.outbox import Outbox
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import EngineRequest, EngineStats, ModelInfo
 
 logger = logging.getLogger(__name__)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, TooManyImagesError
 from vlmserve.frontend.messages import Medium, replace_media
 from vlmserve.media.documents import DocumentReader
 from vlmserve.media.sources import source_name
 from vlmserve.media.usual_sizes import UsualSizes
 from vlmserve.prompt.template import ImagePart, Message, Part
+from vlmserve.settings.config import MediaConfig
 
 
 def with_pages(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, VideoTooLargeError
 from vlmserve.frontend.messages import Medium, replace_media
 from vlmserve.media.cache import ImageCache
@@ -16,6 +15,7 @@ from vlmserve.media.usual_sizes import UsualSizes
 from vlmserve.media.video_frames import FrameReader, FrameSequence
 from vlmserve.media.videos import read_video
 from vlmserve.prompt.template import ImagePart, Message, Part
+from vlmserve.settings.config import MediaConfig
 
 _WORDS = 16
 """Tokens that the text before a frame may take."""

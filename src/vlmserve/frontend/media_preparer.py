@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 from PIL import Image
 
-from vlmserve.config import MediaConfig
 from vlmserve.errors import CapacityError, InvalidRequestError, InvalidRequestsError, TooManyImagesError
 from vlmserve.frontend.frames import VideosAsImages
 from vlmserve.frontend.messages import Medium
@@ -23,6 +22,7 @@ from vlmserve.media.sources import check_source, prepare_image, source_name
 from vlmserve.media.usual_sizes import UsualSizes
 from vlmserve.media.video_frames import Frame
 from vlmserve.media.videos import VideoProcessor, prepare_video
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import ImageInput, ModelInfo
 
 logger = logging.getLogger(__name__)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from vlmserve.config import MAX_FPS
 from vlmserve.errors import InvalidRequestError
 from vlmserve.media.arrays import frames_of
 from vlmserve.media.budget import BUDGET_FIELDS, NO_BUDGET, ImageBudget
 from vlmserve.media.sources import DocumentSource, ImageSource, is_url
 from vlmserve.media.videos import VideoSource
 from vlmserve.prompt.template import REASONING_FIELDS, ImagePart, Message, Part, Role, ToolCall, VideoPart
+from vlmserve.settings.config import MAX_FPS
 from vlmserve.types import MAX_CACHE_SALT, MediaKind
 
 _ROLES: dict[str, Role] = {

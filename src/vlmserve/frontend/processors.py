@@ -12,7 +12,6 @@ from typing import Any
 
 from PIL import Image
 
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError, UnsupportedModelError
 from vlmserve.families.registry import image_processor_path, vision_config, vision_family
 from vlmserve.frontend.frames import VideosAsImages
@@ -32,6 +31,7 @@ from vlmserve.media.transformers_processor import TransformersProcessor
 from vlmserve.media.videos import VideoProcessor
 from vlmserve.prompt.files import read_config, read_json
 from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.settings.config import MediaConfig
 
 _SMALL_IMAGE = (64, 64)
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vlmserve.config import ReasoningParser
 from vlmserve.errors import ConfigurationError
 from vlmserve.prompt.detokenize import Detokenizer
 from vlmserve.prompt.template import ChatTemplate
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.thoughts import Thinking
+from vlmserve.settings.config import ReasoningParser
 from vlmserve.types import Thoughts
 
 

@@ -13,7 +13,6 @@ from typing import Any, Unpack
 import msgspec
 
 from vlmserve.cancellation import check_cancelled
-from vlmserve.config import EngineConfig, MediaConfig, ModelImplementation
 from vlmserve.errors import (
     InvalidRequestError,
     PromptTooLongError,
@@ -45,6 +44,7 @@ from vlmserve.prompt.pooling import read_vectors
 from vlmserve.prompt.template import ChatTemplate, Message, read_template
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
+from vlmserve.settings.config import EngineConfig, MediaConfig, ModelImplementation
 from vlmserve.types import ModelInfo, Prompt
 
 logger = logging.getLogger(__name__)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from vlmserve.config import ToolCallParser
 from vlmserve.frontend.gemma_tools import GemmaToolForm
 from vlmserve.frontend.tools import ToolForm
 from vlmserve.frontend.xml_tools import XMLToolForm
 from vlmserve.prompt.template import ChatTemplate
 from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.settings.config import ToolCallParser
 
 _HERMES = ToolForm(
     "hermes", "arguments", trigger="<tool_call>", prefix="\n", suffix="\n</tool_call>", separator="\n<tool_call>"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from vlmserve.settings import Settings, parse_json, read_settings
+from vlmserve.settings.base import Settings, parse_json, read_settings
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 OBJECTIVES = ("ttft", "tpot", "itl", "e2el")

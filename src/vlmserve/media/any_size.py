@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
-from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
 from vlmserve.levels import Levels
 from vlmserve.media.budget import HIGH_DETAIL, NO_BUDGET, ImageBudget
@@ -27,6 +26,7 @@ from vlmserve.media.processor import (
     to_rgb,
     whole_view,
 )
+from vlmserve.settings.config import ProcessorOverrides
 from vlmserve.types import Pixels
 
 LARGEST_ASPECT = 200

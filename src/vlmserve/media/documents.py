@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from blake3 import blake3
 
-from vlmserve.config import MediaConfig
 from vlmserve.errors import DocumentTooLargeError, InvalidDocumentError, InvalidImageError, InvalidRequestError
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.decoding import DecodingMemory
@@ -23,6 +22,7 @@ from vlmserve.media.pdf import PDFProcess, is_pdf
 from vlmserve.media.processor import ImageProcessor
 from vlmserve.media.sources import DocumentSource, process_image, read_source
 from vlmserve.media.video_files import container_of
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import ImageInput
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{0,9}))?")

@@ -22,10 +22,10 @@ from urllib.parse import urljoin, urlsplit
 import httpcore
 
 from vlmserve.cancellation import client
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError
 from vlmserve.media.kinds import check_num_bytes
 from vlmserve.media.urls import ascii_host, ascii_url
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import MediaKind
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})

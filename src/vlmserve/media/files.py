@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidImageError
 from vlmserve.media.images import open_any
 from vlmserve.media.kinds import check_num_bytes
 from vlmserve.media.pages import has_several
 from vlmserve.media.pdf import is_pdf
 from vlmserve.media.video_files import container_of
+from vlmserve.settings.config import MediaConfig
 
 _VIDEOS = {"mov": "video/mp4", "matroska": "video/webm", "avi": "video/x-msvideo"}
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ModelLoadError
+from vlmserve.settings.config import MediaConfig
 
 
 class ImageTokens(Protocol):

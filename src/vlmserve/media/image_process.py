@@ -8,10 +8,10 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from vlmserve.config import MediaConfig
 from vlmserve.errors import DocumentTooLargeError, ImageTooLargeError, InvalidImageError
 from vlmserve.media.decoding import bytes_per_pixel, too_slow
 from vlmserve.media.isolated import Answer, IsolatedProcess
+from vlmserve.settings.config import MediaConfig
 
 _HEIF = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 _AVIF = frozenset({b"avif", b"avis"})

@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeAlias
 
 from PIL import Image, UnidentifiedImageError
 
-from vlmserve.config import MediaConfig
 from vlmserve.errors import (
     ImageTooLargeError,
     InvalidImageError,
@@ -23,6 +22,7 @@ from vlmserve.media.exif import orientation_exif, orientation_in
 from vlmserve.media.image_process import ImageProcess, heif_format
 from vlmserve.media.kinds import KINDS, check_num_bytes, max_bytes
 from vlmserve.media.pages import check_single
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import MediaKind
 
 FORMATS: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")

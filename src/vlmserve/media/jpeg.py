@@ -6,9 +6,9 @@ import re
 
 import numpy as np
 
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageTooLargeError
 from vlmserve.media.exif import orientation_exif, orientation_in
+from vlmserve.settings.config import MediaConfig
 
 SIGNATURE = b"\xff\xd8\xff"
 _MOST_SEGMENTS = 4096

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vlmserve.config import MediaConfig
 from vlmserve.errors import (
     DocumentTooLargeError,
     ImageTooLargeError,
@@ -14,6 +13,7 @@ from vlmserve.errors import (
     InvalidVideoError,
     VideoTooLargeError,
 )
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import MediaKind
 
 

@@ -7,10 +7,10 @@ import stat
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError
 from vlmserve.folders import expanded
 from vlmserve.media.kinds import check_num_bytes, max_bytes
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import MediaKind
 
 

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 
 from vlmserve.cancellation import check_cancelled
-from vlmserve.config import MediaConfig
 from vlmserve.errors import DocumentTooLargeError, InvalidImageError, VLMServeError
 from vlmserve.media.decoding import DecodingMemory, decoding_bytes
 from vlmserve.media.image_process import ImageProcess
@@ -20,6 +19,7 @@ from vlmserve.media.images import (
     upright,
 )
 from vlmserve.media.pages import has_several
+from vlmserve.settings.config import MediaConfig
 
 _ANIMATIONS = ("GIF", "WEBP", "PNG")
 

@@ -9,10 +9,10 @@ from functools import partial
 
 from PIL import Image
 
-from vlmserve.config import MediaConfig
 from vlmserve.errors import DocumentTooLargeError, InvalidDocumentError, VLMServeError
 from vlmserve.media.decoding import DecodingMemory, frame_bytes
 from vlmserve.media.isolated import Answer, IsolatedProcess
+from vlmserve.settings.config import MediaConfig
 
 _LONGEST_SIDE = 30_000
 """Maximum pixels of a page that is a single row or column."""

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from PIL import Image
 
 from vlmserve.cancellation import check_cancelled
-from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, InvalidImageError, InvalidRequestError
 from vlmserve.folders import expanded
 from vlmserve.media.arrays import image_of
@@ -34,6 +33,7 @@ from vlmserve.media.keys import image_key, pil_image_key
 from vlmserve.media.kinds import KINDS, check_num_bytes
 from vlmserve.media.local_files import read_allowed_file
 from vlmserve.media.processor import ImageProcessor
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import ImageInput, ImageSize, MediaKind
 
 ImageSource: TypeAlias = Image.Image | str | os.PathLike[str] | bytes | npt.NDArray[Any]

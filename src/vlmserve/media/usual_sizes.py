@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from vlmserve.config import MediaConfig
 from vlmserve.image_cost import ImageCost
 from vlmserve.media.budget import ImageBudget
+from vlmserve.settings.config import MediaConfig
 
 LEAST_PIXELS = 512 * 512
 """Minimum area of an image or page on any machine: low detail."""

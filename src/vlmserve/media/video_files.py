@@ -9,11 +9,11 @@ from functools import partial
 
 from PIL import Image
 
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidVideoError, VideoTooLargeError, VLMServeError
 from vlmserve.media.decoding import DecodingMemory, frame_bytes
 from vlmserve.media.image_process import heif_format
 from vlmserve.media.isolated import Answer, IsolatedProcess
+from vlmserve.settings.config import MediaConfig
 
 CONTAINERS = {"mov": (4, b"ftyp"), "matroska": (0, b"\x1aE\xdf\xa3"), "avi": (8, b"AVI ")}
 """FFmpeg's names of formats, with offset and bytes of their signatures.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from vlmserve.config import MediaConfig
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.decoding import DecodingMemory
 from vlmserve.media.images import DecodedImage
@@ -16,6 +15,7 @@ from vlmserve.media.processor import ImageProcessor
 from vlmserve.media.sources import ImageSource, Opened, process_image
 from vlmserve.media.video_files import VideoFile
 from vlmserve.media.videos import open_frames
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import ImageInput
 
 

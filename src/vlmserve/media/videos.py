@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from vlmserve.config import MediaConfig, ProcessorOverrides
 from vlmserve.errors import ImageFetchError, InvalidVideoError, VideoTooLargeError
 from vlmserve.media.any_size import AnySizeProcessor, pixel_bounds
 from vlmserve.media.budget import ImageBudget
@@ -29,6 +28,7 @@ from vlmserve.media.processor import whole_view
 from vlmserve.media.sources import ImageSource, Opened, Preprocessing, open_image, read_source
 from vlmserve.media.usual_sizes import UsualSizes
 from vlmserve.media.video_files import VideoFile
+from vlmserve.settings.config import MediaConfig, ProcessorOverrides
 from vlmserve.types import ImageInput, ImageSize, Pixels
 
 VideoSource: TypeAlias = ImageSource | Sequence[ImageSource]

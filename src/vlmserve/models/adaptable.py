@@ -15,7 +15,7 @@ from vlmserve.models.packed import read_weight
 from vlmserve.models.weights import Checkpoint, weight_names
 from vlmserve.quant.formats.layout import Layout
 from vlmserve.quant.methods.rtn import round_to_nearest
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 EMBEDDINGS, HEAD = "language_model.embed_tokens", "language_model.lm_head"
 

@@ -11,7 +11,7 @@ from vlmserve.layers.linear import META
 from vlmserve.models.registry import Description
 from vlmserve.models.weights import Checkpoint
 from vlmserve.quant.model import expected_memory
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 BLOCK_SIZE = 16
 """Tokens of the KV block that is measured."""

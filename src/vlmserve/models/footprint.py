@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from vlmserve.config import EngineConfig
 from vlmserve.errors import ModelLoadError, VLMServeError
 from vlmserve.families.family import BYTES
 from vlmserve.gguf.pair import language_model
@@ -22,7 +21,8 @@ from vlmserve.gguf_header import is_gguf, read_header
 from vlmserve.kernels.isas import SUPERBLOCK, SUPERBLOCK_BYTES, keeps_superblocks
 from vlmserve.memory import free_memory
 from vlmserve.models.files import PICKLES, weight_files
-from vlmserve.quantization import Scheme
+from vlmserve.settings.config import EngineConfig
+from vlmserve.settings.quantization import Scheme
 
 LIBRARIES = 320 * 2**20
 """Bytes that Python, torch and the smallest caches take in an engine's process."""

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.errors import CheckpointNotFoundError, ConfigurationError, MissingWeightsError
 from vlmserve.folders import expanded
 from vlmserve.gguf.choice import GGUF, choose_files
@@ -16,6 +15,7 @@ from vlmserve.gguf.mmproj import ARCHITECTURE
 from vlmserve.gguf.pair import make_pair
 from vlmserve.gguf_header import is_gguf, read_header
 from vlmserve.models.names import is_short, repository_of, suggestion
+from vlmserve.settings.config import BUILT_IN_MODEL
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _PICKLES = ["*.bin", "*.pth"]

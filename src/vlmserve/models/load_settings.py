@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vlmserve.config import ModelImplementation
 from vlmserve.layer_specs import CacheType
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.config import ModelImplementation
+from vlmserve.settings.quantization import QuantizationConfig
 
 
 @dataclass(frozen=True)

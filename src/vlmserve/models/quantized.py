@@ -29,7 +29,7 @@ from vlmserve.prompt.gguf import write_prompt_files
 from vlmserve.quant.formats.compressed_tensors import describe, to_bytes, to_tensors
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import choose_layers
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 PUBLISHED_NAMES = (
     ("language_model.lm_head.", "lm_head."),

@@ -50,7 +50,7 @@ SUFFIX = ".weights"
 PACKAGE = Path(__file__).parents[1]
 PACKING = (
     "devices", "families", "gguf", "gguf_header.py", "kernels", "layer_specs.py", "layers", "models", "quant",
-    "quantization.py",
+    "settings/quantization.py",
 )  # fmt: skip
 """Folders and files of code that packed weights depend on."""
 _NAME = re.compile(r"[0-9a-f]{32}\.weights")

@@ -12,7 +12,7 @@ from vlmserve.pixie.questions import TASKS, Example, sample_example
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS
 
 if TYPE_CHECKING:
-    from vlmserve.llm import LLM
+    from vlmserve.offline.llm import LLM
 
 #: Answers conversations (lists of messages in OpenAI's format), in order.
 Answer = Callable[[list[list[dict[str, Any]]]], list[str]]

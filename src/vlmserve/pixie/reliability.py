@@ -17,7 +17,7 @@ from vlmserve.pixie.scenes import HELD_OUT_SEEDS
 from vlmserve.pixie.vocabulary import COLOURS, PLACES, SHAPES
 
 if TYPE_CHECKING:
-    from vlmserve.llm import LLM
+    from vlmserve.offline.llm import LLM
 
 #: Pixie's tasks with a fixed set of answers.
 TASKS: Final = ("exists", "attribute", "where", "count")

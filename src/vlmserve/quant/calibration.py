@@ -19,7 +19,7 @@ from vlmserve.quant.methods import awq
 from vlmserve.quant.methods.gptq import DAMPINGS, gptq
 from vlmserve.quant.methods.smoothquant import smoothing_factors
 from vlmserve.quant.statistics import InputStatistics, output_error
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 logger = logging.getLogger(__name__)
 

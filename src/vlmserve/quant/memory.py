@@ -10,7 +10,7 @@ from torch import nn
 from vlmserve.devices.device import Device
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.linear import Embedding, Linear, TiedEmbedding, Weight
-from vlmserve.quantization import QuantizationConfig
+from vlmserve.settings.quantization import QuantizationConfig
 
 OUTPUTS = 256
 """Outputs of the example layer whose size is measured; a multiple of each kernel's tile."""

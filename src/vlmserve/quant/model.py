@@ -16,7 +16,7 @@ from vlmserve.layers.linear import Linear, TiedEmbedding
 from vlmserve.layers.parallel import RowParallelLinear
 from vlmserve.quant.memory import expected_bytes, own_bytes
 from vlmserve.quant.methods.rtn import round_to_nearest
-from vlmserve.quantization import QuantizationConfig, Scheme
+from vlmserve.settings.quantization import QuantizationConfig, Scheme
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import unquote
 
-from vlmserve.config import EngineConfig
 from vlmserve.sampling.dialects import NUMBER_BOUNDS, contradict, readable
+from vlmserve.settings.config import EngineConfig
 
 WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"
 """Whitespace in JSON as people and json.dumps write it. A confused model would write whitespace endlessly."""

@@ -8,11 +8,11 @@ from collections import OrderedDict
 from dataclasses import asdict
 from pathlib import Path
 
-from vlmserve.config import EngineConfig
 from vlmserve.errors import InvalidRequestError, UnavailableError
 from vlmserve.media.fork_server import disown_server, own_server
 from vlmserve.media.isolated import Answer, IsolatedProcess
 from vlmserve.sampling.schemas import JSONBounds
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import Grammar
 
 QUICK_SECONDS = 0.2

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from vlmserve.config import ServerConfig
 from vlmserve.errors import InvalidRequestError, UnavailableError, UnknownModelError, VLMServeError
 from vlmserve.scaleout.absence import Absences
 from vlmserve.scaleout.changes import Change, Changes
@@ -43,6 +42,7 @@ from vlmserve.scaleout.workers import Member
 from vlmserve.server.accounts import Account, KeyRing
 from vlmserve.server.body import BodyMemory
 from vlmserve.server.service import open_tracing
+from vlmserve.settings.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ import socket
 import struct
 import sys
 
-from vlmserve.config import ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.server.run import address_of
+from vlmserve.settings.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 

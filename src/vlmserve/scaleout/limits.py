@@ -18,10 +18,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from vlmserve.config import ServerConfig
 from vlmserve.errors import OverloadedError, StorageError
 from vlmserve.scaleout.storage import is_shared
 from vlmserve.server.accounts import Account
+from vlmserve.settings.config import ServerConfig
 from vlmserve.storage.limits import Places, Taken
 from vlmserve.storage.store import Store, open_store
 

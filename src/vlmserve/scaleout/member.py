@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import VLMServeError
 from vlmserve.garbage import freeze_loaded_objects
 from vlmserve.logs import level_number, set_up_logging
 from vlmserve.scaleout.settings import GatewayConfig
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
-from vlmserve.settings import Settings
+from vlmserve.settings.base import Settings
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 
 PolicyName = Literal["affinity", "least-loaded", "round-robin"]
 

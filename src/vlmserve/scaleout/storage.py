@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from vlmserve.config import ServerConfig
 from vlmserve.errors import ConfigurationError
+from vlmserve.settings.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Protocol
 
-from vlmserve.config import ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.folders import expanded
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.keys import MAX_KEY_LENGTH, StoredKey, read_keys, store
+from vlmserve.settings.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 

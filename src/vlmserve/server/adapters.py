@@ -11,7 +11,6 @@ from pathlib import Path
 
 from vlmserve.adapters.location import CONFIG, WEIGHTS, check_name, files_of, holds_adapter, is_xlora, read_module
 from vlmserve.adapters.xlora_config import XLoraFolder
-from vlmserve.config import EngineConfig, ServerConfig
 from vlmserve.errors import (
     AdapterError,
     ConfigurationError,
@@ -22,6 +21,7 @@ from vlmserve.errors import (
 )
 from vlmserve.folders import expanded
 from vlmserve.frontend.client import EngineClient
+from vlmserve.settings.config import EngineConfig, ServerConfig
 from vlmserve.types import AdapterInfo
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from vlmserve.config import ServerConfig
 from vlmserve.errors import EngineDeadError, VLMServeError
 from vlmserve.server.accounts import RATE_LIMIT_HEADERS
 from vlmserve.server.connection import RELAXED_HEADER, RequestLog, note
@@ -78,6 +77,7 @@ from vlmserve.server.schema.scores import CohereRanking, Ranking, RerankRequest,
 from vlmserve.server.schema.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from vlmserve.server.service import Phase, Service
 from vlmserve.server.streams import note_failure
+from vlmserve.settings.config import ServerConfig
 
 
 def operations(config: ServerConfig) -> list[Operation]:

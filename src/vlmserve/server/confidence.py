@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from vlmserve.confidences import json_confidence
 from vlmserve.errors import InvalidRequestError
+from vlmserve.offline.confidences import json_confidence
 from vlmserve.server.generation import TextDelta
 from vlmserve.server.schema.logprobs import TokenBytes
 

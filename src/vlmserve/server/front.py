@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from vlmserve.config import ServerConfig
 from vlmserve.errors import VLMServeError
 from vlmserve.server.accounts import KeyRing
+from vlmserve.settings.config import ServerConfig
 
 if TYPE_CHECKING:
     from vlmserve.server.tracing import Tracing

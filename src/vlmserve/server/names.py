@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from vlmserve.config import EngineConfig, ServerConfig
 from vlmserve.errors import UnknownModelError
 from vlmserve.models.names import repository_of
 from vlmserve.server.adapters import Adapters
+from vlmserve.settings.config import EngineConfig, ServerConfig
 from vlmserve.types import AdapterInfo
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
-from vlmserve.config import ServerConfig
 from vlmserve.server.errors import RefusedError
+from vlmserve.settings.config import ServerConfig
 
 _PRIVATE = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
 """Suffixes that nobody can register: local machine, local networks, Docker, Kubernetes."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 import msgspec
 
 from vlmserve.cancellation import run_in_thread
-from vlmserve.config import MediaConfig
 from vlmserve.cores import usable_cores
 from vlmserve.frontend.conversations import ConversationOptions
 from vlmserve.frontend.media_preparer import KnownMedia
@@ -24,6 +23,7 @@ from vlmserve.sampling.trials import SlowGrammarError
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.fair_queue import FairQueue
 from vlmserve.server.idle_memory import IdleMemory
+from vlmserve.settings.config import MediaConfig
 from vlmserve.types import Grammar, Prompt
 
 if TYPE_CHECKING:

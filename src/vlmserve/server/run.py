@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.engine import check_settings
 from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import ConfigurationError
@@ -28,6 +27,7 @@ from vlmserve.garbage import freeze_loaded_objects
 from vlmserve.logs import level_number, log_format_in_use, set_up_logging
 from vlmserve.models.hub import resolve_model
 from vlmserve.server.activity import activity_log
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.types import ModelInfo
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import (
     ConfigurationError,
     EngineDeadError,
@@ -30,6 +29,7 @@ from vlmserve.server.names import ServedNames
 from vlmserve.server.preparation import Preparation
 from vlmserve.server.schema.base import BodyLimits
 from vlmserve.server.schema.cards import Abilities, Input
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.storage.store import open_store
 from vlmserve.types import EngineStats, ModelInfo, SamplingParams
 

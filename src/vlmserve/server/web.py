@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Scope
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from vlmserve.config import ServerConfig
 from vlmserve.server.entrance import HAS_LEFT, Entrance
 from vlmserve.server.errors import RefusedError, error_response, framing_too_large, head_too_large
+from vlmserve.settings.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 

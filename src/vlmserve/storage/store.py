@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from vlmserve.config import ServerConfig
 from vlmserve.errors import ConfigurationError, OverloadedError, StorageError
 from vlmserve.folders import data_folder, expanded
+from vlmserve.settings.config import ServerConfig
 from vlmserve.storage.batches import Batches
 from vlmserve.storage.conversations import Conversations
 from vlmserve.storage.database import Database

@@ -50,8 +50,8 @@ from vlmserve.models.blocks.mlp import MLP as FeedForward
 from vlmserve.models.vision.qwen import VisionMLP
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 from vlmserve.quant.methods.rtn import round_to_nearest
-from vlmserve.quantization import QuantizationConfig
 from vlmserve.runner.memory import run_longest_step
+from vlmserve.settings.quantization import QuantizationConfig
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the kernels are not interpreted where there is a GPU"

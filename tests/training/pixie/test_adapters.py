@@ -18,10 +18,10 @@ from training.pixie.export import IMAGE_TOKENS
 from training.pixie.mixture import ROUTER, train_mixture
 from training.pixie.rows import squash
 from training.pixie.tokenizer import IMAGE, encode_example
-from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.skills import SKILLS, sample_questions
+from vlmserve.settings.config import EngineConfig
 
 
 def test_adapters_and_classifier_are_trained_and_written(tmp_path):

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 import vlmserve.pixie
 from tests.normalized import normalized
 from training.pixie.export import IMAGE_TOKENS, export, new_model
-from vlmserve.config import MediaConfig
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.pixie.drawing import draw_scene
 from vlmserve.pixie.scenes import sample_scene
+from vlmserve.settings.config import MediaConfig
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import ray
 from ray import serve
 from ray._private import ray_constants, services
 
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.cores import usable_cores
 from vlmserve.errors import ConfigurationError
 from vlmserve.logs import level_number, set_up_logging
@@ -25,6 +24,7 @@ from vlmserve.scaleout.ray.directory import NAMESPACE
 from vlmserve.scaleout.ray.membership import Membership
 from vlmserve.scaleout.settings import GatewayConfig, WorkerKind
 from vlmserve.scaleout.storage import check_local, check_shared, refuse_local
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 
 logger = logging.getLogger(__name__)
 

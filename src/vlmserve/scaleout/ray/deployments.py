@@ -17,7 +17,6 @@ from ray import serve
 from ray.serve._private import replica as serve_replica
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import VLMServeError
 from vlmserve.scaleout.member import GatewayLaunch, WorkerLaunch
 from vlmserve.scaleout.messages import LOAD_PATH, TOKEN_HEADER, Load
@@ -25,7 +24,8 @@ from vlmserve.scaleout.ray.membership import Membership
 from vlmserve.scaleout.scaling import workers_wanted
 from vlmserve.scaleout.settings import GatewayConfig
 from vlmserve.scaleout.storage import check_shared, refuse_local
-from vlmserve.settings import Settings, check_names, read_settings
+from vlmserve.settings.base import Settings, check_names, read_settings
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 
 _EXTRA_GRACE = 10.0
 """Seconds for a process to end after its requests."""

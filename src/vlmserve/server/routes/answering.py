@@ -14,7 +14,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vlmserve.config import ServerConfig
 from vlmserve.engine.admission import check_min_tokens
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.client import EngineClient
@@ -33,6 +32,7 @@ from vlmserve.server.service import Service
 from vlmserve.server.spans import record_generation, record_preparation, trace_of
 from vlmserve.server.streams import EVENTS, EventStream, begin_in_time
 from vlmserve.server.waiting import limit_preparation, limit_wait
+from vlmserve.settings.config import ServerConfig
 
 if TYPE_CHECKING:
     from vlmserve.server.tracing import Trace

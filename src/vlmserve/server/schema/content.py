@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
-from vlmserve.config import MAX_FPS
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.conversations import thinking_settings
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT, JSONObject, RequestModel, by_type, text_or_list
 from vlmserve.server.schema.tools import CalledFunction, SentToolCall
+from vlmserve.settings.config import MAX_FPS
 from vlmserve.types import Grammar
 
 

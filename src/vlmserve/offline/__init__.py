@@ -1,0 +1,1 @@
+"""`LLM` and `AsyncLLM`: calls from Python, without a server."""

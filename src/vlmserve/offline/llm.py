@@ -1,0 +1,279 @@
+"""Offline use: the engine in your own process, lists in, lists out.
+
+from vlmserve import LLM, SamplingParams
+
+llm = LLM("pixie")
+[result] = llm.generate({"prompt": "...", "multi_modal_data": {"image": "photo.png"}})
+print(result.text)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, overload
+
+from vlmserve.errors import InvalidRequestError, VLMServeError
+from vlmserve.offline.batch import OfflineBatch
+from vlmserve.offline.calls import Call
+from vlmserve.offline.engine import SharedEngine
+from vlmserve.offline.inputs import Conversation
+from vlmserve.offline.model import OfflineModel
+from vlmserve.offline.options import LLMOptions
+from vlmserve.offline.requests import LoRARequest
+from vlmserve.settings.config import BUILT_IN_MODEL
+from vlmserve.types import SamplingParams
+
+if TYPE_CHECKING:
+    from vlmserve.engine.protocol import VLMEngine
+    from vlmserve.offline.calls import Adapters, ChatOptions, Model, OnError, Outcome, Params
+    from vlmserve.offline.inputs import Conversations, TextPrompts
+    from vlmserve.offline.outputs import RequestOutput
+
+
+class LLM(OfflineModel[Iterator[str]]):
+    """A model that answers in this process.
+
+    model: short name, local folder or .gguf file, or Hugging Face repository id. Further options are the fields of
+    `EngineConfig`, `MediaConfig` and `OfflineConfig` (``dtype="float32"``, ``kv_cache_memory="2GiB"``,
+    ``max_images=4``, ``prepare_ahead=64``…).
+
+    Several threads may use one LLM: the engine batches their requests. A process that is forked from one with a loaded
+    LLM needs an LLM of its own; calls raise ForkError there. `close` gives back the memory, and so does deleting the
+    last reference.
+
+    Raises ConfigurationError for an unknown or impossible option, ModelLoadError for a checkpoint that cannot be
+    served.
+    """
+
+    def __init__(self, model: str = BUILT_IN_MODEL, **options: Unpack[LLMOptions]) -> None:
+        # Callers wait for whole answers: with images first, requests generate together.
+        super().__init__(model, options, {"encoder_step_share": math.inf, "step_seconds": math.inf})
+        self._engine = SharedEngine(self.config, self._setup.folder, self.preparer)
+        if self.config.load == "eager":
+            self.load()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def load(self) -> None:
+        """Load the model now if it is not loaded. Raises ModelLoadError and ConfigurationError."""
+        assert self.engine is not None
+
+    def close(self) -> None:
+        """Give back the model's memory. Requests that are not finished, and later calls, raise UnavailableError."""
+        self._engine.close()
+
+    @property
+    def engine(self) -> VLMEngine:
+        """The engine with its model. With ``load="lazy"`` its first use loads it, and raises what that raises.
+
+        Use it from one thread, while no other call of this LLM runs.
+        """
+        return self._engine.engine
+
+    if TYPE_CHECKING:
+
+        @overload  # type: ignore[override]
+        def chat(
+            self,
+            messages: Conversations,
+            sampling_params: Params = None,
+            use_tqdm: bool = True,
+            *,
+            stream: Literal[False] = False,
+            on_error: Literal["raise"] = "raise",
+            **options: Unpack[ChatOptions],
+        ) -> list[RequestOutput]: ...
+
+        @overload
+        def chat(
+            self,
+            messages: Conversations,
+            sampling_params: Params = None,
+            use_tqdm: bool = True,
+            *,
+            stream: Literal[True],
+            on_error: Literal["raise"] = "raise",
+            **options: Unpack[ChatOptions],
+        ) -> Iterator[RequestOutput]: ...
+
+        @overload
+        def chat(
+            self,
+            messages: Conversations,
+            sampling_params: Params = None,
+            use_tqdm: bool = True,
+            *,
+            stream: Literal[False] = False,
+            on_error: Literal["raise"] = "raise",
+            schema: type[Model],
+            **options: Unpack[ChatOptions],
+        ) -> list[Model]: ...
+
+        @overload
+        def chat(
+            self,
+            messages: Conversations,
+            sampling_params: Params = None,
+            use_tqdm: bool = True,
+            *,
+            stream: Literal[True],
+            on_error: Literal["raise"] = "raise",
+            schema: type[Model],
+            **options: Unpack[ChatOptions],
+        ) -> Iterator[Model]: ...
+
+        @overload
+        def chat(
+            self,
+            messages: Conversations,
+            sampling_params: Params = None,
+            use_tqdm: bool = True,
+            *,
+            stream: bool = False,
+            on_error: OnError,
+            **options: Unpack[ChatOptions],
+        ) -> Iterable[Outcome]: ...
+
+        @overload
+        def chat(
+            self,
+            messages: Conversations,
+            sampling_params: Params = None,
+            use_tqdm: bool = True,
+            *,
+            stream: bool = False,
+            on_error: OnError = "raise",
+            schema: Any,
+            **options: Unpack[ChatOptions],
+        ) -> Iterable[Any]: ...
+
+        def chat(self, *args: Any, **options: Any) -> Any: ...
+
+        @overload  # type: ignore[override]
+        def generate(
+            self,
+            prompts: TextPrompts,
+            sampling_params: Params = None,
+            use_tqdm: bool = True,
+            *,
+            stream: Literal[False] = False,
+            on_error: Literal["raise"] = "raise",
+            lora_request: Adapters = None,
+        ) -> list[RequestOutput]: ...
+
+        @overload
+        def generate(
+            self,
+            prompts: TextPrompts,
+            sampling_params: Params = None,
+            use_tqdm: bool = True,
+            *,
+            stream: Literal[True],
+            on_error: Literal["raise"] = "raise",
+            lora_request: Adapters = None,
+        ) -> Iterator[RequestOutput]: ...
+
+        @overload
+        def generate(
+            self,
+            prompts: TextPrompts,
+            sampling_params: Params = None,
+            use_tqdm: bool = True,
+            *,
+            stream: bool = False,
+            on_error: OnError,
+            lora_request: Adapters = None,
+        ) -> Iterable[Outcome]: ...
+
+        def generate(self, *args: Any, **options: Any) -> Any: ...
+
+    def _texts(
+        self, call: Call, messages: Conversation, params: SamplingParams, on_thought: Callable[[str], None]
+    ) -> Iterator[str]:
+        adapter = self._load_adapter(cast(LoRARequest | None, call.lora_request))
+        try:
+            prepared = call.prepare_for(adapter, messages, params)
+        except InvalidRequestError as error:
+            error.locate()
+            raise
+        request = self._engine.add(prepared, params)
+        [generation] = request.generations
+        try:
+            while generation.has_text or generation.finish_reason is None:
+                if generation.has_text:
+                    yield from generation.take_text(on_thought)
+                else:
+                    self._engine.step()
+            if generation.error is not None:
+                raise VLMServeError(generation.error)
+        finally:
+            self._engine.forget([request])
+
+    def _load_adapter(self, wanted: LoRARequest | None) -> str:
+        """Have an adapter served; returns its name, "" for the model itself. Raises AdapterError, UnknownModelError."""
+        return "" if wanted is None else self._engine.load_adapter(wanted)
+
+    def _answer(self, call: Call, *, stream: bool, use_tqdm: bool) -> Any:
+        self._engine.check()
+        if call.before is not None:
+            self._answer(call.before, stream=False, use_tqdm=False)
+        params, several = call.params_of(self.default_sampling_params), call.adapters()
+        one = cast(LoRARequest | None, call.lora_request)
+        names = repeat(self._load_adapter(one)) if several is None else [self._load_adapter(each) for each in several]
+        call.check_all()
+
+        def results() -> Generator[Any, None, None]:
+            total = len(call.items) if isinstance(call.items, Sequence) else None
+            with _progress(total, use_tqdm) as advance:
+                batch = OfflineBatch(
+                    self._engine,
+                    call,
+                    zip(call.items, params, names, strict=False),
+                    bounds=self._setup.offline,
+                    num_threads=self._setup.media.threads,
+                    window=self._setup.window if stream else None,
+                    advance=advance,
+                )
+                with closing(batch.results()) as outcomes:
+                    for number, outcome in enumerate(outcomes):
+                        yield from call.results_of(outcome, number)
+
+        if stream:
+            return results()
+        with closing(results()) as found:
+            return list(found)
+
+
+@contextmanager
+def _progress(total: int | None, enabled: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on the error stream; yields what to call with each step: requests that finished, new tokens."""
+    if not enabled:
+        yield lambda num_finished, num_tokens: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("Answering"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total, tokens=0)
+        tokens = 0
+
+        def advance(num_finished: int, num_tokens: int) -> None:
+            nonlocal tokens
+            tokens += num_tokens
+            progress.update(task, advance=num_finished, tokens=tokens)
+
+        yield advance

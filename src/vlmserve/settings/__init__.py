@@ -1,0 +1,1 @@
+"""Settings: declaration, parsing, validation, and other servers' names for them."""

@@ -1,0 +1,1 @@
+"""Commands' work besides serving: benchmarks, verification, perplexity, routing plots, advice."""
