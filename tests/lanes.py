@@ -10,8 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 _SLOW = {
-    ".": """async_llm bench confidence cores examples folders forked_workers gguf imports llm llm_threads mmproj
-        second_tries""",
+    ".": "cores examples folders forked_workers gguf imports mmproj second_tries",
     "adapters": "captured merge parity serving xlora xlora_checkpoint xlora_pool",
     "batch": "run",
     "benchmarks": "context gpu gpu_static image_reuse mutations sizes soak state_reuse",
@@ -30,6 +29,7 @@ _SLOW = {
     "models": """bitsandbytes blip broken_checkpoints decoder estimate families footprint gemma4_vision gguf hybrids
         internvl llava ocr original_families pixtral published published_quantization quantized stages tiles weights
         weights_cache""",
+    "offline": "async_llm confidence llm llm_threads",
     "pixie": "model skills",
     "prompt": "detokenize template_limits text_time tokenizer",
     "sampling": "closing dialects grammar sampler",
@@ -39,6 +39,7 @@ _SLOW = {
         media_attacks messages messages_tools metrics openapi ranks reasoning response_tools
         responses run sampling structured supervision tools tracing""",
     "storage": "store",
+    "tools": "bench",
     "training/pixie": "adapters train",
     "web": "accessibility batches_view chat live_view thoughts",
 }
