@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def create_engine(config: EngineConfig, folder: Path | None = None) -> VLMEngine:
-    """The engine that the settings ask for, with its model loaded.
+    """Return the engine for these settings, with its model loaded.
 
-    folder: the checkpoint, if `config.model` is resolved already. Raises ModelLoadError and ConfigurationError.
+    folder: the checkpoint, if `config.model` is already resolved. Raises ModelLoadError and ConfigurationError.
     """
     if config.engine == "mock":
         from vlmserve.engine.mock import MockEngine
@@ -32,10 +32,10 @@ def create_engine(config: EngineConfig, folder: Path | None = None) -> VLMEngine
 
 
 def check_settings(config: EngineConfig, folder: Path) -> None:
-    """Check settings against the headers of a checkpoint, before torch is imported, which takes seconds.
+    """Check settings against a checkpoint's headers before torch is imported, which takes seconds.
 
-    Raises CapacityError for contexts that cannot be had, ModelLoadError for weights that need more memory than is
-    free. Other errors are left to `create_engine`.
+    Raises CapacityError for impossible contexts, ModelLoadError for weights larger than free memory. `create_engine`
+    reports other errors.
     """
     if config.engine == "mock":
         return

@@ -1,4 +1,4 @@
-"""Adapters of an engine: those of the settings, and those that are loaded while it runs."""
+"""Loads adapters: the configured ones, and more while the engine runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Load(NamedTuple):
 
 
 class AdapterLoading:
-    """Owns the store, and the loads that callers wait for."""
+    """Owns the adapter store, and the loads that callers wait for."""
 
     def __init__(self, store: XLoraStore) -> None:
         self.store = store
@@ -37,9 +37,9 @@ class AdapterLoading:
 
     @classmethod
     def of(cls, config: EngineConfig, model: LoadedModel) -> AdapterLoading | None:
-        """With the adapters of the settings loaded; None if none are to be served.
+        """Load the configured adapters. Returns None if adapters are disabled.
 
-        Raises ConfigurationError for a model that takes no adapters, and for an adapter that cannot be loaded.
+        Raises ConfigurationError if the model supports no adapters, or an adapter cannot be loaded.
         """
         if not config.enable_lora:
             if config.lora_modules:
@@ -78,7 +78,6 @@ class AdapterLoading:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a load has not ended."""
         return bool(self._loads)
 
     def finish(self) -> list[FinishedLoad]:

@@ -1,4 +1,4 @@
-"""Checks of a request that every engine makes before it queues the request."""
+"""Request checks that every engine makes before queueing."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vlmserve.types import EngineRequest, ImageSpan, ModelInfo, Prompt, Sampling
 
 
 def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container[str], *, max_logprobs: int) -> None:
-    """Check that a request can run on the model of `info`. unfinished: the ids in use. max_logprobs: alternatives that
-    it may ask for.
+    """Check that a request can run on a model.
 
-    Raises PromptTooLongError, TooManyImagesError, or InvalidRequestError for an id in use, an empty prompt, a token id
-    outside of the vocabulary, more alternatives than may be asked for or images that do not lie in the prompt.
+    unfinished: ids in use. max_logprobs: maximum alternatives. Raises PromptTooLongError, TooManyImagesError, or
+    InvalidRequestError for an id in use, an empty prompt, a token id outside the vocabulary, too many alternatives, or
+    images outside the prompt.
     """
     if request.request_id in unfinished:
         raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
@@ -38,9 +38,9 @@ def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container
 
 
 def check_min_tokens(wanted: int, prompt: Prompt, info: ModelInfo) -> None:
-    """Check that the shortest allowed answer fits into the context after a prompt. Raises InvalidRequestError.
+    """Check that the shortest allowed answer fits into the context. Raises InvalidRequestError.
 
-    `max_tokens` needs no check: the engine ends an answer with the context.
+    `max_tokens` needs no check: answers end with the context.
     """
     num_tokens, context = len(prompt.token_ids), info.max_prompt_len + 1
     if num_tokens < context < num_tokens + wanted:
@@ -98,7 +98,7 @@ def _check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) ->
 
 
 def _check_text(span: ImageSpan, prompt: Prompt) -> None:
-    """The text inside an image is in the prompt, too, whose tokens cached blocks are known by."""
+    """Check that text inside an image equals the prompt's tokens, which identify cached blocks."""
     before = -1
     for place, token_id in span.image.text:
         if not before < place < span.image.num_tokens or prompt.token_ids[span.start + place] != token_id:
@@ -107,7 +107,7 @@ def _check_text(span: ImageSpan, prompt: Prompt) -> None:
 
 
 def _check_token_ids(prompt: Prompt, vocab_size: int) -> None:
-    """Placeholders may lie outside the vocabulary, text may not."""
+    """Check that text is in the vocabulary. Placeholders may be outside."""
     if min(prompt.token_ids) >= 0 and max(prompt.token_ids) < vocab_size:
         return
     placeholders = {

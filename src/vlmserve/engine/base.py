@@ -1,4 +1,4 @@
-"""What the real and the mock engine have in common."""
+"""Code that the real and the mock engine share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BaseEngine:
-    """The part of a `VLMEngine` that does not depend on how answers are made. Subclasses set all attributes."""
+    """The part of a `VLMEngine` that is independent of how answers are made. Subclasses set all attributes."""
 
     _config: EngineConfig
     _info: ModelInfo
@@ -65,10 +65,10 @@ class BaseEngine:
         self._adapters.store.unload(name)
 
     def _check(self, request: EngineRequest, unfinished: Container[str], num_waiting: int, num_running: int) -> None:
-        """Raise what `VLMEngine.add` raises.
+        """Raise the errors of `VLMEngine.add`.
 
-        unfinished: the ids in use. num_waiting, num_running: requests in the queue and in the batch. Requests that the
-        next step admits to the batch do not count against the queue's limit.
+        unfinished: ids in use. num_waiting, num_running: requests in the queue and in the batch. Requests that the next
+        step admits do not count against the queue's limit.
         """
         check_request(request, self._info, unfinished, max_logprobs=self._config.max_logprobs)
         if num_waiting + num_running >= self._config.max_waiting + self._config.max_num_seqs:

@@ -1,7 +1,7 @@
-"""Calibrated copies of checkpoints, in a cache: whoever needs one that is not there has it made.
+"""A cache of calibrated checkpoints, which creates missing ones.
 
-A copy is made by the package `calibration`, which is above this one and runs in a process of its own: what it takes
-of memory is gone when the model is loaded. It is `vlmserve quantize` with another place to write to.
+The package `calibration`, a higher layer, runs in its own process, so its memory is free when the model loads. It does
+what `vlmserve quantize` does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DIGEST_BYTES = 16
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What the process is told, one line of JSON."""
+    """The process's settings, one line of JSON."""
 
     folder: str
     """The checkpoint."""
@@ -54,9 +54,9 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def calibrated_copy(config: EngineConfig, folder: Path) -> Path:
-    """The checkpoint in a folder, quantized as the settings say; made now if it is not in the cache.
+    """Return the checkpoint, quantized as configured. Creates it if the cache lacks it.
 
-    Raises ConfigurationError for settings that do not fit, a full disk, and a cache that cannot be written to.
+    Raises ConfigurationError for invalid settings, a full disk, or a read-only cache.
     """
     settings = config.quantization.model_dump(mode="json")
     place = cache_folder() / _digest(folder, settings, _computed_by(folder, config.kernels))
@@ -73,14 +73,14 @@ def calibrated_copy(config: EngineConfig, folder: Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where copies are: beside the downloads from the Hugging Face hub."""
+    """Return the cache folder, next to Hugging Face's."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE).parent / "vlmserve" / "quantized"
 
 
 def run_job(job: Job) -> None:
-    """Have the copy made, and raise why it was not. The process ends with this one."""
+    """Create the copy in a process that ends with this one. Raises its error."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "vlmserve.calibration.process"],
         stdin=subprocess.PIPE,
@@ -104,7 +104,7 @@ def run_job(job: Job) -> None:
 
 
 def check_answer(answer: bytes, status: int) -> None:
-    """Raises what a process says that it failed for, and ModelLoadError for one that ended without a word."""
+    """Raise the process's error, or ModelLoadError if it ended without one."""
     if answer:
         raise msgspec.json.decode(answer, type=Failure).error()
     if status:
@@ -112,7 +112,7 @@ def check_answer(answer: bytes, status: int) -> None:
 
 
 def _computed_by(folder: Path, kernels: str) -> str:
-    """The kernels and the type that a copy is computed with. Raises what `Description.read_plain` raises."""
+    """Return the kernels and dtype of the calibration. Raises the errors of `Description.read_plain`."""
     description = Description.read_plain(folder)
     stated = description.dtype(Checkpoint(folder, description.rename))
     device, dtype = open_device(torch.device("cpu"), kernels, stated, automatic=True)
@@ -120,10 +120,10 @@ def _computed_by(folder: Path, kernels: str) -> str:
 
 
 def _digest(folder: Path, settings: dict[str, Any], computed_by: str) -> str:
-    """A name for all that a copy depends on."""
+    """Return a name that covers everything that the copy depends on."""
     named = settings["calibration"]
     data = None if named is None else expanded(named)
-    # What comes along is drawn by this package, and Python's manual.
+    # The built-in data depends on this package and on Python's manual.
     origin = platform.python_version() if data is None else _data_digest(data).hex()
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     others = [path for path in files if path.is_file() and path.suffix not in WEIGHT_FILES]
@@ -136,7 +136,7 @@ def _digest(folder: Path, settings: dict[str, Any], computed_by: str) -> str:
 
 
 def _data_digest(data: Path) -> bytes:
-    """Of a file, or of the names and contents of all files in a folder."""
+    """Return the digest of a file, or of the names and contents of a folder's files."""
     if not data.exists():
         raise ConfigurationError(f"--quantize-calibration {data}: there is no such file or folder")
     if data.is_file():

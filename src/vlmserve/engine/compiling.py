@@ -12,7 +12,7 @@ from vlmserve.types import EngineRequest
 
 
 class Released(NamedTuple):
-    """A request whose grammar was compiled, or the error of a broken grammar."""
+    """A request with a compiled grammar, or with the error of an invalid one."""
 
     request: EngineRequest
     error: VLMServeError | None
@@ -52,7 +52,7 @@ class CompilingRequests:
         self._held = [held for held in self._held if held[0].request_id not in dropped]
 
     def close(self) -> None:
-        """Cancel what has not begun to compile."""
+        """Cancel all requests."""
         self.abort([request.request_id for request, _ in self._held])
 
 

@@ -1,4 +1,4 @@
-"""The disk cache of an engine, as its settings say."""
+"""The disk cache of an engine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from vlmserve.settings.config import EngineConfig
 
 
 class DiskCache:
-    """Keeps embeddings and KV blocks of one engine on disk.
+    """Stores an engine's embeddings and KV blocks on disk.
 
-    It keeps no blocks of several ranks, each of which has a part, and none of models with states, without which blocks
-    are of no use.
+    It stores no blocks with several ranks, which hold shards, or for models with states, which need more than blocks.
     """
 
     def __init__(self, config: EngineConfig, tier: DiskTier, runner: ModelRunner, memory: KVMemory) -> None:
@@ -38,7 +37,7 @@ class DiskCache:
 
     @classmethod
     def open(cls, config: EngineConfig, model: LoadedModel, runner: ModelRunner, memory: KVMemory) -> DiskCache | None:
-        """Return the cache in the folder of the settings. None: there is none, or it may not be used."""
+        """Open the configured cache. None: not configured or not usable."""
         if not config.disk_cache:
             return None
         entries = Entries.at(config.disk_cache, config.disk_cache_memory)
@@ -47,12 +46,12 @@ class DiskCache:
         return cls(config, DiskTier(entries, _identity(config, model)), runner, memory)
 
     def resource(self, images: Images) -> Stored:
-        """Return the resource that requests wait for. Images find what it has read."""
+        """Return the resource that requests wait for. `images` finds what it has read."""
         images.stored = self._fetches.contents
         return Stored(self._fetches, images, self._memory, self._runner.blocks.block_bytes)
 
     def keep(self) -> None:
-        """Keep the blocks that a step has filled, before another step is planned."""
+        """Store the blocks that a step has filled, before the next step is planned."""
         memory, tier = self._memory, self._fetches.tier
         if memory.stores:
             self._runner.keep_blocks(tier, memory.stores)
@@ -67,6 +66,6 @@ class DiskCache:
 
 
 def _identity(config: EngineConfig, model: LoadedModel) -> bytes:
-    """The digest of all that entries depend on besides their keys, which cover images, tokens, adapters and salts."""
+    """Return a digest of everything that entries depend on, except their keys (images, tokens, adapters, salts)."""
     parts = [model.identity.hex(), str(model.dtype), config.tensor_parallel_size, code_digest()]
     return blake3(json.dumps(parts).encode()).digest()

@@ -1,4 +1,4 @@
-"""Starts the drafts of an engine."""
+"""Starts drafting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 def start_drafting(
     config: EngineConfig, scheduler: Scheduler, runner: ModelRunner, sizes: CacheSizes
 ) -> Drafter | None:
-    """Have a scheduler propose drafts, as many as measured steps make worthwhile. None: it proposes none."""
+    """Let a scheduler propose as many drafts as measurements justify. None: no drafts."""
     model, device = runner.model, runner.model.device
     may_measure = config.max_warm_up_seconds > 0 and model.cross is None
     waits = device.torch_device.type == "cpu" and device.draw_later is None

@@ -1,4 +1,4 @@
-"""The real engine: scheduler, caches and model, driven one synchronous step at a time."""
+"""The real engine: scheduler, caches and model, one synchronous step at a time."""
 
 from __future__ import annotations
 
@@ -60,28 +60,28 @@ from vlmserve.types import (
 logger = logging.getLogger(__name__)
 
 USUAL_TOKENS = 2048
-"""Of the requests that the log counts, prompt and answer together."""
+"""Tokens of a typical request for the start-up log, prompt and answer together."""
 _WAIT = 0.05
-"""Seconds that an engine without other work waits for a grammar or an adapter before it looks for other work."""
+"""Seconds that an idle engine waits for a grammar or adapter before it looks for other work."""
 
 
 @dataclass(slots=True)
 class StepTimings:
-    """Seconds of the last step: `schedule` covers planning before and bookkeeping after the run."""
+    """Seconds of the last step. `schedule` covers planning before and bookkeeping after the run."""
 
     schedule: float = 0.0
     run: RunTimings = field(default_factory=RunTimings)
 
     @property
     def overhead(self) -> float:
-        """Time of the step outside the model and its vision tower."""
+        """Seconds outside the model and its vision tower."""
         return self.schedule + self.run.build + self.run.sample
 
 
 class Engine(BaseEngine):
-    """`VLMEngine` over a loaded model.
+    """A `VLMEngine` with a model.
 
-    Raises ModelLoadError for a checkpoint that cannot be served, ConfigurationError for settings that do not fit.
+    Raises ModelLoadError if the checkpoint cannot be served, ConfigurationError for invalid settings.
     """
 
     def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
@@ -107,7 +107,7 @@ class Engine(BaseEngine):
         folder: Path | None = None,
         followers: Followers | None = None,
     ) -> None:
-        """followers: all other ranks; None: there are none."""
+        """followers: the other ranks, if any."""
         language_model = model.language_model
         sizes = self.sizes = cache_sizes(config, model)
         of_tokens, num_pages, num_host_pages, max_model_len = sizes[:4]
@@ -133,7 +133,7 @@ class Engine(BaseEngine):
             store = self._adapters.store
             slots = self._slots = RunnerAdapters(model, config.max_loras, store.get, config.max_lora_rank)
             self._adapter_slots = AdapterSlots(config.max_loras, store)
-        # Planned and submitted before the step before it has ended; see `Scheduler.schedule_ahead`.
+        # A step submitted before the previous one has ended, see `Scheduler.schedule_ahead`.
         self._ahead: tuple[SchedulerOutput, float, RunningStep] | None = None
         self._overlaps = model.device.draw_later is not None and followers is None
         if followers is None:
@@ -161,7 +161,7 @@ class Engine(BaseEngine):
         )
         if self._adapters is not None and self._adapter_slots is not None:
             self._adapters.follow(self.scheduler, self._adapter_slots)
-        # GPUs compute whole prompts in less time, and first measurements there include compiling.
+        # GPUs need no limit: they compute whole prompts fast, and their first measurements include compilation.
         on_cpu = model.device.torch_device.type == "cpu"
         self._limits = MeasuredLimits(config.encoder_step_share, config.step_seconds if on_cpu else math.inf)
         warm_up = self.runner.warm_up()
@@ -233,7 +233,7 @@ class Engine(BaseEngine):
         return outputs
 
     def _update(self, step: SchedulerOutput, output: ModelRunnerOutput, ran: float) -> list[EngineOutput]:
-        """Apply the output of a step that ended at the time `ran`."""
+        """Apply the output of a step that ended at `ran`."""
         requests, answered = self.scheduler.requests, dict[str, Request]()
         for request_id in output.token_ids:
             if (request := requests.get(request_id)) is not None:
@@ -251,7 +251,7 @@ class Engine(BaseEngine):
         return outputs
 
     def _without_work(self) -> list[EngineOutput]:
-        """Wait a short time for what requests wait for: a resource, or the mask of a slow grammar."""
+        """Wait briefly for a resource, or for a slow grammar's mask."""
         outputs = self.scheduler.end_failed()
         if not outputs:
             outputs = self._update(SchedulerOutput(), self.runner.collect(_WAIT), time.perf_counter())
@@ -261,20 +261,19 @@ class Engine(BaseEngine):
 
     @property
     def adapter_store(self) -> AdapterStore:
-        """The adapters that are served. Raises ConfigurationError where there are none."""
+        """The served adapters. Raises ConfigurationError if adapters are disabled."""
         if self._adapters is None:
             raise ConfigurationError("no adapters are served here: start with --enable-lora")
         return self._adapters.store
 
     def observe_scalings(self, observer: Observer | None) -> None:
-        """Have an observer told how X-LoRA scales adapters, or none any more. Raises ConfigurationError without
-        --enable-lora."""
+        """Set or remove an observer of X-LoRA scalings. Raises ConfigurationError without --enable-lora."""
         if self._slots is None:
             raise ConfigurationError("no adapters are served here: start with --enable-lora")
         self._slots.observer = observer
 
     def _note_progress(self, step: SchedulerOutput, output: ModelRunnerOutput, planned: float) -> int:
-        """Record times of requests and of the step. Returns how many prompt tokens the step computed."""
+        """Record times of requests and of the step. Returns the number of prompt tokens computed."""
         requests = self.scheduler.requests
         if step.images_to_encode or step.encodings:
             self._note_images(step, output.timings, planned)
@@ -292,7 +291,7 @@ class Engine(BaseEngine):
         return prompt_tokens
 
     def _note_images(self, step: SchedulerOutput, timings: RunTimings, planned: float) -> None:
-        """Record which images a step worked on, and when requests first had an image encoded."""
+        """Record a step's images, and each request's first encoding."""
         for key in step.encoded_keys:
             for request_id in self._images.cache.holders(key):
                 request = self.scheduler.requests[request_id]
@@ -426,7 +425,7 @@ def _num_tokens(output: EngineOutput) -> int:
 
 
 def _with_timings(request: Request, output: EngineOutput, now: float) -> EngineOutput:
-    """The first and the last output of a request carry its timings."""
+    """Add timings to a request's first and last output."""
     if request.answered != now and output.finish_reason is None:
         return output
     timings = RequestTimings(
@@ -441,7 +440,7 @@ def _with_timings(request: Request, output: EngineOutput, now: float) -> EngineO
 
 
 def _snapshot(request: Request, unfinished: Container[bytes], *, runs: bool) -> RequestSnapshot:
-    """unfinished: keys of images that the tower has begun. runs: whether the request is in the batch."""
+    """unfinished: keys of partly encoded images. runs: whether the request is in the batch."""
     has_run = request.num_cached is not None
     images = request.images_for(0, request.num_prompt_tokens)
     return RequestSnapshot(

@@ -1,4 +1,4 @@
-"""What an engine holds answers to."""
+"""The engine's grammar compiler."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vlmserve.settings.config import EngineConfig
 
 
 def grammar_compiler(config: EngineConfig, folder: Path | None, vocab_size: int) -> GrammarCompiler:
-    """Compiles for the settings' checkpoint, whose tokenizer is read when the first grammar comes.
+    """Return a compiler for the configured checkpoint. The first grammar loads its tokenizer.
 
-    folder: where the checkpoint is, if that is known.
+    folder: the checkpoint, if already resolved.
     """
 
     def read() -> Tokenizer:

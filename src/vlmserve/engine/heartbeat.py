@@ -1,7 +1,7 @@
-"""How the engine's process shows that it is alive: a message every second, which says how long its step takes.
+"""The engine process's heartbeat: every second, it reports the duration of the current step.
 
-A thread of its own sends it, since a step may take long where the model is large. A process that is stopped or cannot
-run sends none. The message also says for how long one of the other ranks has been silent.
+A thread sends it, since steps of large models take long. A stopped process sends none. The message also has the longest
+silence of another rank.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import msgspec
 import zmq
 
 INTERVAL = 1.0
-"""Seconds between two messages."""
+"""Seconds between messages."""
 _QUEUE = 4
-"""Messages that may wait for a server that does not read them."""
+"""Maximum unread messages."""
 
 
 class Beat(msgspec.Struct, frozen=True):
     step_seconds: float
-    """How long the step loop has been at the same step; 0 while it has nothing to do."""
+    """Seconds of the current step, 0 when idle."""
     rank_silence: float = 0.0
-    """Seconds without a heartbeat of one of the other ranks."""
+    """Seconds since another rank's last heartbeat."""
 
 
 class StepClock:
-    """When the step loop began what it does now; it writes and the heartbeat reads."""
+    """Start time of the current step, written by the step loop and read by the heartbeat."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -41,13 +41,12 @@ class StepClock:
 
     @property
     def seconds(self) -> float:
-        """Since it began; 0 if it has nothing to do."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
 
 class Heartbeat:
-    """Sends beats until it is closed. endpoint: of the engine's messages. rank_silence: see `Beat`."""
+    """Sends beats until closed. endpoint: of the engine's messages. rank_silence: see `Beat`."""
 
     def __init__(
         self,
@@ -78,5 +77,4 @@ class Heartbeat:
 
 
 def beat_endpoint(endpoint: str) -> str:
-    """Where beats go, beside the engine's messages."""
     return f"{endpoint}-beat"

@@ -1,4 +1,4 @@
-"""How fast this machine encodes images, measured once for each model and kept."""
+"""Image encoding speed of this machine, measured once per model and stored."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.remembered import Remembered
 
 SPEEDS = Remembered("image-speed.json", float)
-"""Seconds of a MAC of a vision tower, by model and machine."""
+"""Seconds per MAC of a vision tower, by model and machine."""
 STEPS_PER_OCTAVE = 4
-"""Speeds are rounded, so that equal machines have equal budgets."""
+"""Rounding gives equal machines equal budgets."""
 
 
 def image_cost(model: LoadedModel, identity: bytes, macs: int, seconds: float) -> ImageCost | None:
-    """Time of images by area. None: all have one size, or the tower cannot be measured.
+    """Return the time of images by area. None: all images have one size, or the tower cannot be measured.
 
-    identity: of the model and how it computes. macs, seconds: of a part of a small image.
+    identity: of the model and its settings. macs, seconds: of part of a small image.
     """
     tower = model.vision
     if tower is None or not macs or not seconds:

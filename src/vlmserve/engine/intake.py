@@ -1,4 +1,4 @@
-"""Requests from messages, and which of them can never run on a model."""
+"""Converts messages to the scheduler's requests, and rejects requests that can never run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from vlmserve.types import KEY_BYTES, EngineRequest, ImageInput, ImageSpan, Prom
 
 
 class Intake:
-    """Makes the scheduler's requests."""
-
     def __init__(
         self,
         config: EngineConfig,
@@ -48,7 +46,7 @@ class Intake:
         self._num_accepted = 0
 
     def accept(self, request: EngineRequest) -> tuple[Request, Beams | None]:
-        """Return the scheduler's request, and its beam search if it has one. Raises what `VLMEngine.add` raises."""
+        """Return the scheduler's request, and its beam search if any. Raises the errors of `VLMEngine.add`."""
         for span in request.prompt.images:
             self._check_image(span.image, span.image.num_embeddings * self.image_token_bytes)
         self._check_times(request.prompt)
@@ -58,7 +56,7 @@ class Intake:
             request = msgspec.structs.replace(request, prompt=_with_adapter(request.prompt, adapter.digest))
         seed = request.params.seed
         first_position = self._model.language_model.first_position(len(request.prompt.token_ids))
-        # Keys and values depend on the positions at which they were computed.
+        # Keys and values depend on their positions.
         identity = self.identity + (b" from %d" % first_position if first_position else b"")
         if adapter is not None and adapter.mixes and self._sizes.slots == 1:
             raise InvalidRequestError(
@@ -89,7 +87,7 @@ class Intake:
         return queued, beams
 
     def _adapter(self, name: str) -> Served | None:
-        """Return a request's adapter. Raises UnknownModelError if it is not served."""
+        """Raises UnknownModelError if the adapter is not served."""
         if not name:
             return None
         if self._adapters is None:
@@ -97,12 +95,12 @@ class Intake:
         return self._adapters.store[name]
 
     def _scaling_root(self, request: EngineRequest, adapter: Served | None, identity: bytes) -> bytes | None:
-        """The root key of a request's scaling pass; None: it has none."""
+        """Return the root key of a request's scaling pass, if it has one."""
         known = None if adapter is None or self._adapters is None else self._adapters.store.scaling_pass(adapter)
         return None if known is None else root_key(identity, adapter=known, salt=request.cache_salt)
 
     def _longest(self, passes: int = 1, span: int = 0) -> int:
-        """Maximum tokens of a request. span: maximum number of its tokens that must be computed in one step."""
+        """Return the maximum tokens of a request. span: maximum tokens that must be computed in one step."""
         chunk = max(self._config.max_num_batched_tokens, span)
         if self._sizes.slots:
             chunk += CHUNK  # see `StateMemory`
@@ -110,7 +108,7 @@ class Intake:
         return sizes.of_tokens.fitting(sizes.pages // passes, chunk, sizes.max_model_len)
 
     def _max_len_of(self, prompt: Prompt, passes: int) -> int:
-        """Maximum tokens of a request with this prompt. Raises PromptTooLongError where the prompt leaves no room."""
+        """Return the maximum tokens of a request. Raises PromptTooLongError if the prompt leaves no room."""
         placements = [span.placement for span in prompt.images]
         spans = bidirectional_spans(placements, len(prompt.token_ids), self._model.language_model.bidirectional)
         if passes == 1 and not spans:
@@ -121,7 +119,7 @@ class Intake:
         return longest
 
     def _check_times(self, prompt: Prompt) -> None:
-        """Check that the frames of slow videos have no positions after the model's last one."""
+        """Check that video frames stay within the model's positions."""
         grids = [(span.image.grid, span.image.frame_step) for span in prompt.images]
         times = sum(int(grid[0] * step) for grid, step in grids if isinstance(grid, tuple))
         most = self._model.max_position

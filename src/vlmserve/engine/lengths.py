@@ -1,4 +1,4 @@
-"""Checks that contexts fit model and KV cache. Imports no torch, so that settings that cannot work fail at once."""
+"""Checks that contexts fit the model and the KV cache, without torch, so that impossible settings fail at once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vlmserve.prompt.files import read_json
 from vlmserve.settings.config import EngineConfig
 
 SCALE_BYTES = 4
-"""Bytes of the scale of a quantized row of keys or values."""
+"""Bytes of the scale of a quantized key or value."""
 
 logger = logging.getLogger(__name__)
 
 
 def context_length(config: EngineConfig, max_position: int) -> int:
-    """The longest context in tokens. max_position: of the model, in tokens. Raises CapacityError if settings want
-    more than that."""
+    """Return the maximum context. max_position: of the model. All in tokens. Raises CapacityError if the settings
+    exceed the model."""
     if config.max_model_len is None:
         return max_position
     if config.max_model_len > max_position:
@@ -30,7 +30,7 @@ def context_length(config: EngineConfig, max_position: int) -> int:
 
 
 def check_lengths(config: EngineConfig, of_tokens: CacheBytes, max_position: int) -> None:
-    """Raises CapacityError for a context that the model or `EngineConfig.kv_cache_memory` cannot hold.
+    """Raise CapacityError for a context that exceeds the model or `EngineConfig.kv_cache_memory`.
 
     of_tokens: on each rank. max_position: of the model, in tokens.
     """
@@ -53,9 +53,9 @@ def check_lengths(config: EngineConfig, of_tokens: CacheBytes, max_position: int
 
 
 def check_configuration(config: EngineConfig, folder: Path) -> None:
-    """`check_lengths` by the checkpoint's configuration alone, before torch is imported, which takes seconds.
+    """Run `check_lengths` on the checkpoint's configuration, before torch is imported, which takes seconds.
 
-    folder: or a GGUF file. A configuration that cannot be read is left to the loader, which says what is wrong with it.
+    folder: or a GGUF file. The loader reports unreadable configurations.
     """
     try:
         values = read_config(read_header(folder)) if folder.is_file() else read_json(folder / "config.json")
@@ -70,7 +70,7 @@ def check_configuration(config: EngineConfig, folder: Path) -> None:
 
 
 def _least_bytes(config: EngineConfig, layer: AttentionSpec) -> int:
-    """Bytes of a layer's block on each rank, without what kernels add to have whole tiles."""
+    """Return the bytes of a layer's block on each rank, without padding to whole tiles."""
     row = layer.head_size * (4 if config.dtype == "float32" else 2)
     if config.kv_cache_dtype != "auto":
         row = layer.head_size + SCALE_BYTES

@@ -1,4 +1,4 @@
-"""From the settings to a model in memory, and how much memory its caches get."""
+"""Loads the configured model, and sizes its caches."""
 
 from __future__ import annotations
 
@@ -40,18 +40,16 @@ from vlmserve.settings.quantization import QuantizationConfig
 logger = logging.getLogger(__name__)
 
 SLOTS_OF_A_REQUEST = 4
-"""Slots of states for each of `max_num_seqs` requests, if there is memory: its state and three checkpoints."""
+"""State slots per request, if memory allows: its state and three checkpoints."""
 SUMS_OF_ADAPTERS = 4
-"""Bytes of float32 sums, which adapters change, for a byte of a gated linear's 16-bit results."""
+"""Bytes of float32 sums per byte of a gated linear's 16-bit results, for adapters."""
 KV_TO_CHECKPOINTS = 10
-"""Bytes of the KV cache for a byte of checkpoints that are taken at intervals."""
+"""Bytes of KV cache per byte of checkpoints at intervals."""
 
 
 def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None = None) -> LoadedModel:
-    """The model that the settings name, on their device, with their threads; folder: where it is, if that is known.
-
-    ranks: load this one's part. Raises ConfigurationError where the settings ask for several and there are none.
-    """
+    """Load the configured model. folder: the checkpoint, if already resolved. ranks: load this rank's shard. Raises
+    ConfigurationError if the settings need several ranks and `ranks` is None."""
     if ranks is None and config.tensor_parallel_size > 1:
         raise ConfigurationError("--tensor-parallel-size is for engines: this runs a model on one device")
     set_threads(config.num_threads, config.tensor_parallel_size)
@@ -93,8 +91,8 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def set_threads(wanted: int | None, num_ranks: int = 1) -> None:
-    """Set torch's threads as configured, divided among ranks. By default, keep what the program or environment set, up
-    to the cores."""
+    """Set torch's threads as configured, divided among ranks. By default, keep the program's or environment's choice,
+    up to the cores."""
     if wanted is not None:
         torch.set_num_threads(max(1, wanted // num_ranks))
     elif "OMP_NUM_THREADS" not in os.environ:
@@ -113,13 +111,13 @@ class CacheSizes(NamedTuple):
     pages: int
     host_pages: int
     max_model_len: int
-    """The longest context in tokens."""
+    """Maximum context in tokens."""
     slots: int
-    """Slots of states, besides the padding slot."""
+    """State slots, without the padding slot."""
     state_bytes: int
-    """Bytes of a slot over all layers with states; 0: there are none."""
+    """Bytes of a slot over all layers, 0 without states."""
     host_slots: int
-    """Slots of states in host memory."""
+    """State slots in host memory."""
 
     @property
     def pools(self) -> PoolSizes:
@@ -127,9 +125,9 @@ class CacheSizes(NamedTuple):
 
 
 def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
-    """How large the KV cache is; all ranks have the same number of pages.
+    """Return the cache sizes. All ranks have the same number of pages.
 
-    Raises CapacityError if not even one block fits, and for settings that want longer contexts than the model has.
+    Raises CapacityError if no block fits, or if the settings exceed the model's context.
     """
     num_ranks = config.tensor_parallel_size
     of_tokens = model.language_model.cache_bytes(config.block_size)
@@ -147,11 +145,11 @@ def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
         max_chunk=config.max_num_batched_tokens,
         passes=2 if config.enable_lora else 1,
     )
-    # Evicted blocks are found again by the keys of the prefix cache only.
+    # Evicted blocks are found by prefix cache keys only.
     offloaded = config.kv_offload_memory // num_ranks if config.enable_prefix_caching else 0
     host_slots = 0
     if slots:
-        # A checkpoint is of use together with the blocks of its prefix, so both have the same share of host memory.
+        # Checkpoints need their prefix's blocks, so both get the same share of host memory.
         of_states = slots * state_bytes
         host_slots = offloaded * of_states // (of_states + pages * of_tokens.page) // state_bytes
     host_pages = (offloaded - host_slots * state_bytes) // of_tokens.page
@@ -159,10 +157,9 @@ def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
 
 
 def state_slots(config: EngineConfig, state_bytes: int, budget: int) -> int:
-    """Slots of states on each rank, besides the padding slot.
+    """Return the state slots of each rank, without the padding slot.
 
-    state_bytes: bytes of a slot; 0: the model has no states. budget: bytes of the caches.
-    Raises CapacityError if not even one request has room.
+    state_bytes: of a slot, 0 without states. budget: bytes of the caches. Raises CapacityError if no request fits.
     """
     if not state_bytes:
         return 0
@@ -180,7 +177,7 @@ def state_slots(config: EngineConfig, state_bytes: int, budget: int) -> int:
 
 
 def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) -> int:
-    """Bytes that the KV cache may take on each rank: what the settings say, or what is measured."""
+    """Return the bytes for the KV cache on each rank, as configured or measured."""
     if config.kv_cache_memory:
         return config.kv_cache_memory // config.tensor_parallel_size
 
@@ -212,8 +209,8 @@ def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) 
 
 
 def _graph_bytes(config: EngineConfig, model: LoadedModel) -> int:
-    """Bytes of graphs that are captured at start: the inputs, activations and result of the largest, whose memory the
-    others reuse."""
+    """Return the bytes of graphs captured at start: inputs, activations and result of the largest. Other graphs reuse
+    its memory."""
     sizes = model.device.decode_sizes(config.max_num_seqs) if model.ranks is None and config.max_warm_up_seconds else []
     if not sizes:
         return 0

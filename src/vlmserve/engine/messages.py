@@ -1,4 +1,4 @@
-"""What the frontend and the engine process say to each other over ZeroMQ, as `frames`: pixels cross as raw memory."""
+"""Messages between the frontend and the engine process, sent over ZeroMQ as `frames`. Pixels are sent as raw memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmserve.types import AdapterInfo, BlockMap, EngineOutput, EngineRequest, E
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An error of `vlmserve.errors` on the wire. kind: the name of its class."""
+    """An error of `vlmserve.errors`. kind: its class name."""
 
     kind: str
     message: str
@@ -24,7 +24,7 @@ class Failure(msgspec.Struct, frozen=True):
         return cls(type(error).__name__, str(error), getattr(error, "param", None))
 
     def error(self) -> errors.VLMServeError:
-        """The error again, as a fresh object of its own class."""
+        """Recreate the error."""
         kind: type[errors.VLMServeError] = getattr(errors, self.kind)
         if issubclass(kind, errors.InvalidRequestError):
             refused: errors.VLMServeError = kind(self.message, param=self.param)
@@ -33,7 +33,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Queue requests. Each is answered with `Accepted` or `Failed`. Arrays that they share cross once."""
+    """Queue requests. Each is answered with `Accepted` or `Failed`. Shared arrays are sent once."""
 
     requests: list[EngineRequest]
 
@@ -45,16 +45,15 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the engine's state. Answered with `Inspected`, in order."""
+    """Request the engine's state. Answered with `Inspected`, in order."""
 
 
 class MapBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the map of the KV cache's blocks. Answered with `Mapped`, in order."""
+    """Request the map of KV blocks. Answered with `Mapped`, in order."""
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Load an adapter and serve it under a name. Answered with `AdapterDone` once that is done or has failed. pool: see
-    `VLMEngine.load_adapter`."""
+    """Load and serve an adapter. Answered with `AdapterDone`. pool: see `VLMEngine.load_adapter`."""
 
     number: int
     name: str
@@ -63,24 +62,23 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Serve an adapter no more. Answered with `AdapterDone`."""
+    """Stop serving an adapter. Answered with `AdapterDone`."""
 
     number: int
     name: str
 
 
-class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Exit now."""
+class Shutdown(msgspec.Struct, frozen=True, tag=True): ...
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """How far loading has come, for people. Sent before `Ready`."""
+    """Loading progress as text. Sent before `Ready`."""
 
     text: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded. Sent once, before answers. load_seconds: how long that took."""
+    """The model is loaded. Sent once, before answers."""
 
     info: ModelInfo
     stats: EngineStats
@@ -95,36 +93,33 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """What a step brought. Also sent, empty, when aborts changed the stats."""
+    """Outputs of a step. Also sent without outputs when aborts changed the stats."""
 
     outputs: list[EngineOutput]
     stats: EngineStats
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A request that the engine refused."""
+    """The engine rejected a request."""
 
     request_id: str
     failure: Failure
 
 
 class Inspected(msgspec.Struct, frozen=True, tag=True):
-    """What the engine held when it read `Inspect`."""
+    """The engine's state when it read `Inspect`."""
 
     snapshot: EngineSnapshot
 
 
 class Mapped(msgspec.Struct, frozen=True, tag=True):
-    """The KV cache's blocks when the engine read `MapBlocks`."""
+    """The KV blocks when the engine read `MapBlocks`."""
 
     blocks: BlockMap
 
 
 class AdapterDone(msgspec.Struct, frozen=True, tag=True):
-    """The adapter of the message with that number is loaded or unloaded, or there is a reason why not.
-
-    adapters: all that are served now.
-    """
+    """An adapter was loaded or unloaded, or failed. adapters: all that are served."""
 
     number: int
     failure: Failure | None
@@ -132,7 +127,7 @@ class AdapterDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start or go on; the process exits after this."""
+    """The engine cannot start or continue. The process exits."""
 
     failure: Failure
 
@@ -145,21 +140,18 @@ _from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
 
 
 def encode(message: ToEngine | FromEngine) -> Frames:
-    """The frames of a message; only `Add` has more than one."""
+    """Return a message's frames. Only `Add` has more than one."""
     return pack(message) if isinstance(message, Add) else [_plain_encoder.encode(message)]
 
 
 def decode_to_engine(frames: Sequence[Buffer]) -> ToEngine:
-    """A message to the engine, whose arrays are views of `frames`.
-
-    Raises msgspec.ValidationError if the frames hold no such message.
-    """
-    # mypy takes no union for a type.
+    """Decode a message to the engine. Arrays are views of `frames`. Raises msgspec.ValidationError."""
+    # mypy does not accept a union as a type.
     message: ToEngine = unpack(frames, ToEngine)  # type: ignore[arg-type]
     return message
 
 
 def decode_from_engine(frame: Buffer) -> FromEngine:
-    """A message from the engine; these have no arrays. Raises msgspec.ValidationError if it is none."""
+    """Decode a message from the engine, which has no arrays. Raises msgspec.ValidationError."""
     message: FromEngine = _from_engine_decoder.decode(frame)
     return message

@@ -1,4 +1,4 @@
-"""An engine without a model: deterministic text at a settable speed, for tests and for load tests of the rest."""
+"""An engine without a model: deterministic text at a configured speed, for tests and load tests."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ WORDS = (
 )
 _DEFAULT_CONTEXT = 4096
 _MAX_SKIPPED = 256
-"""Tokens of its own that an answer skips because they must not come."""
+"""Maximum forbidden tokens to skip."""
 _NO_TOKEN = "no token of allowed_token_ids may come next; allow more tokens"
 _MAX_SLEEP = 0.01
-"""Seconds a step may sleep when nothing is due, so that adds and aborts are noticed."""
+"""Maximum seconds of sleep per step, so that adds and aborts are noticed."""
 
 
 class _Answer:
-    """One unfinished request. due: when its first token may come; all times are those of `time.monotonic`."""
+    """One unfinished request. due: earliest time of its first token, by `time.monotonic`."""
 
     __slots__ = (
         "added", "added_at", "bad_words", "closing", "compiled", "digest", "due", "first", "length", "matcher",
@@ -101,7 +101,6 @@ class _Answer:
 
     @property
     def is_compiling(self) -> bool:
-        """True while a thread compiles the grammar."""
         return self.compiled is not None and not self.compiled.done()
 
     def advance(self, eos_token_ids: frozenset[int]) -> EngineOutput:
@@ -139,7 +138,7 @@ class _Answer:
         return self._output([token], finish_reason)
 
     def _word(self, banned: frozenset[int]) -> int | None:
-        """Return the next token of its own that may come, or any token that may; None if there is none."""
+        """Return the next own token that is allowed, else any allowed token, or None."""
         unwanted = self.bad_words.completing(list(self.recent))
         permitted = [] if self.permitted is None else sorted(self.permitted - banned)
         skipped = banned | unwanted
@@ -157,7 +156,7 @@ class _Answer:
         )
 
     def _thought(self, thinking: Thinking) -> int | None:
-        """Return a reasoning token or a marker; None if the request has no reasoning."""
+        """Return a reasoning token or a marker. None: no reasoning."""
         left = self.max_tokens - self.produced
         token = thinking.forced(left, self.shortest)
         if token is None and thinking.is_before:
@@ -202,7 +201,7 @@ class _Answer:
         ]
 
     def _advance_by(self, matcher: Matcher, eos_token_ids: frozenset[int]) -> EngineOutput:
-        """A word of its own where the grammar allows one, else mostly what closes JSON, else any token."""
+        """Produce an own word if the grammar allows one, else usually a token that closes JSON, else any token."""
         params = self.request.params
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         left = self.max_tokens - self.produced
@@ -238,7 +237,7 @@ class _Answer:
         return self._output([token], finish_reason)
 
     def _possible(self, allowed: Allowed, ends: frozenset[int]) -> npt.NDArray[np.int64]:
-        """Return the tokens of a mask that are permitted and complete no bad word; bad words if all others do."""
+        """Return the permitted tokens of a mask without bad words. If only bad words remain, return those tokens."""
         possible = np.flatnonzero(allowed)
         if self.permitted is not None:
             possible = possible[np.isin(possible, [*self.permitted, *ends])]
@@ -246,7 +245,7 @@ class _Answer:
         return wanted if len(wanted) else possible
 
     def timings(self, now: float, *, ended: bool) -> RequestTimings:
-        """What it spent its time on until `now`, when it had its first token or ended."""
+        """Return the timings until `now`, the time of its first token or end."""
         first = now if self.first is None else self.first
         return RequestTimings(
             self.started - self.added,
@@ -257,7 +256,7 @@ class _Answer:
         )
 
     def snapshot(self, *, runs: bool, block_size: int) -> RequestSnapshot:
-        """The same numbers as the real engine's, as if it computed."""
+        """Return the numbers that the real engine would report."""
         prompt = self.request.prompt
         num_tokens = len(prompt.token_ids) + self.produced
         return RequestSnapshot(
@@ -272,20 +271,19 @@ class _Answer:
         )
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks that its tokens so far would fill."""
         return -(-(len(self.request.prompt.token_ids) + self.produced) // block_size)
 
 
 class MockEngine(BaseEngine):
-    """A `VLMEngine` that answers words chosen by the prompt's tokens and images and by the seed.
+    """A `VLMEngine` that answers with words chosen by the prompt's tokens, its images and the seed.
 
-    Answers that may reason do reason. It batches continuously: a step takes `mock_tpot` seconds however
-    many requests run, up to `max_num_seqs`, and a request's first token comes `mock_ttft` seconds after it began to
-    run. Greedy requests ignore their seed; penalties and biases change nothing.
+    It reasons if allowed, and batches continuously: a step takes `mock_tpot` seconds for up to `max_num_seqs` requests,
+    and a request's first token takes `mock_ttft` seconds. Greedy requests ignore their seed. Penalties and biases have
+    no effect.
     """
 
     def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
-        """Raises CheckpointNotFoundError without a tokenizer.json, ConfigurationError as the real engine does."""
+        """Raises CheckpointNotFoundError without a tokenizer.json, and the real engine's ConfigurationError."""
         if folder is None:
             from vlmserve.models.hub import resolve_model
 
@@ -348,7 +346,7 @@ class MockEngine(BaseEngine):
         return outputs
 
     def _wait_for_grammar(self) -> None:
-        """Wait briefly while running requests have nothing but grammars to wait for."""
+        """Wait briefly if all running requests wait for grammars."""
         compiling = [answer.compiled for answer in self._running.values() if answer.compiled and answer.is_compiling]
         if compiling and len(compiling) == len(self._running):
             wait(compiling, _MAX_SLEEP, FIRST_COMPLETED)
@@ -390,14 +388,14 @@ class MockEngine(BaseEngine):
         return EngineSnapshot(self.stats(), requests)
 
     def map_blocks(self) -> BlockMap:
-        """As if the running requests had taken the first blocks, and nothing were cached."""
+        """Pretend that running requests use the first blocks, and nothing is cached."""
         stats = self.stats()
         pool = BlockPool(stats.kv_blocks_total)
         pool.allocate(stats.kv_blocks_used)
         return pool.draw_map(MAX_MAP_CELLS)
 
     def _search(self, answer: _Answer) -> EngineOutput:
-        """All of a beam search at once. What may follow on a beam is what would follow on it as a prompt."""
+        """Run a whole beam search. A beam continues as it would as a prompt."""
         request, prompt = answer.request, answer.request.prompt
         most = self._info.max_model_len - len(prompt.token_ids)
         beams = Beams.start(request, self._eos_token_ids, most)
@@ -422,7 +420,7 @@ class MockEngine(BaseEngine):
             self._images += answer.request.prompt.num_images
 
     def _sleep_until_due(self) -> bool:
-        """Sleep until the next tick at which something is due; False if that is too far away."""
+        """Sleep until the next due tick. Returns False if it is too far away."""
         tpot = self._config.mock_tpot
         if not (tpot or self._config.mock_ttft):
             return True
@@ -434,7 +432,7 @@ class MockEngine(BaseEngine):
             return False
         if pause > 0:
             time.sleep(pause)
-        # Ticks keep their rhythm while they can, so that the time spent between steps does not slow the mock down.
+        # Keep a steady rhythm, so that time between steps does not slow the mock engine down.
         late = self._next_tick < now - tpot
         self._next_tick = (max(wake, now) if late else wake) + tpot
         return True
@@ -450,7 +448,7 @@ class MockEngine(BaseEngine):
 
 
 def _logprobs(token_id: int, count: int, vocab_size: int) -> TokenLogprobs:
-    """As if the token had three quarters of all probability and those of the next ids half of what is left, each."""
+    """The token gets probability 3/4, and the next ids 1/8, 1/16 and so on."""
     top = tuple(
         ((token_id + further) % vocab_size, math.log(0.75 if further == 0 else 0.25 / 2**further))
         for further in range(min(count, vocab_size))
@@ -459,7 +457,7 @@ def _logprobs(token_id: int, count: int, vocab_size: int) -> TokenLogprobs:
 
 
 def _read_tokenizer(folder: Path) -> tuple[list[list[int]], list[int], int]:
-    """The words that answers are made of, as token ids, the tokens that close JSON, and the vocabulary's size."""
+    """Return the words of answers as token ids, the tokens that close JSON, and the vocabulary size."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"

@@ -11,7 +11,7 @@ EMBEDDING_SIZE = 64
 
 
 def mock_result(task: Prefill | Embed | Score | ScoreBranch, digest: bytes, num_tokens: int) -> TaskResult:
-    """Make values that depend on a prompt's digest only. num_tokens: of the prompt."""
+    """Return values that depend on the prompt's digest. num_tokens: of the prompt."""
     match task:
         case Prefill():
             return TaskResult(b"")

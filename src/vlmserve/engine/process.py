@@ -1,7 +1,7 @@
-"""The engine in a process of its own: what the parent holds, and what runs in the child.
+"""The engine process: the parent's handle, and the child's main loop.
 
-The child reads its settings from its standard input and keeps that pipe open: when the parent dies, however it dies,
-the pipe closes and the child exits. Messages go over a ZeroMQ PAIR socket in a private folder.
+The child reads its settings from standard input and exits when this pipe closes, even if the parent crashes. Messages
+use a ZeroMQ PAIR socket in a private folder.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MAX_MESSAGES_PER_STEP = 512
 _LOAD_POLL_MS = 20
 _COMPILE_POLL_MS = 2
 _LINGER_MS = 30_000
-"""Time for the last message to get out: a parent that still loads its own libraries has yet to listen."""
+"""Time to send the last message, because the parent may not listen yet."""
 _STDERR = 2
 
 
@@ -76,7 +76,7 @@ class _Launch(msgspec.Struct, frozen=True):
 
 
 class EngineProcess:
-    """The parent's handle on an engine process. It must be closed; the child also exits when its parent does."""
+    """The parent's handle on an engine process. Close it; the child also exits with its parent."""
 
     def __init__(self, process: subprocess.Popen[bytes], directory: Path) -> None:
         self._process = process
@@ -86,9 +86,9 @@ class EngineProcess:
 
     @classmethod
     def launch(cls, config: EngineConfig, folder: Path | None = None) -> EngineProcess:
-        """Start the child and return at once; it connects to `endpoint` and loads the model.
+        """Start the child and return. It connects to `endpoint` and loads the model.
 
-        folder: the checkpoint, if `config.model` is resolved already.
+        folder: the checkpoint, if `config.model` is already resolved.
         """
         directory = socket_directory()
         launch = _Launch(
@@ -101,9 +101,9 @@ class EngineProcess:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "vlmserve.engine.process"],
             stdin=subprocess.PIPE,
-            stdout=_STDERR,  # the parent's output may be an answer that is piped on
+            stdout=_STDERR,  # the parent's output may be piped
             env=child_environment(),
-            process_group=0,  # Ctrl-C in a terminal goes to the parent alone, which drains first
+            process_group=0,  # Ctrl-C only reaches the parent, which drains first
         )
         assert process.stdin is not None
         try:
@@ -119,24 +119,23 @@ class EngineProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """The exit code, negative for a signal, None while it runs."""
         return self._process.poll()
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """Whether the kernel killed the child, or another process meanwhile, for want of memory."""
+        """Return whether the kernel killed the child, or another process meanwhile, for lack of memory."""
         return self.returncode == -signal.SIGKILL and num_killed() > self._killed_before
 
     def wait(self, timeout: float | None = None) -> int:
-        """Block until the child is gone. Raises subprocess.TimeoutExpired."""
+        """Wait for the child to exit. Raises subprocess.TimeoutExpired."""
         return self._process.wait(timeout)
 
     def kill(self) -> None:
-        """End the child at once."""
         self._process.kill()
 
     def close(self) -> None:
-        """Kill the child if it still runs, and remove what it left."""
+        """Kill the child if it still runs, and remove its files."""
         if self.returncode is None:
             self.kill()
         self.wait()
@@ -146,9 +145,9 @@ class EngineProcess:
 
 
 def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock | None = None) -> None:
-    """Answer messages and step while there is work, until `Shutdown`. Exceptions of `step` pass through.
+    """Answer messages and run steps until `Shutdown`. Errors of `step` propagate.
 
-    clock: notes when the loop begins and ends a step.
+    clock: records when steps begin and end.
     """
     clock = clock or StepClock()
     compiling = CompilingRequests(engine.grammars)
@@ -157,8 +156,8 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock 
         wakes.register(one, zmq.POLLIN)
     while True:
         clock.end()
-        # Blocks while idle: nothing is polled, and the parent's death ends the process from another thread.
-        # Threads read adapters and compile grammars. They have no socket to report on.
+        # Blocks while idle, without polling; the parent's death ends the process from another thread. Threads that read
+        # adapters and compile grammars have no socket, so they are polled.
         idle = _COMPILE_POLL_MS if compiling else _LOAD_POLL_MS if engine.is_loading else None
         awake = wakes.poll(0 if engine.has_work() else idle)
         clock.begin()
@@ -203,7 +202,7 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock 
 def _answer(
     engine: VLMEngine, socket: zmq.Socket[bytes], number: int, change: Callable[[], None], *, begins: bool = False
 ) -> None:
-    """Change which adapters are served, and say what came of it. begins: success is said later."""
+    """Change the served adapters and send the result. begins: success is sent later."""
     try:
         change()
     except VLMServeError as error:
@@ -214,7 +213,7 @@ def _answer(
 
 
 def _add(engine: VLMEngine, requests: list[EngineRequest], socket: zmq.Socket[bytes]) -> list[str]:
-    """Queue requests, each on its own. Returns the ids of accepted ones; refusals are sent."""
+    """Queue requests separately. Returns accepted ids, and sends rejections."""
     accepted = []
     for request in requests:
         try:
@@ -227,7 +226,7 @@ def _add(engine: VLMEngine, requests: list[EngineRequest], socket: zmq.Socket[by
 
 
 def _add_released(engine: VLMEngine, released: list[Released], socket: zmq.Socket[bytes]) -> list[str]:
-    """Queue requests whose grammars have compiled. Returns and sends what `_add` does."""
+    """Queue requests with compiled grammars, like `_add`."""
     for request, error in released:
         if error is not None:
             _send(socket, Failed(request.request_id, Failure.of(error)))
@@ -235,8 +234,7 @@ def _add_released(engine: VLMEngine, released: list[Released], socket: zmq.Socke
 
 
 def main() -> int:
-    """The child: load, serve, exit."""
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to whole process groups; the parent says when to stop
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to whole process groups; the parent decides when to stop
         signal.signal(ignored, signal.SIG_IGN)
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Launch)
     set_up_logging(launch.log_format, "engine", launch.log_level)
@@ -268,9 +266,9 @@ def load_and_serve(
     context: zmq.Context[zmq.Socket[bytes]],
     socket: zmq.Socket[bytes],
 ) -> int:
-    """Load an engine and serve it over a socket that is connected to `endpoint`, with a heartbeat beside it.
+    """Load an engine and serve it over a socket that is connected to `endpoint`, with a heartbeat.
 
-    model: what it is called in errors. Returns the exit code; whoever listens was told of errors.
+    model: its name in errors. Returns the exit code. Errors were sent to the listener.
     """
     began = time.monotonic()
     listener.set(lambda text: _send(socket, Loading(text)))

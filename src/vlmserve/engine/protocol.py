@@ -1,4 +1,4 @@
-"""What every engine does. The real and the mock engine pass the same contract tests."""
+"""The engine interface. The real and the mock engine pass the same contract tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlmserve.types import AdapterInfo, BlockMap, EngineOutput, EngineRequest, E
 
 
 class FinishedLoad(NamedTuple):
-    """A load of an adapter that has ended. number: the caller's. error: why nothing was loaded; None: it is served."""
+    """A load of an adapter that has ended. number: the caller's. error: None on success."""
 
     number: int
     error: VLMServeError | None = None
@@ -21,13 +21,11 @@ class VLMEngine(Protocol):
     """A synchronous engine without an event loop or socket. One thread at a time may call it."""
 
     @property
-    def info(self) -> ModelInfo:
-        """What is loaded."""
-        ...
+    def info(self) -> ModelInfo: ...
 
     @property
     def grammars(self) -> GrammarCompiler:
-        """Compiles grammars, in any thread. `add` compiles a grammar that is not known."""
+        """Compiles grammars, in any thread. `add` compiles unknown grammars."""
         ...
 
     @property
@@ -37,72 +35,69 @@ class VLMEngine(Protocol):
 
     @property
     def silence(self) -> float:
-        """Seconds without a heartbeat of a process that the engine needs. Any thread may ask."""
+        """Seconds since the last heartbeat of a required process. Any thread may read it."""
         ...
 
     def check(self) -> None:
-        """Raises EngineDeadError if a process that the engine needs has ended."""
+        """Raises EngineDeadError if a required process has ended."""
         ...
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
 
-        Raises PromptTooLongError if it could never run, TooManyImagesError if it has images that the model cannot
-        see, OverloadedError if the batch and the queue are full, InvalidRequestError if the id is in use or a token id
-        is unknown.
+        Raises PromptTooLongError if it could never run, TooManyImagesError if the model cannot take its images,
+        OverloadedError if batch and queue are full, InvalidRequestError for an id in use or an unknown token id.
         """
         ...
 
     def step(self) -> list[EngineOutput]:
-        """Run one batch and return what is new, at most one output a request.
+        """Run one batch. Returns at most one output per request.
 
-        Every added request ends with exactly one output that has a finish_reason, unless it is aborted. A failure
-        that concerns single requests ends them with "error"; the engine goes on.
+        Every request that is not aborted ends with exactly one output that has a finish_reason. Failures of single
+        requests end them with "error".
         """
         ...
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drop requests immediately and free all they hold; unknown ids are ignored, no output follows."""
+        """Drop requests immediately, without output. Ignores unknown ids."""
         ...
 
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Return whether a step would do anything."""
         ...
 
     def stats(self) -> EngineStats:
-        """A snapshot for logs and metrics."""
+        """Return a snapshot for logs and metrics."""
         ...
 
     def inspect(self) -> EngineSnapshot:
-        """The stats and every unfinished request, for debugging."""
+        """Return the stats and every unfinished request, for debugging."""
         ...
 
     @property
-    def adapters(self) -> list[AdapterInfo]:
-        """The adapters that are served."""
-        ...
+    def adapters(self) -> list[AdapterInfo]: ...
 
     def load_adapter(self, number: int, name: str, path: str, pool: Mapping[str, str] | None = None) -> None:
-        """Begin to load an adapter, to be served under a name; `finished_loads` says when that is done.
+        """Begin to load an adapter under a name. `finished_loads` returns the result.
 
-        pool: what an X-LoRA checkpoint mixes, see `adapters.xlora.read_xlora`; None: its own adapters.
-        Raises AdapterError where there are no adapters, and for what is no name.
+        pool: the adapters that an X-LoRA checkpoint mixes, see `adapters.xlora.read_xlora`. None: its own. Raises
+        AdapterError if adapters are disabled or the name is invalid.
         """
         ...
 
     def finished_loads(self) -> list[FinishedLoad]:
-        """What became of the loads that ended since the last call."""
+        """Return the results of loads that ended since the last call."""
         ...
 
     @property
     def is_loading(self) -> bool:
-        """Whether `finished_loads` has yet to say what became of a load."""
+        """Return whether a load has no result yet."""
         ...
 
     def unload_adapter(self, name: str) -> None:
-        """Serve an adapter no more; requests that have it keep it. Raises UnknownModelError."""
+        """Stop serving an adapter. Running requests keep it. Raises UnknownModelError."""
         ...
 
     def map_blocks(self) -> BlockMap:
-        """How the KV cache's blocks are used, for the live view; in at most `MAX_MAP_CELLS` cells."""
+        """Return the use of KV blocks for the live view, in at most `MAX_MAP_CELLS` cells."""
         ...

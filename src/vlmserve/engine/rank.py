@@ -1,4 +1,4 @@
-"""The process of a rank that follows rank 0: it loads its part of the model, then runs the steps that it is sent."""
+"""The process of a following rank: it loads its shard of the model, then runs rank 0's steps."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from vlmserve.settings.config import EngineConfig
 logger = logging.getLogger(__name__)
 
 STARTED = b"+"
-"""What a rank sends when it has imported everything; before it exits, a `Failure` may follow."""
+"""A rank sends this after its imports. A `Failure` may follow before it exits."""
 _PARENT_ENDS = 1.0
-"""Seconds in which this process learns that rank 0 has ended, after what they exchanged was cut off."""
+"""Seconds to find out that rank 0 has ended, after communication broke."""
 
 
 class RankLaunch(msgspec.Struct, frozen=True):
-    """The process's settings, one line of JSON. channel, beats: files. directory: where ranks meet."""
+    """The process's settings, one line of JSON. channel, beats: file descriptors. directory: where ranks meet."""
 
     rank: int
     channel: int
@@ -49,7 +49,7 @@ class RankLaunch(msgspec.Struct, frozen=True):
 
 
 def follow(config: EngineConfig, folder: Path, ranks: Ranks, steps: Iterable[Sequence[Buffer]]) -> None:
-    """Load this rank's part of the model, then run steps, as packed by rank 0, until there are no more."""
+    """Load this rank's shard, then run rank 0's packed steps."""
     model = load(config, folder, ranks)
     sizes = cache_sizes(config, model)
     runner = FollowingRunner(model, sizes.pools)
@@ -59,7 +59,6 @@ def follow(config: EngineConfig, folder: Path, ranks: Ranks, steps: Iterable[Seq
 
 
 def main() -> int:
-    """The process: load, follow, exit."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankLaunch)
@@ -86,14 +85,14 @@ def main() -> int:
 
 
 def _steps(channel: socket.socket) -> Iterator[Sequence[Buffer]]:
-    """What rank 0 sends, from when the model is loaded until the channel closes."""
+    """Yield rank 0's messages until the channel closes."""
     freeze_loaded_objects()
     while frames := receive_frames(channel):
         yield frames
 
 
 def _has_ended(channel: socket.socket) -> bool:
-    """Whether rank 0 has, and this rank only noticed."""
+    """Return whether rank 0 has ended, which this rank then noticed second."""
     readable, _, _ = select.select([channel], [], [], _PARENT_ENDS)
     return bool(readable) and channel.recv(1, socket.MSG_PEEK) == b""
 

@@ -1,4 +1,4 @@
-"""Heartbeats of ranks: each writes a byte to a pipe every second, and rank 0 counts the seconds without one."""
+"""Heartbeats of ranks: each writes a byte to a pipe every second. Rank 0 counts the seconds without one."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ _MOST_BYTES = 4096
 
 
 def beat(pipe: int) -> None:
-    """Write beats until the reader is gone. pipe: does not block."""
+    """Write beats until the reader is gone. pipe: must not block."""
     with contextlib.suppress(BrokenPipeError):
         while True:
-            with contextlib.suppress(BlockingIOError):  # the reader does not run; it has unread beats
+            with contextlib.suppress(BlockingIOError):  # the reader is stopped and has unread beats
                 os.write(pipe, b".")
             time.sleep(INTERVAL)
 
 
 class RankBeats:
-    """One rank's beats, as rank 0 reads them."""
+    """One rank's beats, as read by rank 0."""
 
     def __init__(self) -> None:
         self._pipe, self.theirs = os.pipe()
-        """theirs: the end for `beat`, to be closed here once the rank has it."""
+        """theirs: the end for `beat`. Close it here once the rank has it."""
         for end in (self._pipe, self.theirs):
             os.set_blocking(end, False)
         self.silence = 0.0
-        """Seconds without a beat; 0 before the first one."""
+        """Seconds without a beat, 0 before the first."""
         self._has_begun = False
 
     def look(self) -> None:
-        """Read the beats of the last `INTERVAL`."""
         try:
             beats = os.read(self._pipe, _MOST_BYTES)
         except BlockingIOError:
             beats = b""
         self._has_begun = self._has_begun or bool(beats)
-        # Not by the clock: while this process itself is suspended, no heartbeat arrives.
+        # Not measured by the clock: no heartbeat arrives while this process itself is suspended.
         self.silence = 0.0 if beats or not self._has_begun else self.silence + INTERVAL
 
     def close(self) -> None:
@@ -49,10 +48,10 @@ class RankBeats:
 
 
 class RankWatch:
-    """A thread that looks at all ranks every `INTERVAL` seconds, until it is closed."""
+    """A thread that checks all ranks every `INTERVAL` seconds until closed."""
 
     def __init__(self, beats: list[RankBeats], timeout: float, hangs: Callable[[int, float], None]) -> None:
-        """timeout: in seconds; 0: none. hangs: called once with the index and silence of a rank beyond it."""
+        """timeout: in seconds, 0 for none. hangs: called once per rank that exceeds it, with index and silence."""
         self._beats, self._timeout, self._hangs = beats, timeout, hangs
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="watch-ranks")
@@ -60,7 +59,6 @@ class RankWatch:
 
     @property
     def silence(self) -> float:
-        """Seconds without a beat of the most silent rank."""
         return max(one.silence for one in self._beats)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The processes of all ranks but the first, as rank 0 has them."""
+"""Rank 0's handles on the processes of the other ranks."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from vlmserve.settings.config import EngineConfig
 logger = logging.getLogger(__name__)
 
 GRACE = 5.0
-"""Seconds in which a process that failed is gone, or one that was told to leave."""
+"""Seconds that an ending process has to exit."""
 _STDERR = 2
 _THEIRS = "--model-impl transformers"
 
 
 class RankProcesses:
-    """Starts one process for each rank but 0, and ends them. A `Followers`. ranks: as rank 0 sees them.
+    """Starts and ends one process for each rank but 0. A `Followers`.
 
-    A rank without a heartbeat for `EngineConfig.rank_timeout` seconds is killed. The processes also end when this one
-    does, or when this object is garbage. Raises ConfigurationError for settings
-    that several ranks do not have, or with which a rank cannot start; EngineDeadError if one dies while it starts.
+    A rank without a heartbeat for `EngineConfig.rank_timeout` seconds is killed. Processes also end with this process
+    or object. Raises ConfigurationError for settings that several ranks do not support, EngineDeadError if a rank dies
+    at start.
     """
 
     def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
@@ -102,14 +102,13 @@ class RankProcesses:
             raise reason or EngineDeadError("a rank has ended")
 
     def close(self) -> None:
-        """End all ranks; nothing can be sent any more."""
         self._close()
 
     def _reason(self) -> VLMServeError | None:
-        """Why a rank ended; None: all go on."""
+        """Return why a rank ended, or None."""
         end = time.monotonic() + GRACE
         while time.monotonic() < end:
-            # The others end because of a rank that was killed.
+            # Other ranks end because of a killed rank.
             for process in sorted(self._processes, key=lambda process: process.hang is None):
                 if (reason := process.reason()) is not None:
                     return reason
@@ -118,7 +117,7 @@ class RankProcesses:
 
 
 class _Process:
-    """The process of one rank. channel: where steps are sent; what comes back is why it ends."""
+    """One rank's process. channel: carries steps, and back the reason why it ends."""
 
     def __init__(self, config: EngineConfig, folder: Path, directory: Path, rank: int) -> None:
         self.rank = rank
@@ -147,23 +146,23 @@ class _Process:
             )
         os.close(self.beats.theirs)
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `wait_until_started` finds out
+        with contextlib.suppress(BrokenPipeError):  # `wait_until_started` reports it
             self.process.stdin.write(msgspec.json.encode(launch) + b"\n")
             self.process.stdin.flush()
 
     def wait_until_started(self) -> None:
-        """Until it is about to meet the others. Raises ConnectionError if it has ended."""
+        """Wait until the rank is about to meet the others. Raises ConnectionError if it has ended."""
         if self.channel.recv(1) == b"":
             raise ConnectionError(f"rank {self.rank} has ended")
 
     def reason(self) -> VLMServeError | None:
-        """Why it ended; None: it runs."""
+        """Return why the rank ended. None: it runs."""
         if self.process.poll() is None and not self._is_ending():
             return None
         if self.hang is not None:
             return EngineDeadError(self.hang)
         said = b""
-        with contextlib.suppress(ConnectionResetError):  # it has not read all that it was sent
+        with contextlib.suppress(ConnectionResetError):  # it ended with unread data
             while part := self.channel.recv(65536):
                 said += part
         if said := said.lstrip(STARTED):
@@ -177,7 +176,7 @@ class _Process:
         return EngineDeadError(f"rank {self.rank} ended {how}")
 
     def _is_ending(self) -> bool:
-        """Tell whether it has said why it ends, or closed its channel. The process may need seconds more to exit."""
+        """Return whether it sent a reason or closed its channel. Exiting may take seconds longer."""
         if not select.select([self.channel], [], [], 0)[0]:
             return False
         try:
@@ -187,7 +186,7 @@ class _Process:
 
 
 class _Killer:
-    """Kills a rank that hangs, so that exchanges with it fail. It may be stopped, and obeys no other signal."""
+    """Kills a rank that hangs, so that communication with it fails. A stopped process ignores other signals."""
 
     def __init__(self, processes: Sequence[_Process]) -> None:
         self._processes = processes

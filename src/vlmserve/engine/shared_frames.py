@@ -1,7 +1,6 @@
-"""Frames from one process to others of the same machine: a small message over sockets, and arrays in shared memory.
+"""Sends frames to processes on the same machine: a small message over sockets, arrays in shared memory.
 
-Arrays are copied once, however many processes get them. The memory has no name and belongs to whoever has it open, so
-nothing is left behind when a process dies.
+Arrays are copied once for all receivers. The memory is anonymous, so crashes leave nothing behind.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from collections.abc import Sequence
 from vlmserve.frames import Frames
 
 _HEAD = struct.Struct("<QI")
-"""Bytes of the first frame, and how many arrays there are; the bytes of each array follow."""
+"""Bytes of the first frame, and the number of arrays. The bytes of each array follow."""
 _ALIGNMENT = 64
 
 
 def send_frames(channels: Sequence[socket.socket], frames: Frames) -> None:
-    """Send a message to all of some stream sockets of the Unix domain. Raises OSError where one is closed."""
+    """Send a message to Unix domain stream sockets. Raises OSError if one is closed."""
     first, *arrays = (memoryview(frame).cast("B") for frame in frames)
     sizes = [len(one) for one in arrays]
     message = b"".join((_HEAD.pack(len(first), len(arrays)), array("Q", sizes).tobytes(), first))
@@ -38,7 +37,7 @@ def send_frames(channels: Sequence[socket.socket], frames: Frames) -> None:
 
 
 def receive_frames(channel: socket.socket) -> list[bytes | memoryview]:
-    """The frames of the next message, arrays read-only in shared memory; none if the other side has closed."""
+    """Return the next message's frames, with read-only arrays in shared memory. Empty if the sender has closed."""
     head, files, _, _ = socket.recv_fds(channel, _HEAD.size, 1)
     if not head:
         return []
@@ -55,7 +54,7 @@ def receive_frames(channel: socket.socket) -> list[bytes | memoryview]:
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
-    """Where each array begins, and where the last one ends."""
+    """Return where each array begins, and the end."""
     offsets = [0]
     for size in sizes:
         offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
@@ -63,7 +62,6 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def _filled(arrays: Sequence[memoryview]) -> int:
-    """A file in memory that holds them."""
     offsets = _offsets([len(one) for one in arrays])
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("vlmserve")
@@ -79,7 +77,7 @@ def _filled(arrays: Sequence[memoryview]) -> int:
 
 
 def _received(channel: socket.socket, count: int) -> bytes:
-    """So many bytes. Raises ConnectionError if the other side closes before."""
+    """Raises ConnectionError if the sender closes early."""
     parts = []
     while count:
         part = channel.recv(min(count, 1 << 20))

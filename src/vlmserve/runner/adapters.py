@@ -21,16 +21,15 @@ from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.steps import AdapterLoad
 
 Observer = Callable[[str, int, Mixture, Tensor], None]
-"""Called with a request, its first token of a step, its mixture, and the scalings of its tokens, ``[tokens, columns]``.
-"""
+"""Called with a request, its first token of a step, its mixture, and its scalings ``[tokens, columns]``."""
 AdapterSource = Callable[[bytes], Adapter]
-"""Returns the adapter of a digest. It is in memory when a step loads it."""
+"""Returns an adapter in memory by its digest."""
 NO_CHANGES, NO_MIXTURE = b"no changes", b"no mixture"
-"""Digests of an empty LoRA and an empty X-LoRA adapter for warm-up steps. They are gone once adapters are loaded."""
+"""Digests of an empty LoRA and an empty X-LoRA adapter, for warm-up steps only."""
 
 
 class RunnerAdapters:
-    """Owns the model's slots for adapters and maps digests to slots. observer: gets all scalings."""
+    """Owns the model's adapter slots and maps digests to slots. observer: gets all scalings."""
 
     def __init__(self, model: LoadedModel, num_slots: int, source: AdapterSource, max_rank: int = 0) -> None:
         """max_rank: see `AdapterSlots`."""
@@ -42,7 +41,7 @@ class RunnerAdapters:
         self._device = model.device.torch_device
         self._by_digest = {NO_CHANGES: 0, NO_MIXTURE: 0}
         self._mixtures = {NO_MIXTURE: Mixture.constant(model.language_model.hidden_size, self._device)}
-        # Adapter slots of the batch's sampled rows.
+        # Slots of the sampled rows.
         self._sampled: RowSlots | None = None
         self.observer: Observer | None = None
 
@@ -50,7 +49,6 @@ class RunnerAdapters:
         return self._rows.reserving()
 
     def load(self, loads: Sequence[AdapterLoad]) -> None:
-        """Put adapters into slots."""
         for slot, digest in loads:
             self._by_digest = {known: place for known, place in self._by_digest.items() if place != slot}
             self._mixtures = {known: mixture for known, mixture in self._mixtures.items() if known in self._by_digest}
@@ -61,7 +59,7 @@ class RunnerAdapters:
                 self._mixtures[digest] = adapter.mixture
 
     def slots_of(self, batch: Sequence[ScheduledRequest]) -> list[int]:
-        """The slot of each request's adapter, negative for none; empty if no request has one."""
+        """Return each request's slot, negative for none. Empty if no request has an adapter."""
         if not any(request.state.adapter for request in batch):
             return []
         return [self._by_digest.get(request.state.adapter, -1) for request in batch]
@@ -80,14 +78,13 @@ class RunnerAdapters:
             self._rows.clear()
 
     def slots_of_scaling_pass(self, mixed: Sequence[ScheduledRequest]) -> list[int]:
-        """Like `slots_of`, for X-LoRA requests in the scaling pass. Adapters with scaling 0 count as none."""
+        """Like `slots_of`, for the scaling pass of X-LoRA requests. Adapters with scaling 0 count as none."""
         mixtures = [self._mixtures[request.state.adapter] for request in mixed]
         slots = zip(mixtures, self.slots_of(mixed), strict=True)
         found = [-1 if mixture.of_scaling_pass is None else slot for mixture, slot in slots]
         return found if any(slot >= 0 for slot in found) else []
 
     def use_for_scaling_pass(self, mixed: Sequence[ScheduledRequest], batch: Batch) -> None:
-        """Select the adapters of a scaling pass, with constant scalings."""
         if batch.adapters is None:
             self._rows.clear()
             return
@@ -105,11 +102,10 @@ class RunnerAdapters:
         hidden: Tensor,
         sums: dict[str, list[float]],
     ) -> Tensor:
-        """Compute scalings of the batch's rows, float32 ``[rows of the batch, columns]``.
+        """Return the scalings of the batch's rows, float32 ``[rows, columns]``.
 
-        mixed: the requests of the batch that have X-LoRA. hidden: their final hidden states of the scaling pass,
-        ``[rows of mixed, hidden_size]``. sums: receives each request's scalings by adapter, averaged over layers and
-        summed over tokens.
+        mixed: the X-LoRA requests. hidden: their final hidden states of the scaling pass, ``[rows of mixed,
+        hidden_size]``. sums: receives each request's scalings by adapter, averaged over layers and summed over tokens.
         """
         of_requests: dict[str, Tensor] = {}
         first = 0
@@ -142,10 +138,9 @@ class RunnerAdapters:
         return max(self._mixtures[request.state.adapter].num_columns for request in batch)
 
     def use_for_samples(self) -> None:
-        """Select the adapters of the sampled rows."""
         if self._sampled is not None:
             self._rows.use(self._sampled)
 
     def use_for_all(self, digest: bytes) -> None:
-        """Select one adapter for all rows; an empty digest: none."""
+        """Select one adapter for all rows. Empty: none."""
         self._rows.set_all(self._by_digest[digest] if digest else -1)

@@ -26,42 +26,35 @@ _NO_STATES: dict[bytes, Tensor] = {}
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step as tensors on the model's device."""
-
     token_ids: Tensor
-    """int64 ``[tokens]``. Image placeholders have id 0; `image_rows` names their images."""
+    """int64 ``[tokens]``. Image placeholders have id 0, see `image_rows`."""
     positions: Tensor
-    """int64 ``[tokens]``, or ``[3, tokens]`` (frames, rows and columns) if images have grids. Positions of long
-    requests follow all positions of short requests.
-    """
+    """int64 ``[tokens]``, or ``[3, tokens]`` (frame, row, column) if images have grids. Long requests start after all
+    positions of short requests."""
     metadata: BatchMetadata
     image_rows: list[ImageRows]
     sampled_rows: Tensor
-    """int64, the rows whose next token may be sampled, in the order of the requests."""
+    """int64, in the order of the requests: rows that may sample a token."""
     drawn_rows: Tensor | None
-    """int64 ``[tokens]``, the index of each row's token among the tokens that the previous step samples. None: all
-    tokens are known.
-    """
+    """int64 ``[tokens]``: the index of each row's token in the previous step's samples. None: all tokens are known."""
     adapters: RowSlots | None
-    """None: no row has an adapter. Padding rows have none."""
+    """Padding rows have no adapter."""
     is_repeatable: bool
     """True if the device may have captured this kind of step. The batch is padded then."""
     extra: Sequence[Tensor] = ()
-    """Other tensors that were uploaded with the batch."""
+    """Other uploaded tensors."""
     scaling_pass: Batch | None = None
-    """X-LoRA's scaling pass, which runs before this batch."""
+    """X-LoRA's scaling pass, which runs first."""
 
 
 class BatchDevice(Protocol):
-    """The methods of `Device` that batches need."""
-
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]: ...
 
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None: ...
 
 
 class BatchBuilder:
-    """Packs a step's requests into one batch. It reuses its memory: a batch is valid until the next `build`."""
+    """Packs a step's requests. A batch is valid until the next `build`, which reuses its memory."""
 
     def __init__(
         self,
@@ -73,9 +66,8 @@ class BatchBuilder:
         *,
         has_states: bool = False,
     ) -> None:
-        """padding_block: the block that padding rows read and write. cross_states: cross-attention states by key.
-        num_columns: see `CacheLayout`. has_states: layers have states, see `StateRows`.
-        """
+        """padding_block: the block of padding rows. cross_states: cross-attention states by key. num_columns: see
+        `CacheLayout`. has_states: see `StateRows`."""
         self._device = device
         self._passes = [
             BatchPacker(block_size, device, padding_block, cross_states, num_columns, number, has_states=has_states)
@@ -91,18 +83,16 @@ class BatchBuilder:
         mixed: Sequence[ScheduledRequest] = (),
         mixed_adapters: Sequence[int] = (),
     ) -> Batch:
-        """Pack at least one request.
+        """Pack at least one request. Either all requests wait for tokens of the previous step, or none.
 
-        Either all requests wait for tokens of the previous step, or none.
-
-        drawn: the index of each such request's token in the previous step. extra: other arrays to upload. adapters: the
-        slot of each request's adapter, negative for none; empty: no adapters. mixed: requests that also need the
-        scaling pass. mixed_adapters: their slots there.
+        drawn: the index of each waiting request's token. extra: other arrays to upload. adapters: each request's slot,
+        negative for none; empty: no adapters. mixed: requests that need the scaling pass. mixed_adapters: their slots
+        there.
         """
         packed = [self._passes[0].pack(scheduled, drawn, adapters, rounds_width=bool(mixed))]
         if mixed:
             packed.append(self._passes[1].pack(mixed, drawn, mixed_adapters, rounds_width=True))
-        # Captured steps find their arrays at fixed addresses, so arrays of varying size come last.
+        # Captured steps use fixed addresses, so arrays of varying size come last.
         arrays: list[np.ndarray] = []
         for level in range(3):
             for one in packed:
@@ -119,12 +109,11 @@ class BatchBuilder:
 
 @dataclass(slots=True)
 class PackedBatch:
-    """The batch of one pass, in host memory."""
+    """One pass's batch in host memory."""
 
     parts: tuple[dict[str, np.ndarray], ...]
-    """Arrays to upload: arrays whose sizes depend only on the numbers of rows and sequences, then block tables, then
-    arrays of varying size.
-    """
+    """Arrays to upload: arrays sized by the numbers of rows and sequences, then block tables, then arrays of varying
+    size."""
     query_lens: list[int]
     context_lens: list[int]
     num_decodes: int
@@ -140,7 +129,6 @@ class PackedBatch:
     def batch(
         self, tensors: Mapping[str, Tensor], extra: Sequence[Tensor] = (), scaling_pass: Batch | None = None
     ) -> Batch:
-        """Make the batch from the uploaded arrays."""
         states, segments = None, self.segments
         if segments is not None:
             states = StateRows(**{name: tensors[f"segment {name}"] for name in Segments._fields}, host=segments)
@@ -174,10 +162,7 @@ class PackedBatch:
 
 
 class BatchPacker:
-    """Packs one pass of a step.
-
-    Block tables stay in place: while a request keeps its row, only its new blocks are written.
-    """
+    """Packs one pass of a step. While a request keeps its row, only new blocks are written to its block tables."""
 
     def __init__(
         self,
@@ -190,7 +175,7 @@ class BatchPacker:
         *,
         has_states: bool,
     ) -> None:
-        """number: index of the pass. Other arguments: see `BatchBuilder`."""
+        """number: index of the pass. See `BatchBuilder`."""
         self._number, self._has_states = number, has_states
         self._cross_states = cross_states
         self._num_columns, self._first_table = num_columns, number * num_columns
@@ -201,7 +186,7 @@ class BatchPacker:
         self._token_ids, self._positions = np.empty((2, 0), np.int64)
         self._slots = np.empty((num_columns, 0), np.int64)
         self._tables = np.zeros((num_columns, 0, 0), np.int32)
-        # Each row's tables, with their total number of blocks and the number in each table.
+        # Each row's tables, their total blocks, and the blocks of each.
         self._rows: list[tuple[list[array[int]] | None, int, list[int]]] = []
 
     def pack(
@@ -212,7 +197,7 @@ class BatchPacker:
         *,
         rounds_width: bool,
     ) -> PackedBatch:
-        """Pack requests, see `BatchBuilder.build`. rounds_width: round the block tables' width for decodes too."""
+        """rounds_width: also round the block tables' width for decodes."""
         counts = [request.num_tokens for request in scheduled]
         context_lens = [request.start + request.num_tokens for request in scheduled]
         states = [request.state for request in scheduled]
@@ -248,7 +233,7 @@ class BatchPacker:
         varying = {"sampled_rows": _sampled_rows(scheduled, ends)}
         if scheduled[0].pending:
             varying["drawn_rows"] = np.zeros(num_rows, np.int64)
-            # A request that failed in the previous step has no token; its result is discarded.
+            # A request that failed in the previous step has no token. Its result is discarded.
             varying["drawn_rows"][:num_tokens] = [drawn.get(state.request_id, 0) for state in states]
         return PackedBatch(
             parts=(shaped, {"block_tables": self._tables[:, : len(counts), :width]}, varying),
@@ -294,7 +279,7 @@ class BatchPacker:
                 self._keep_tables(row, state.block_tables, state.num_blocks)
 
     def _place(self, counts: list[int], context_lens: list[int], shifted: Sequence[RequestState]) -> None:
-        """Write positions and slots. shifted: requests whose positions may have an offset."""
+        """shifted: requests whose positions may have an offset."""
         positions, slots = self._positions[: sum(counts)], self._slots[:, : sum(counts)]
         place_tokens(counts, context_lens, self._tables, self._block_size, positions, slots)
         if shifted and any(offsets := [state.position_offset for state in shifted]):
@@ -323,7 +308,7 @@ class BatchPacker:
             self._keep_tables(row, self._padding_tables[blocks], 0)
 
     def _reserve(self, num_tokens: int, num_rows: int, width: int) -> None:
-        """Allocate memory for a batch of these sizes, with 25% to spare."""
+        """Allocate 25% more than needed."""
         if num_tokens > len(self._token_ids):
             self._token_ids, self._positions = np.empty((2, num_tokens * 5 // 4), np.int64)
             self._slots = np.empty((self._num_columns, num_tokens * 5 // 4), np.int64)
@@ -334,10 +319,7 @@ class BatchPacker:
             self._rows = [(None, 0, [])] * shape[0]
 
     def _keep_tables(self, row: int, tables: list[array[int]], num_blocks: int) -> None:
-        """Write the new blocks of a row's block tables. A preempted request has new tables.
-
-        tables, num_blocks: of all passes.
-        """
+        """Write the new blocks of a row's block tables. A preempted request has new tables."""
         owner, _, written = self._rows[row]
         own = tables[self._first_table : self._first_table + self._num_columns]
         lens = [len(table) for table in own]
@@ -371,7 +353,7 @@ class BatchPacker:
 def _padding_counts(counts: Sequence[int], num_decodes: int, padding: int) -> list[int]:
     """Return the rows of each padding sequence.
 
-    At least one padding sequence, possibly empty, follows chunks. Captured steps have few numbers of sequences.
+    Chunks are followed by at least one, possibly empty, so captured steps have few numbers of sequences.
     """
     if num_decodes == len(counts):
         return [1] * padding
@@ -380,7 +362,7 @@ def _padding_counts(counts: Sequence[int], num_decodes: int, padding: int) -> li
 
 
 def _segments(scheduled: Sequence[ScheduledRequest], padding_counts: Sequence[int], of_pass: int) -> Segments:
-    """Split each request's rows at its state checkpoints. Padding sequences use the padding slot."""
+    """Split each request's rows at its state checkpoints."""
     steps = [(number, request.state_steps) for number, request in enumerate(scheduled)]
     known = [(number, step[of_pass]) for number, step in steps if step is not None]
     chunks = [(request.start, request.start + request.num_tokens) for request in scheduled]
@@ -401,7 +383,7 @@ def _sampled_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> np
 
 
 def _sampling_once(scheduled: Sequence[ScheduledRequest]) -> list[int] | None:
-    """Numbers of the requests that sample one row. None: some sample several, or heads read other rows."""
+    """Return the indices of requests that sample one row. None: some sample several, or heads read other rows."""
     for request in scheduled:
         head = request.state.head
         if request.num_sampled > 1 or (head is not None and not head.reads_logits):
@@ -410,7 +392,7 @@ def _sampling_once(scheduled: Sequence[ScheduledRequest]) -> list[int] | None:
 
 
 def _bidirectional_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> list[BidirectionalRows]:
-    """Rows of bidirectional spans. Each span's last row is left out, because it attends to the whole span anyway."""
+    """Return the rows of bidirectional spans, except each span's last, which sees the whole span anyway."""
     rows = []
     for number, (request, end) in enumerate(zip(scheduled, ends.tolist(), strict=True)):
         if not request.state.bidirectional_spans:
@@ -431,7 +413,7 @@ def _has_grid(state: RequestState) -> bool:
 def _in_grids(
     scheduled: Sequence[ScheduledRequest], positions: np.ndarray, *, decodes_only: bool
 ) -> tuple[np.ndarray, int]:
-    """Return grid positions, and the highest position plus 1."""
+    """Return grid positions, and the maximum position + 1."""
     in_grids = _grid_positions(scheduled, positions)
     end = int(in_grids.max()) + 1
     if decodes_only and (in_grids == in_grids[0]).all():
@@ -440,7 +422,7 @@ def _in_grids(
 
 
 def _grid_positions(scheduled: Sequence[ScheduledRequest], positions: np.ndarray) -> np.ndarray:
-    """int64 ``[3, tokens]`` from token positions; 0 for padding rows."""
+    """Convert token positions to int64 ``[3, tokens]``, 0 for padding rows."""
     result = np.zeros((3, len(positions)), np.int64)
     first = 0
     for request in scheduled:

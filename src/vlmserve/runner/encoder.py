@@ -1,4 +1,4 @@
-"""Encode images with the vision tower, at once or in stages, and keep the embeddings."""
+"""Encodes images, at once or in stages, and keeps the embeddings."""
 
 from __future__ import annotations
 
@@ -42,23 +42,22 @@ class ImageEncoder:
         self.embeddings: dict[bytes, Tensor] = {}
         """Results of `VisionEncoder.encode` and `CrossEncoder.encode`, by key."""
         self.tier: DiskTier | None = None
-        """Stores embeddings for later starts."""
         self.unfinished: dict[bytes, _Encoding] = {}
 
     def run(self, step: SchedulerOutput) -> int:
-        """Evict and encode the images of a step. Returns the tower's MACs; with several ranks, the maximum."""
+        """Evict and encode a step's images. Returns the tower's MACs, the maximum over ranks."""
         for key in step.embeddings_to_evict:
             if self.unfinished.pop(key, None) is None:
                 self.embeddings.pop(key, None)  # missing if its encoding ran out of memory
         for key, content in step.embeddings_to_place.items():
-            # A copy, because arrays from another process are read-only.
+            # Copy, because arrays from another process are read-only.
             rows = torch.from_numpy(np.array(content)).view(self._model.dtype).view(-1, self._width)
             self.embeddings[key] = to_device(rows, self._device.torch_device)
         products = self._encode(step.images_to_encode) if step.images_to_encode else 0
         for one in step.encodings:
             if one.image is not None:
                 self._begin(one.image)
-            # The image may have finished before the step in which the scheduler expects it.
+            # The image may finish earlier than the scheduler expects.
             if (encoding := self.unfinished.get(one.key)) is not None:
                 self._use_adapter(encoding.adapter)
                 with self._given_up(one.key) as given_up:
@@ -79,7 +78,7 @@ class ImageEncoder:
             self.unfinished[image.key] = begun
 
     def lacking(self, scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Return the requests whose images or cross-attention states are missing because memory ran out."""
+        """Return requests whose images or cross-attention states are missing because memory ran out."""
         found = []
         for request in scheduled:
             state, start = request.state, request.start
@@ -97,7 +96,7 @@ class ImageEncoder:
     def warm_up(self) -> tuple[int, float]:
         """Encode the beginning of a blank image, so that no request pays one-time costs.
 
-        Returns MACs and their seconds on a warm, idle device; (0, 0.0) for a tower without example images.
+        Returns MACs and their seconds on a warm, idle device, or (0, 0.0) without example images.
         """
         if self._model.vision is None or (shape := self._model.vision.example_shape) is None:
             return 0, 0.0
@@ -112,7 +111,7 @@ class ImageEncoder:
         return products, min(times[1:])
 
     def tiles_to_capture(self) -> Sequence[int]:
-        """Numbers of tiles with a captured graph of the tower; empty: none."""
+        """Numbers of tiles with a captured graph of the tower."""
         vision = self._model.vision
         if not isinstance(vision, TileEncoder) or vision.example_shape is None:
             return ()
@@ -120,7 +119,6 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def encode_tiles(self, count: int) -> None:
-        """Encode `count` blank tiles."""
         vision = self._model.vision
         assert isinstance(vision, TileEncoder)
         assert vision.example_shape is not None
@@ -137,14 +135,13 @@ class ImageEncoder:
 
     @property
     def _width(self) -> int:
-        """Elements of an embedding."""
         return self._model.cross.feature_size if self._model.cross else self._model.language_model.image_width
 
     def upload(self, image: ImageInput) -> Tensor:
         return self._device.upload_pixels(image.pixels, self._model.dtype, image.levels)
 
     def _encode(self, images: list[ImageInput]) -> int:
-        """Encode images: one call for each adapter, or sharded across ranks, which have no adapters."""
+        """Encode images: one call per adapter, or sharded across ranks, which have no adapters."""
         if self._model.ranks is not None and len(images) > 1:
             return self._encode_divided(images, self._model.ranks)
         for adapter in {image.adapter: None for image in images}:
@@ -158,7 +155,6 @@ class ImageEncoder:
         return sum(map(self._products, images))
 
     def _encode_divided(self, images: list[ImageInput], ranks: Ranks) -> int:
-        """Encode this rank's images and gather the embeddings of all ranks."""
         costs = [self._products(image) for image in images]
         shares = divide(costs, ranks.size)
         own = self._encoded([images[index] for index in shares[ranks.rank]])
@@ -196,21 +192,21 @@ class ImageEncoder:
 
     def _keep(self, images: list[ImageInput], encoded: list[Tensor]) -> None:
         for image, embeddings in zip(images, encoded, strict=True):
-            # A view would keep the embeddings of the whole batch alive.
+            # A view would keep the whole batch's embeddings alive.
             self._add(image.key, embeddings.clone())
 
     def _add(self, key: bytes, embeddings: Tensor) -> None:
         self.embeddings[key] = embeddings
         if self.tier is not None and embeddings.dtype == self._model.dtype and embeddings.shape[1:] == (self._width,):
-            # The device may compute later steps meanwhile; none writes to these embeddings.
+            # Later steps may run on the device meanwhile, but do not write to these embeddings.
             on_host = embeddings.cpu().contiguous()
             self.tier.store(key, on_host.nbytes, lambda: on_host.view(torch.uint8).numpy().reshape(-1))
 
     @contextmanager
     def _given_up(self, *keys: bytes) -> Iterator[list[bytes]]:
-        """Catch out-of-memory errors of an encoding. The keys are added to the list, and their requests fail.
+        """Catch out-of-memory errors of an encoding, and add the keys to the list; their requests fail.
 
-        With several ranks the error is raised, because the other ranks would continue.
+        With several ranks, raise them, because other ranks would continue.
         """
         given_up: list[bytes] = []
         try:
@@ -238,7 +234,7 @@ class ImageEncoder:
 
 
 class _Encoding:
-    """An image that is encoded in stages. adapter: digest. result: embeddings, when done."""
+    """An image encoded in stages. adapter: digest. result: embeddings, when done."""
 
     def __init__(
         self, tower: VisionEncoder, pixels: Tensor, tiling: TowerInputs | None, device: Device, adapter: bytes = b""
@@ -249,7 +245,7 @@ class _Encoding:
         self._stages = tower.in_stages([pixels], [tiling], self._budget)
 
     def advance(self, products: float) -> int:
-        """Compute up to `products` more MACs. Returns the MACs made; a rest too small for a stage is kept."""
+        """Compute up to `products` more MACs, and return the MACs computed. A rest too small for a stage is kept."""
         self._budget.left += products
         before = self._budget.made
         try:

@@ -11,10 +11,9 @@ from vlmserve.layers.parallel import Ranks
 
 
 def divide(costs: Sequence[int], count: int) -> list[list[int]]:
-    """Assign images to `count` ranks: indices of images in order, equal on all ranks.
+    """Assign images to `count` ranks: sorted indices, equal on all ranks. costs: MACs of each image.
 
-    Images go from the most to the least expensive, each to the rank with the least work (Graham 1969). costs: MACs of
-    each image.
+    Each image goes to the least loaded rank, most expensive images first (Graham 1969).
     """
     shares: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
@@ -37,13 +36,13 @@ def exchange(
 ) -> list[Tensor]:
     """Gather the embeddings of all images in order, each ``[lengths[i], width]``, as views.
 
-    own: embeddings of this rank's images, in the order of its share. lengths: number of embeddings of each image.
+    own: this rank's embeddings, in the order of its share. lengths: embeddings of each image.
     """
     sizes = [[lengths[index] for index in share] for share in shares]
     padded = torch.zeros((max(map(sum, sizes)), width), dtype=dtype, device=device)
     if own:
         padded[: sum(sizes[ranks.rank])] = torch.cat(list(own))
-    # As bytes, because every backend can exchange them.
+    # Every backend can exchange bytes.
     parts = [part.view(dtype) for part in ranks.gather(padded.view(torch.uint8))]
     found: dict[int, Tensor] = {}
     for part, share, size in zip(parts, shares, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""Tensors of the KV cache and of states, on the device and in host memory, and copies of their blocks."""
+"""KV cache and state tensors, on the device and in host memory, and copies of their blocks."""
 
 from __future__ import annotations
 
@@ -19,21 +19,17 @@ from vlmserve.steps import BlockCopy, Bytes, SchedulerOutput
 
 
 class PoolSizes(NamedTuple):
-    """Sizes of the KV cache and of the pool of states."""
-
     block_size: int
     """Tokens of a block."""
     pages: int
-    """Pages on the device, see `CacheLayout`, without pages for padding rows."""
+    """Pages on the device (see `CacheLayout`), without padding pages."""
     host_pages: int = 0
     slots: int = 0
-    """Slots of states, without the padding slot."""
+    """State slots, without the padding slot."""
     host_slots: int = 0
 
 
 class KVTensors:
-    """Keys, values and states of all layers."""
-
     def __init__(self, model: LoadedModel, sizes: PoolSizes) -> None:
         self._device = model.device.torch_device
         total = sizes.pages + model.device.padding_blocks
@@ -56,7 +52,7 @@ class KVTensors:
             self._host_states = model.device.host_blocks(self.states, sizes.host_slots, allocate_slots)
 
     def prepare(self, step: SchedulerOutput) -> None:
-        """Zero blocks, then copy blocks, then copy states, in the order of a step's lists."""
+        """Zero blocks, copy blocks, copy states, in the order of a step's lists."""
         if step.blocks_to_zero:
             ids = to_device(torch.tensor(step.blocks_to_zero), self._device)
             for layer in self._distinct:
@@ -68,17 +64,16 @@ class KVTensors:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's content."""
         return sum(tensor[:1].nbytes for layer in self._distinct for tensor in layer.tensors)
 
     def populate(self, num_bytes: int) -> None:
-        """Have the system allocate the first `num_bytes` of blocks, which requests get first."""
+        """Back the first `num_bytes` of blocks with memory. Requests get these first."""
         for layer in self._distinct:
             for tensor in layer.tensors:
                 populate(tensor, num_bytes // self.block_bytes)
 
     def contents(self, blocks: Sequence[int]) -> Bytes:
-        """Copy contents of blocks to the host, ``[blocks, bytes]``, layer by layer."""
+        """Copy blocks to the host, ``[blocks, bytes]``, layer by layer."""
         ids = to_device(torch.tensor(blocks), self._device)
         parts = [tensor.index_select(0, ids) for layer in self._distinct for tensor in layer.tensors]
         rows = torch.cat([part.reshape(len(blocks), -1).view(torch.uint8) for part in parts], 1)
@@ -89,8 +84,8 @@ def _copy(
     copies: Iterable[BlockCopy], layers: Sequence[Blocks], host: HostBlocks | None, contents: Sequence[Bytes] = ()
 ) -> None:
     for kind, group in itertools.groupby(copies, lambda copy: copy.kind):
-        # The last of several copies into a block wins. Reading all sources first equals copying in order, because no
-        # block that is written is a source later in the same group.
+        # The last copy into a block wins. Reading all sources first equals copying in order, because no written block
+        # is a source later in the group.
         by_target = {copy.target: copy.source for copy in group}
         sources, targets = list(by_target.values()), list(by_target)
         if kind == "copy":
@@ -109,7 +104,7 @@ def _copy(
 
 
 def _fill(layers: Sequence[Blocks], blocks: Sequence[int], contents: Sequence[Bytes]) -> None:
-    """Write contents from `KVTensors.contents` to blocks. Adjacent blocks are copied at once."""
+    """Write contents from `KVTensors.contents` to blocks, adjacent blocks at once."""
     order = sorted(range(len(blocks)), key=blocks.__getitem__)
     places = [blocks[number] for number in order]
     rows, start = torch.from_numpy(np.stack([contents[number] for number in order])), 0

@@ -25,8 +25,8 @@ def run_largest_step(
 ) -> None:
     """Run the largest step, so that the device can measure its memory.
 
-    Prompts of `num_tokens` tokens in total go through the decoder with their own cache; then `num_rows` rows go through
-    output head and sampling. max_model_len: tokens of the longest sequence.
+    Runs prompts of `num_tokens` total tokens through the decoder, then `num_rows` rows through output head and
+    sampling. max_model_len: tokens of the longest sequence.
     """
     language_model, device = model.language_model, model.device.torch_device
     lens = [max_model_len] * (num_tokens // max_model_len)
@@ -54,10 +54,10 @@ def run_largest_step(
 
 @torch.inference_mode()
 def run_longest_step(model: LoadedModel, *, num_seqs: int, max_model_len: int, block_size: int) -> None:
-    """Run a small step with the largest lengths on the host, to allocate memory for split-KV and rotary tables.
+    """Run a small step with the maximum lengths on the host, which allocates buffers for split-KV and RoPE tables.
 
-    Captured steps keep reading both. All sequences but the last decode; on the device they have a few tokens. Backends
-    that do not read lengths on the device need no such step.
+    Captured steps keep reading both. On the device, sequences have a few tokens. Backends that do not read lengths on
+    the device need no such step.
     """
     if not model.backend.reads_on_device:
         return
@@ -69,7 +69,7 @@ def run_longest_step(model: LoadedModel, *, num_seqs: int, max_model_len: int, b
 
 @torch.inference_mode()
 def run_largest_graphs(model: LoadedModel, *, num_decodes: int, block_size: int) -> None:
-    """Run the largest steps to capture at start: `num_decodes` decodes, and tiles through the vision tower."""
+    """Run the largest steps to capture at start: `num_decodes` decodes, and tiles of the vision tower."""
     _run_short(model, [1] * num_decodes, block_size)
     if (shape := _tiles_shape(model)) is not None:
         assert isinstance(model.vision, TileEncoder)
@@ -77,13 +77,13 @@ def run_largest_graphs(model: LoadedModel, *, num_decodes: int, block_size: int)
 
 
 def graph_inputs_bytes(model: LoadedModel, num_decodes: int) -> int:
-    """Bytes of the inputs that graphs of decodes share, plus the inputs that graphs of tiles share."""
+    """Return the bytes of the inputs that graphs share."""
     elements = num_decodes * model.language_model.hidden_size + math.prod(_tiles_shape(model) or (0,))
     return elements * model.dtype.itemsize
 
 
 def _tiles_shape(model: LoadedModel) -> tuple[int, ...] | None:
-    """Shape of the maximum number of captured tiles; None: the vision tower has no tiles."""
+    """Return the shape of the maximum number of captured tiles, or None."""
     if not isinstance(model.vision, TileEncoder) or (shape := model.vision.example_shape) is None:
         return None
     return (MOST_TILES, *shape[1:])
@@ -105,8 +105,7 @@ def _run_short(model: LoadedModel, lens: list[int], block_size: int, **changes: 
 def run_largest_encoding(model: LoadedModel, *, num_tokens: int, num_images: int) -> None:
     """Encode as many images as fit into a step, so that the device can measure the memory.
 
-    Skips towers without example images. num_tokens: of a step; the embeddings have to fit. num_images: maximum in a
-    step.
+    num_tokens: of a step, which limits embeddings. num_images: maximum per step. Skips towers without example images.
     """
     tower = model.vision
     if tower is None or (shape := tower.example_shape) is None:
@@ -116,7 +115,7 @@ def run_largest_encoding(model: LoadedModel, *, num_tokens: int, num_images: int
     times = max(1, num_tokens // len(embeddings))
     images = [small] * min(times, num_images)
     if isinstance(tower, LaidOutTower):
-        # One large image has more patches that attend to each other than several small ones.
+        # In one large image, more patches attend to each other than in several small images.
         images = [small.repeat(1, 1, math.isqrt(times), math.isqrt(times))]
     tower.encode(images, [None] * len(images))
 
@@ -124,10 +123,10 @@ def run_largest_encoding(model: LoadedModel, *, num_tokens: int, num_images: int
 def num_pages(
     *, budget: int, of_tokens: CacheBytes, max_model_len: int, max_num_seqs: int, max_chunk: int, passes: int = 1
 ) -> int:
-    """Return the pages that fit into `budget` bytes, at most the pages of `max_num_seqs` full contexts.
+    """Return the pages that fit into `budget` bytes, at most for `max_num_seqs` full contexts.
 
-    max_chunk: maximum tokens in a step. passes: of the model; each has its own pages. Raises CapacityError if not even
-    one block of all layers fits.
+    max_chunk: maximum tokens of a step. passes: of the model, each with its own pages. Raises CapacityError if no block
+    of all layers fits.
     """
     useful = passes * max_num_seqs * of_tokens.pages(max_model_len, max_chunk)
     pages = min(budget // of_tokens.page, useful)

@@ -1,4 +1,4 @@
-"""Runners of several ranks: rank 0 runs each step and samples, the others follow."""
+"""Runners of several ranks: rank 0 runs each step and samples, other ranks follow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vlmserve.types import Grammar, SamplingParams
 
 
 class RankStep(msgspec.Struct, frozen=True):
-    """A step for a following rank, without data that only sampling needs."""
+    """A step for a following rank, without sampling data."""
 
     step: SchedulerOutput
     token_ids: dict[str, list[int]]
@@ -28,17 +28,17 @@ class RankStep(msgspec.Struct, frozen=True):
 
 
 class Followers(Protocol):
-    """All ranks but 0, seen from rank 0. ranks: exchanges tensors with them."""
+    """All ranks but 0, seen from rank 0."""
 
     @property
     def ranks(self) -> Ranks: ...
 
     def send(self, frames: Frames) -> None:
-        """Send a `RankStep` to all. Raises EngineDeadError if a rank has ended."""
+        """Send a `RankStep` to all ranks. Raises EngineDeadError if one has ended."""
         ...
 
     def explained(self) -> AbstractContextManager[None]:
-        """An error in this block ends all ranks. If a rank had ended before, the error says so instead."""
+        """End all ranks on an error in this block. If a rank ended first, the error says so."""
         ...
 
     @property
@@ -57,7 +57,7 @@ class Followers(Protocol):
 
 
 class LeadingRunner(ModelRunner):
-    """The runner of rank 0. It sends each step to the other ranks before it runs it."""
+    """Rank 0's runner. It sends each step to the other ranks, then runs it."""
 
     def __init__(
         self,
@@ -92,13 +92,12 @@ class LeadingRunner(ModelRunner):
 
 
 class FollowingRunner(ModelRunner):
-    """The runner of another rank: it computes the same steps, and rank 0 tells it the sampled tokens."""
+    """Another rank's runner. It computes the same steps; rank 0 sends the sampled tokens."""
 
     def __init__(self, model: LoadedModel, sizes: PoolSizes) -> None:
         super().__init__(model, sizes, _no_matcher)
 
     def follow(self, message: RankStep) -> None:
-        """Run a step to its end."""
         self.requests.append(message.token_ids)
         self.submit(message.step).result()
 
@@ -106,11 +105,11 @@ class FollowingRunner(ModelRunner):
         return False
 
     def _sample(self, run: Run, scheduled: list[ScheduledRequest], output: ModelRunnerOutput) -> None:
-        """Do nothing, because rank 0 samples."""
+        """Do nothing: rank 0 samples."""
 
 
 def _unsampled(request: NewRequest) -> NewRequest:
-    """Remove the data that only sampling needs."""
+    """Remove sampling data."""
     kept = SamplingParams(prompt_logprobs=request.params.prompt_logprobs)
     return msgspec.structs.replace(request, params=kept, thoughts=None)
 

@@ -1,4 +1,4 @@
-"""The model runner's state of each request, from its first step until it is finished."""
+"""The runner's state of each request, from its first step until it finishes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ _IMAGE = -1
 
 
 class RequestState:
-    """A request's tokens, KV blocks and sampling state."""
-
     __slots__ = (
         "_first_position",
         "_max_short_len",
@@ -66,20 +64,20 @@ class RequestState:
         guides: Guides | None = None,
         layers: OutputLayers | None = None,
     ) -> None:
-        """guides: for requests with grammars. layers: for embeddings."""
+        """guides: for grammars. layers: for embeddings."""
         self.request_id = request.request_id
         self.token_ids = list(request.token_ids)
         """Prompt and answer."""
         self.num_prompt_tokens = request.num_prompt_tokens
         self.block_tables = [array("i", blocks) for blocks in request.block_ids]
-        """For each pass of the model and column of the cache. A preempted request gets new lists."""
+        """By pass of the model and cache column. A preempted request gets new lists."""
         self.num_blocks = sum(map(len, self.block_tables))
         padding = [PADDING_SLOT] * len(request.block_ids)
         self.slots = padding if request.states is None else [one.slot for one in request.states]
-        """Working slots of states, by pass; the padding slot without states and in warm-up."""
+        """Working slots of states by pass. The padding slot without states and in warm-up."""
         self.params = request.params
         self.head = head_of(request.task, request.num_prompt_tokens, layers)
-        """Reads states or logits instead of the sampler; None: tokens are sampled."""
+        """Reads states or logits instead of the sampler. None: tokens are sampled."""
         self.seed = request.seed
         self.max_len = request.max_len
         self.end_token_ids = frozenset(request.end_token_ids)
@@ -88,14 +86,14 @@ class RequestState:
             self.images = tuple(msgspec.structs.replace(image, grid=None) for image in request.images)
         self.cross_key = request.cross_key
         self.adapter = request.adapter
-        """Digest; empty: none."""
+        """Digest, or empty."""
         self.bidirectional_spans = bidirectional_spans(request.images, self.num_prompt_tokens, model.bidirectional)
-        """Tokens ``first <= i < last`` that attend to each other in both directions."""
+        """Ranges ``first <= i < last`` of tokens that attend to each other in both directions."""
         scores_prompt = self.params.prompt_logprobs is not None and self.num_prompt_tokens > 1
         self.num_scored = 1 if scores_prompt else None
-        """Leading prompt tokens with log-probabilities, while more are wanted; else None."""
+        """Leading prompt tokens with log-probabilities, while more are wanted."""
         self.thinking = Thinking.of(request.thoughts, self.params)
-        """Tracks the reasoning, which the grammar does not apply to."""
+        """Tracks the reasoning, where the grammar does not apply."""
         self.guide: Guide | None = None
         if self.params.grammar is not None and guides is not None:
             measures = self.thinking is not None
@@ -104,12 +102,11 @@ class RequestState:
         if self.params.logit_bias or self.params.penalizes:
             self.logits_processor = LogitsProcessor(self.params, self._text_tokens())
         self.ngrams: RepeatedNgrams | None = None
-        """N-grams that the answer must not repeat."""
         if size := self.params.no_repeat_ngram_size:
             self.ngrams = RepeatedNgrams(self._text_tokens([_IMAGE]), size, self.params.no_repeat_ngram_window)
         self.bad_words = BadWords(self.params.bad_token_ids) if self.params.bad_token_ids else None
         self.permitted: Allowed | None = None
-        """Tokens that the request allows at all, ``[vocabulary]``; None: all."""
+        """Tokens that the request allows, ``[vocabulary]``. None: all."""
         if self.params.allowed_token_ids is not None:
             self.permitted = np.zeros(model.vocab_size, np.bool_)
             self.permitted[[*self.params.allowed_token_ids, *(self.end_token_ids if self.guide else ())]] = True
@@ -118,21 +115,19 @@ class RequestState:
         self._max_short_len = model.max_short_len
         is_special = bool(self.images or self.bidirectional_spans) or self.cross_key is not None
         self.is_plain_text = not is_special and not self._first_position and self._max_short_len is None
-        """True without images, bidirectional spans and position offsets."""
 
     @property
     def position_offset(self) -> int:
-        """Added to positions: positions of long requests follow all positions of short ones."""
+        """Offset of positions: long requests start after all positions of short requests."""
         if self._max_short_len is not None and len(self.token_ids) > self._max_short_len:
             return self._max_short_len
         return self._first_position
 
     def images_between(self, start: int, end: int) -> list[ImagePlacement]:
-        """Images with a placeholder in ``start <= i < end``."""
         return [image for image in self.images if image.start < end and image.end > start]
 
     def sampling_row(self, pending: int = 0) -> SamplingRow:
-        """How to sample the next token. pending: earlier tokens that are not known here yet."""
+        """Return how to sample the next token. pending: earlier tokens that are not known here yet."""
         num_generated = len(self.token_ids) - self.num_prompt_tokens + pending
         if self.thinking is not None and (forced := self.forced) is not None:
             return SamplingRow(self.params, self.seed, num_generated, forced=forced)
@@ -157,7 +152,6 @@ class RequestState:
 
     @property
     def is_thinking(self) -> bool:
-        """True inside the reasoning."""
         return self.thinking is not None and self.thinking.is_inside
 
     @property
@@ -171,7 +165,6 @@ class RequestState:
 
     @property
     def _left(self) -> int:
-        """Tokens left for the answer."""
         return self.max_len - len(self.token_ids)
 
     def settles(self, token_id: int) -> bool:
@@ -181,7 +174,6 @@ class RequestState:
         return self.thinking is None or not self.thinking.takes(token_id)
 
     def append(self, token_id: int) -> None:
-        """Append a new token of the answer."""
         self.token_ids.append(token_id)
         if self.logits_processor is not None:
             self.logits_processor.append(token_id)
@@ -199,7 +191,7 @@ class RequestState:
                 self.guide.expect(mask, self._left)
 
     def _next_mask(self) -> ComputeMask | None:
-        """Return a function that computes the mask of the next token; None during reasoning."""
+        """Return a function that computes the next token's mask. None: inside reasoning."""
         if self.is_thinking:
             return None
         ends, left = self.end_token_ids, self._left
@@ -211,7 +203,6 @@ class RequestState:
         return np.zeros(self._vocab_size, np.bool_) if mask is None else mask
 
     def set_blocks(self, scheduled: CachedRequest) -> None:
-        """Update the block tables from a step."""
         if scheduled.resumed:
             self.block_tables = [array("i") for _ in self.block_tables]
             self.num_blocks = 0
@@ -220,7 +211,7 @@ class RequestState:
             self.num_blocks += len(blocks)
 
     def _unwanted(self, allowed: Allowed | None) -> frozenset[int]:
-        """Tokens that would repeat an n-gram or complete a bad word; empty if no other token is allowed."""
+        """Return tokens that would repeat an n-gram or complete a bad word. Empty if no other token is allowed."""
         unwanted = _NOTHING_BANNED if self.ngrams is None else self.ngrams.repeating()
         if self.bad_words is not None:
             first = max(self.num_prompt_tokens, len(self.token_ids) - self.bad_words.longest)
@@ -230,7 +221,7 @@ class RequestState:
         return unwanted
 
     def _text_tokens(self, instead: Sequence[int] = ()) -> list[int]:
-        """The prompt without image tokens. instead: replaces each image."""
+        """Return the prompt with `instead` for each image."""
         token_ids, start = [], 0
         for image in self.images:
             token_ids += [*self.token_ids[start : image.start], *instead]
@@ -246,11 +237,11 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
     draft_token_ids: list[int]
     num_sampled: int
-    """Number of last tokens with logits; 0 in all but the last chunk of a prompt, and for heads that read none."""
+    """Number of last tokens with logits. 0 except in the last chunk of a prompt, and for heads that read none."""
     pending: bool = False
-    """True if its only token is still being sampled by the previous step."""
+    """True if the previous step is still sampling its only token."""
     state_steps: tuple[StateStep, ...] | None = None
-    """By pass; None: states stay in their working slots."""
+    """By pass. None: states stay in their working slots."""
 
     @property
     def end(self) -> int:
@@ -258,8 +249,6 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestStates:
-    """The states of all unfinished requests."""
-
     def __init__(self, model: LanguageModel, make_matcher: MakeMatcher, layers: OutputLayers | None = None) -> None:
         self._model, self._layers = model, layers
         self._guides = Guides(make_matcher)
@@ -270,7 +259,7 @@ class RequestStates:
         return len(self._states)
 
     def append(self, token_ids: Mapping[str, Sequence[int]]) -> None:
-        """Append tokens that another runner sampled, by request."""
+        """Append tokens that another runner sampled."""
         for request_id, tokens in token_ids.items():
             state = self._states[request_id]
             for token in tokens:
@@ -278,11 +267,8 @@ class RequestStates:
                     state.append(token)
 
     def update(self, step: SchedulerOutput) -> list[ScheduledRequest]:
-        """Update the states from a step and return its batch.
-
-        Decodes (one token) come first, because attention needs this order. Within each part, requests of an adapter are
-        adjacent.
-        """
+        """Update the states from a step and return its batch: decodes (one token) first, as attention needs, with
+        requests of an adapter adjacent."""
         states = self._states
         for request_id in step.finished_request_ids:
             guide = states.pop(request_id).guide

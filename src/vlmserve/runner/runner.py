@@ -1,4 +1,4 @@
-"""Run scheduled steps: images through the vision encoder, one flat batch through the decoder, then sampling."""
+"""Runs scheduled steps: vision tower, decoder over one flat batch, sampling."""
 
 from __future__ import annotations
 
@@ -34,24 +34,20 @@ logger = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
-    """The tensors of a step."""
-
     batch: Batch
     hidden: Tensor
-    """Final hidden states; of all rows if a prompt is scored."""
+    """Final hidden states, of all rows if a prompt is scored."""
     of_heads: Tensor | None
-    """Final hidden states of the rows of `head_rows`; None without heads."""
+    """Final hidden states of `head_rows`."""
     logits: Tensor
     later: DrawLater | None
     """Samples asynchronously, one token for each of `sampled`."""
     sampled: list[ScheduledRequest]
-    """Empty without `later`."""
     scalings: dict[str, list[float]]
-    """See `ModelRunnerOutput`."""
 
 
 def _costliest(scheduled: list[ScheduledRequest]) -> ScheduledRequest:
-    """The request to drop first when memory runs out: it has the most tokens in the step; on ties, the last."""
+    """Return the request to drop first when memory runs out: it has the most tokens; on ties, the last."""
     return max(reversed(scheduled), key=lambda request: request.num_tokens)
 
 
@@ -67,9 +63,9 @@ def _fail(
 
 
 def _wanted_rows(batch: Batch, scheduled: list[ScheduledRequest], of_heads: Tensor | None) -> Tensor | None:
-    """The rows whose hidden states are needed: sampled rows, then the rows of heads.
+    """Return the rows whose hidden states are needed: sampled rows, then heads' rows.
 
-    None means all rows: all are sampled, a prompt is scored, the device repeats the step, or heads read rows with
+    None: all rows, because all are sampled, a prompt is scored, the device repeats the step, or heads read rows with
     adapters.
     """
     decodes_only = batch.metadata.num_decodes == len(batch.metadata.query_lens)
@@ -83,7 +79,7 @@ def _wanted_rows(batch: Batch, scheduled: list[ScheduledRequest], of_heads: Tens
 def _parted(
     hidden: Tensor, batch: Batch, wanted: Tensor | None, of_heads: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Split hidden states into sampled rows and rows of heads. wanted: the rows of `hidden`."""
+    """Split hidden states into sampled rows and heads' rows. wanted: the rows of `hidden`."""
     if wanted is None:
         return hidden[batch.sampled_rows], None if of_heads is None else hidden[of_heads]
     count = len(batch.sampled_rows)
@@ -91,8 +87,6 @@ def _parted(
 
 
 class RunningStep:
-    """A submitted step."""
-
     def __init__(self, finish: Callable[[], ModelRunnerOutput]) -> None:
         self._finish = finish
 
@@ -109,10 +103,10 @@ def _raising(error: Exception) -> Callable[[], NoReturn]:
 
 
 class ModelRunner:
-    """Owns the model, the KV tensors, image embeddings, and request states.
+    """Owns the model, the KV tensors, image embeddings and request states. It knows requests only from steps.
 
-    It knows requests only from the steps that it runs. make_matcher: starts a matcher for a request's grammar.
-    padding_block: the KV block after all others, which padding rows write to.
+    make_matcher: starts a matcher for a request's grammar. padding_block: the last KV block, which padding rows write
+    to.
     """
 
     def __init__(
@@ -122,7 +116,6 @@ class ModelRunner:
         make_matcher: MakeMatcher,
         adapters: RunnerAdapters | None = None,
     ) -> None:
-        """adapters: the model's slots; None: it has none."""
         self.model = model
         self.block_size, self.padding_block = sizes.block_size, sizes.pages
         self._adapters = adapters
@@ -135,7 +128,7 @@ class ModelRunner:
             sizes.block_size, model.device, sizes.pages, self.images.embeddings, columns, has_states=self._has_states
         )
         self._kv = KVTensors(model, sizes)
-        # The tokens that the last step sampled asynchronously (at least one element), and each request's index there.
+        # Tokens that the last step sampled asynchronously (at least one element), and each request's index.
         self._drawn = torch.zeros(1, dtype=torch.int32, device=model.device.torch_device)
         self._drawn_rows: dict[str, int] = {}
 
@@ -152,11 +145,10 @@ class ModelRunner:
         return self._kv
 
     def keep_images(self, tier: DiskTier) -> None:
-        """Write image embeddings to a disk tier from here on."""
         self.images.tier = tier
 
     def keep_blocks(self, tier: DiskTier, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Write KV blocks with their keys to a disk tier, as many as fit, before a later step changes them."""
+        """Write KV blocks, as many as fit, to a disk tier before a later step changes them. blocks: ids and keys."""
         size = self._kv.block_bytes
         taken = blocks[: tier.room // size]
         contents = self._kv.contents([block for block, _ in taken]) if taken else ()
@@ -176,7 +168,7 @@ class ModelRunner:
     def submit(self, step: SchedulerOutput) -> RunningStep:
         """Run a step. Returns early if the device samples asynchronously.
 
-        Steps run in the order of submission; take their results in this order.
+        Steps run in the order of submission. Take their results in this order.
         """
         try:
             return RunningStep(self._launch(step))
@@ -185,7 +177,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def collect(self, timeout: float) -> ModelRunnerOutput:
-        """Return tokens of earlier steps that waited for slow grammars. timeout: seconds to wait for one of them."""
+        """Return tokens of earlier steps that waited for slow grammars. timeout: seconds to wait for one."""
         output = ModelRunnerOutput()
         self._sampler.collect(timeout, output)
         return output
@@ -204,7 +196,7 @@ class ModelRunner:
         output = ModelRunnerOutput()
         scheduled = self.requests.update(step)
         if device.draw_later is not None and not self._drawn_rows:
-            # The previous step ran out of memory before it could sample these requests' tokens.
+            # The previous step ran out of memory before it sampled these requests' tokens.
             scheduled = [request for request in scheduled if not request.pending]
         # Requests with late rows that are scheduled again were preempted.
         self._sampler.drop(step.finished_request_ids, scheduled)
@@ -259,11 +251,11 @@ class ModelRunner:
         return device.download(drawn)
 
     def _draws_later(self, scheduled: list[ScheduledRequest]) -> bool:
-        """Return whether the device may sample a step's tokens asynchronously."""
+        """Return whether the device may sample a step asynchronously."""
         return can_draw_later(scheduled)
 
     def _compute(self, scheduled: list[ScheduledRequest], clock: Clock | None) -> Run | None:
-        """Compute hidden states and logits of a batch; None if memory runs out. clock: marked after building."""
+        """Return a batch's hidden states and logits. None: memory ran out. clock: marked after building."""
         device = self.model.device
         later = device.draw_later
         if later is not None and not self._draws_later(scheduled):
@@ -304,13 +296,13 @@ class ModelRunner:
         return self._batches.build(scheduled, self._drawn_rows, extra, slots, mixed, mixed_slots)
 
     def _mixed(self, scheduled: list[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Return the X-LoRA requests, which also have block tables for the scaling pass."""
+        """Return the X-LoRA requests. They have more block tables, for the scaling pass."""
         return [request for request in scheduled if len(request.state.block_tables) > self.num_columns]
 
     def _scalings(
         self, scheduled: list[ScheduledRequest], batch: Batch | None, sums: dict[str, list[float]]
     ) -> Tensor | None:
-        """Run the scaling pass and return the scalings of all rows. None: no request needs it. sums: see
+        """Run the scaling pass and return the scalings of all rows, if a request needs it. sums: see
         `ModelRunnerOutput`."""
         if batch is None:
             return None
@@ -320,11 +312,11 @@ class ModelRunner:
         return self._adapters.scalings(scheduled, mixed, self.hidden_states(batch), sums)
 
     def hidden_states(self, batch: Batch, wanted: Tensor | None = None) -> Tensor:
-        """Run the decoder: final hidden states, ``[tokens, hidden_size]``. wanted: only these rows."""
+        """Run the decoder. Returns final hidden states ``[tokens, hidden_size]``, of `wanted` rows only."""
         language_model = self.model.language_model
         token_ids = batch.token_ids
         if batch.drawn_rows is not None:
-            # A request that could not be sampled has -1; its result is discarded.
+            # A request that could not be sampled has -1. Its result is discarded.
             token_ids = self._drawn.clamp(min=0)[batch.drawn_rows].long()
         embeddings = language_model.embed(token_ids)
         features = place_images(embeddings, batch.image_rows, self.images.embeddings)
@@ -332,7 +324,7 @@ class ModelRunner:
         return language_model.forward(embeddings, batch.positions, batch.metadata, caches, features, wanted, states)
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """float32 ``[rows, vocabulary]``."""
+        """Return float32 ``[rows, vocabulary]``."""
         language_model = self.model.language_model
         out = self.model.device.logits_buffer(len(hidden), language_model.vocab_size)
         return language_model.logits(hidden, out)

@@ -1,4 +1,4 @@
-"""Convert logits to tokens: sample, verify drafts, and compute log-probabilities."""
+"""Samples tokens from logits, verifies drafts, and computes log-probabilities."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from vlmserve.sampling.sampler import sample
 from vlmserve.steps import ModelRunnerOutput, RequestFailure
 
 PATIENCE = 0.005
-"""Seconds that a step waits for grammars. Ordinary masks are ready by then."""
+"""Seconds that a step waits for grammars. Ordinary masks take less."""
 
 
 class _Row(NamedTuple):
-    """A row of logits to sample from. place: its row in the step's logits; None: the logits are `kept`."""
+    """A row of logits to sample from. place: its row in the step's logits. None: see `kept`."""
 
     state: RequestState
     place: int | None = None
@@ -32,15 +32,14 @@ class _Row(NamedTuple):
 
     @property
     def pending(self) -> Future[Any] | None:
-        """Unfinished work of its grammar."""
         return None if self.state.guide is None else self.state.guide.pending
 
 
 class TokenSampler:
     """Samples the next tokens of requests.
 
-    A row with a slow grammar keeps its logits in host memory and is sampled in a later step, so other requests do not
-    wait. A request has at most one such late row.
+    A row with a slow grammar keeps its logits in host memory until a later step, so other requests do not wait. A
+    request has at most one such late row.
     """
 
     def __init__(self, draw: Draw, device: torch.device) -> None:
@@ -49,19 +48,18 @@ class TokenSampler:
         self._late: dict[str, _Row] = {}
 
     def drop(self, finished: Iterable[str], scheduled: Sequence[ScheduledRequest]) -> None:
-        """Drop late rows of finished requests, and of requests whose logits a step computes again."""
+        """Drop late rows of finished requests, and of requests whose logits are computed again."""
         if self._late:
             for request_id in (*finished, *(request.state.request_id for request in scheduled)):
                 self._late.pop(request_id, None)
 
     def sample(self, logits: Tensor, batch: Sequence[ScheduledRequest], output: ModelRunnerOutput) -> None:
-        """Sample the next tokens of each request and of late rows. Appends them to request states and to `output`.
+        """Sample the next tokens of each request and of late rows, into request states and `output`.
 
-        logits: float32 ``[rows, vocabulary]``, `num_sampled` rows of each request in order; overwritten.
-
-        A draft is accepted if it equals the token sampled in its place; then the row after it is sampled too. Each
-        round samples one row of each request, because penalties, grammars and random numbers depend on earlier tokens.
-        So answers are the same with and without drafts.
+        logits: float32 ``[rows, vocabulary]``, `num_sampled` rows per request; overwritten. A draft is accepted if it
+        equals the token sampled in its place; then the row after it is sampled too. Each round samples one row per
+        request, because penalties, grammars and random numbers depend on earlier tokens. So drafts do not change
+        answers.
         """
         first = 0
         rows: list[_Row] = []
@@ -77,7 +75,7 @@ class TokenSampler:
             rows = self._round(rows, logits, output, deadline)
 
     def collect(self, timeout: float, output: ModelRunnerOutput) -> None:
-        """Sample late rows. timeout: seconds to wait for one of them."""
+        """Sample late rows. timeout: seconds to wait for one."""
         if not self._late:
             return
         pending = [row.pending for row in self._late.values()]
@@ -105,7 +103,7 @@ class TokenSampler:
         searching = [index for index, row in enumerate(ready) if row.state.guide and row.state.guide.searches]
         raw = dict(zip(searching, own[searching], strict=True)) if searching else {}
         asking = [index for index, row in enumerate(ready) if row.state.params.logprobs is not None]
-        raw_asked = own[asking] if asking else None  # sampling overwrites them
+        raw_asked = own[asking] if asking else None  # copied, because sampling overwrites logits
         drawn = sample(own, [row.state.sampling_row() for row in ready], self._draw)
         tokens, undecided = _settle(ready, drawn, deadline) if searching else (drawn, frozenset[int]())
         if raw_asked is not None:
@@ -127,7 +125,7 @@ class TokenSampler:
             self._late[state.request_id] = _Row(state, kept=logits.to("cpu", copy=True))
 
     def _gather(self, rows: Sequence[_Row], logits: Tensor | None) -> Tensor:
-        """Return ``[rows, vocabulary]`` logits; `logits` itself if it has exactly these rows."""
+        """Return ``[rows, vocabulary]`` logits: `logits` itself if it has exactly these rows."""
         places = [row.place for row in rows if row.place is not None]
         kept = [to_device(row.kept, self._device) for row in rows if row.kept is not None]
         late = [torch.stack(kept)] if kept else []
@@ -139,7 +137,7 @@ class TokenSampler:
 
 
 def can_draw_later(batch: Sequence[ScheduledRequest]) -> bool:
-    """Return whether at most one token of each request is sampled, without the host."""
+    """Return whether each request samples at most one token, without the host."""
     return all(
         request.num_sampled <= 1
         and not request.draft_token_ids
@@ -151,13 +149,12 @@ def can_draw_later(batch: Sequence[ScheduledRequest]) -> bool:
 
 
 def append_drawn(tokens: Sequence[int], drawn: Sequence[ScheduledRequest], output: ModelRunnerOutput) -> None:
-    """Append asynchronously sampled tokens, one for each request in order, to request states and to `output`."""
+    """Append asynchronously sampled tokens, one per request, to request states and `output`."""
     for request, token in zip(drawn, tokens, strict=True):
         _append(request.state, None if token < 0 else token, output)
 
 
 def _wait(rows: Iterable[_Row], deadline: float) -> None:
-    """Wait for the grammars of rows."""
     pending = [work for row in rows if (work := row.pending) is not None]
     if pending:
         wait(pending, max(0.0, deadline - time.monotonic()))
@@ -166,10 +163,8 @@ def _wait(rows: Iterable[_Row], deadline: float) -> None:
 def _settle(
     rows: Sequence[_Row], drawn: Sequence[int | None], deadline: float
 ) -> tuple[list[int | None], frozenset[int]]:
-    """Replace tokens after which an answer could not be completed in time.
-
-    Returns also the rows whose decision takes longer.
-    """
+    """Replace tokens after which the answer could not be completed in time. Also returns the rows that are still
+    undecided."""
     tokens = list(drawn)
     searching: dict[int, Guide] = {}
     for index, (row, token) in enumerate(zip(rows, drawn, strict=True)):
@@ -191,7 +186,7 @@ def _add_logprobs(
     undecided: frozenset[int],
     output: ModelRunnerOutput,
 ) -> None:
-    """Output the log-probabilities of tokens. asking: the rows of `logits`."""
+    """asking: the rows of `logits`."""
     params = [rows[index].state.params for index in asking]
     chosen = [tokens[index] or 0 for index in asking]
     num_top = [one.logprobs or 0 for one in params]
@@ -204,7 +199,7 @@ def _add_logprobs(
 
 
 def _append(state: RequestState, token: int | None, output: ModelRunnerOutput) -> bool:
-    """Append a sampled token; None: sampling failed. Returns whether another token may follow."""
+    """Append a sampled token (None: sampling failed). Returns whether another may follow."""
     request_id, guide = state.request_id, state.guide
     tokens = output.token_ids.setdefault(request_id, [])
     if token is None:

@@ -1,4 +1,4 @@
-"""Run first steps at start, so that no request waits for kernel compilation and graph capture."""
+"""Runs steps at start, so that no request waits for kernel compilation and graph capture."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from vlmserve.types import ImagePlacement, SamplingParams
 logger = logging.getLogger(__name__)
 
 PROMPT_ROWS = (8, 16, 32, 64, 128, 192, 512, 1024, 2048, 8192)
-"""Rows of chunks with different kernels or tilings: Triton up to 128 rows, the library above. MoE kernels use other
-tiles from 32 rows of an expert on.
-"""
+"""Rows of chunks with different kernels or tilings: Triton up to 128, the library above. MoE kernels change tiles at 32
+rows per expert."""
 FIRST_ROWS = (16, 1)
-"""Rows of the prompts to run if nothing is captured. They touch all weights and start the threads."""
+"""Rows of prompts if nothing is captured. They touch all weights and start the threads."""
 MIXED_ROWS = 512
 """Maximum rows of warm-up steps that mix decodes and chunks."""
 _LEAST_ROWS_BESIDE = 3
-"""A decode and a chunk of two rows; a chunk of one row would be a decode."""
+"""A decode and a chunk of two rows. A chunk of one row would be a decode."""
 SCALED_ROWS = 128
-"""Maximum rows of X-LoRA chunks in warm-up. Larger chunks use the same kernels for scalings."""
+"""Maximum rows of X-LoRA chunks. Larger chunks use the same scaling kernels."""
 _IMAGE = b"warm-up"
-"""Key of the embeddings of an image."""
+"""Key of the image's embeddings."""
 ROWS_OF_DRAFTS = (1, 2, 4, 8, 16, 32)
 _ROUNDS_OF_DRAFTS = 3
 _SECONDS_OF_DRAFTS = 1.0
@@ -44,16 +43,15 @@ _PROGRESS_SECONDS = 5.0
 _STEPS_OF_DECODES = 2
 _GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 _CHANGING = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logit_bias={0: 1.0}, repetition_penalty=2.0)
-"""Changes logits before sampling."""
 
 
 def warm_up_steps(
     runner: ModelRunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, seconds: float
 ) -> None:
-    """Run steps of each kind and capture decode batches of each size, for at most `seconds`.
+    """Run each kind of step and capture decode batches of each size, for at most `seconds`.
 
-    The steps write only to the padding block. Devices that capture nothing run `FIRST_ROWS`. Skipped with several
-    ranks, which would have to capture together, and for models with cross-attention, which need an image.
+    Steps only write to the padding block. Devices without graphs run `FIRST_ROWS`. Skips several ranks, which would
+    have to capture together, and models with cross-attention, which need an image.
     """
     if not seconds or runner.model.ranks is not None or runner.model.cross is not None:
         return
@@ -67,7 +65,7 @@ def warm_up_steps(
     started = time.monotonic()
     logger.info("warm-up: compiling kernels and capturing graphs of %d batch sizes, up to %g s", len(sizes), seconds)
     run_longest_step(runner.model, num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=runner.block_size)
-    # The largest graph first, because the others reuse its memory; then small batches, which requests need first.
+    # The largest graph first, because others reuse its memory; then small batches, which requests need first.
     steps: list[Callable[[], None]] = [
         partial(_decode, runner, size, max_model_len, adapter)
         for adapter in ((b"", NO_CHANGES) if runner.takes_adapters else (b"",))
@@ -92,10 +90,10 @@ def warm_up_steps(
 
 
 def _prompts(runner: ModelRunner, most: int, max_model_len: int) -> list[Callable[[], None]]:
-    """Steps with chunks of up to `most` rows, one for each kind of kernels.
+    """Return steps with chunks of up to `most` rows, one for each kind of kernel.
 
-    Chunks run alone, with a decode, with adapters, with changed logits, with images, and after a long context, which
-    uses split-KV.
+    Chunks run alone, with a decode, with adapters, with changed logits, with images, and after a long context
+    (split-KV).
     """
     sizes = sorted({min(rows, most) for rows in PROMPT_ROWS})
     steps: list[Callable[[], None]] = []
@@ -110,7 +108,7 @@ def _prompts(runner: ModelRunner, most: int, max_model_len: int) -> list[Callabl
         if _has_kernels_of_images(runner.model):
             of_image = partial(_prefill, runner, shows_image=True)
             steps += [partial(of_image, few, start=start, beside=one) for start in (0, long) for one in ((), (0,))]
-            # A single row is computed as a decode, here at another column than row of its image.
+            # One row runs as a decode, here at a column of its image that differs from the row.
             steps.append(partial(of_image, 1, start=2))
     if runner.takes_adapters:
         steps += [partial(_prefill, runner, rows, adapter=NO_CHANGES) for rows in sizes]
@@ -119,15 +117,15 @@ def _prompts(runner: ModelRunner, most: int, max_model_len: int) -> list[Callabl
 
 
 def _has_kernels_of_images(model: LoadedModel) -> bool:
-    """Return whether rows of images have other attention or positions."""
+    """Return whether image rows have other attention or positions."""
     decoder = model.language_model
     return decoder.grid_positions or decoder.bidirectional in ("images", "prefix")
 
 
 def time_rows(runner: ModelRunner, max_rows: int) -> list[tuple[int, float]]:
-    """Measure steps of one request that verify drafts. Returns numbers of rows, in order, and seconds.
+    """Measure steps of one request that verify drafts. Returns numbers of rows in order, and seconds.
 
-    max_rows: maximum rows of a step.
+    max_rows: of a step.
     """
     fastest: dict[int, float] = {}
     started = time.perf_counter()
@@ -154,7 +152,7 @@ def _check_drafts(runner: ModelRunner, rows: int) -> float:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Show how many of `total` steps have run: as a bar on a terminal, else in a line every few seconds."""
+    """Report the steps done: as a bar on a terminal, else in a line every few seconds."""
     if sys.stderr.isatty() and log_format_in_use() != "json":
         from rich.console import Console
         from rich.progress import Progress
@@ -176,7 +174,6 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _encode(runner: ModelRunner, tiles: int) -> None:
-    """Capture the vision tower for a number of tiles."""
     with runner.model.device.capturing("first"):
         runner.encode_tiles(tiles)
 
@@ -184,11 +181,10 @@ def _encode(runner: ModelRunner, tiles: int) -> None:
 def _decode(runner: ModelRunner, size: int, max_model_len: int, adapter: bytes) -> None:
     """Capture a batch of `size` decodes, and submit the next step before it ends, as the engine does.
 
-    Runs with short contexts, and with one context of the maximum length, because large batches with split-KV launch
-    other kernels. adapter: of all requests; empty: none.
+    Also runs one context of the maximum length, because split-KV launches other kernels. adapter: of all requests.
     """
     for longest in (1, max(1, max_model_len - _STEPS_OF_DECODES)):
-        # The first table has the maximum number of blocks, so that upload memory grows before captures.
+        # The first table has the maximum number of blocks, so that upload buffers grow before captures.
         requests = [_request(runner, 0, 1, start=longest - 1, max_tokens=max_model_len, adapter=adapter)]
         requests += [_request(runner, number, 1, adapter=adapter) for number in range(1, size)]
         with runner.model.device.capturing("first"):
@@ -210,9 +206,9 @@ def _prefill(
     params: SamplingParams = _GREEDY,
     shows_image: bool = False,
 ) -> None:
-    """Run a step of `rows` rows: a decode for each context length in `beside`, and a chunk after `start` tokens.
+    """Run a decode for each context length in `beside`, and a chunk after `start` tokens, `rows` rows in total.
 
-    adapter, params: of the chunk. shows_image: all rows of the chunk are of one image.
+    adapter, params: of the chunk. shows_image: the chunk's rows are of one image.
     """
     requests = [_request(runner, number, 1, start=context) for number, context in enumerate(beside)]
     count = rows - len(beside)
@@ -246,9 +242,9 @@ def _request(
     adapter: bytes = b"",
     params: SamplingParams = _GREEDY,
 ) -> NewRequest:
-    """A request that uses only the padding block, or block 0, which is free at start, if the device has none.
+    """Return a request that only uses the padding block, or block 0, which is free at start.
 
-    num_tokens: after `start` earlier ones. max_tokens: capacity of the block table. X-LoRA has tables of two passes.
+    num_tokens: after `start` earlier tokens. max_tokens: capacity of the block table. X-LoRA has tables of two passes.
     """
     block = runner.padding_block if runner.model.device.padding_blocks else 0
     length = start + num_tokens

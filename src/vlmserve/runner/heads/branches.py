@@ -22,7 +22,7 @@ class BranchHead(Head):
         self._scores: list[Tensor] = []
 
     def followers(self, token_ids: Sequence[int], places: range) -> list[int]:
-        """The token after each place. token_ids: of the sequence."""
+        """Return the token after each place of a sequence."""
         return [token_ids[place + 1] if place + 1 < len(token_ids) else self._last for place in places]
 
     def _add(self, rows: Tensor) -> None:
@@ -33,9 +33,9 @@ class BranchHead(Head):
 
 
 def follower_logprobs(hidden: Tensor, followers: Sequence[int], model: LanguageModel) -> Tensor:
-    """Return the log-probability of one follower for each state, float32 ``[tokens]``.
+    """Return each state's log-probability of one follower, float32 ``[tokens]``.
 
-    hidden: ``[tokens, hidden_size]``. Computes at most `MAX_LOGITS` logits at a time.
+    hidden: ``[tokens, hidden_size]``. Computes at most `MAX_LOGITS` logits at once.
     """
     at_once = max(1, MAX_LOGITS // model.vocab_size)
     token_ids = torch.tensor(followers, device=hidden.device).unsqueeze(1)

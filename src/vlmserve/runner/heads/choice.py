@@ -12,7 +12,7 @@ from vlmserve.tasks import Embed, Generate, Prefill, Score, ScoreBranch, Task
 
 
 def head_of(task: Task, num_tokens: int, layers: OutputLayers | None = None) -> Head | None:
-    """Make a request's head; None: it samples tokens. num_tokens: of its prompt. layers: of the model."""
+    """Return a request's head. None: it samples tokens. num_tokens: of the prompt."""
     match task:
         case Generate():
             return None

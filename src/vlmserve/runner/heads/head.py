@@ -21,12 +21,11 @@ class Head(ABC):
         self._next = task.reads_from(num_tokens) or 0
 
     def places(self, start: int, end: int) -> range:
-        """Tokens of ``start <= i < end`` whose states the head reads. Recomputed tokens are read once."""
+        """Return the tokens of ``start <= i < end`` whose states the head reads. Recomputed tokens are read once."""
         return range(min(end, max(start, self._next)), end)
 
     def take(self, rows: Tensor) -> None:
-        """Read the states of the next tokens, ``[tokens, hidden_size]``; with `reads_logits`, logits ``[1,
-        vocabulary]``."""
+        """Read the next tokens' states ``[tokens, hidden_size]``, or with `reads_logits` logits ``[1, vocabulary]``."""
         self._next += len(rows)
         self._add(rows.float())
 

@@ -1,4 +1,4 @@
-"""Embeddings of prompts, pooled like in sentence-transformers, and of tokens."""
+"""Embeddings of prompts, pooled as in sentence-transformers, and of tokens."""
 
 from __future__ import annotations
 

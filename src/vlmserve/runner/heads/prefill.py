@@ -1,4 +1,4 @@
-"""Prefill without a result: other requests use the prompt's keys and values."""
+"""Prefill without a result: other requests use the prompt's KV blocks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from vlmserve.runner.heads.head import Head
 
 
 class PrefillHead(Head):
-    """Reads no states."""
-
     def places(self, start: int, end: int) -> range:
         return range(0)
 

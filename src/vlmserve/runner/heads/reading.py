@@ -18,7 +18,7 @@ from vlmserve.tasks import TaskResult
 
 
 def head_rows(scheduled: Sequence[ScheduledRequest], device: torch.device) -> Tensor | None:
-    """Rows of a batch whose hidden states heads read, int64, in the order of requests; None without heads."""
+    """Return the rows that heads read, int64, in the order of requests. None: no heads."""
     rows: list[int] = []
     first, has_heads = 0, False
     for request in scheduled:
@@ -36,9 +36,9 @@ def read_rows(
     model: LanguageModel,
     adapters: RunnerAdapters | None,
 ) -> list[tuple[str, Tensor]]:
-    """Give each head its rows of a step, before sampling changes the logits. Returns finished results by request.
+    """Give each head its rows, before sampling changes the logits. Returns finished results by request.
 
-    hidden: ``[rows of head_rows, hidden_size]``. logits: ``[rows, vocabulary]``, `num_sampled` rows of each request.
+    hidden: ``[rows of head_rows, hidden_size]``. logits: ``[rows, vocabulary]``, `num_sampled` rows per request.
     """
     results: list[tuple[str, Tensor]] = []
     followers = _followers(scheduled, hidden, model, adapters)
@@ -65,7 +65,7 @@ def read_rows(
 def _followers(
     scheduled: Sequence[ScheduledRequest], hidden: Tensor, model: LanguageModel, adapters: RunnerAdapters | None
 ) -> dict[str, Tensor]:
-    """Log-probabilities for branches, computed together for all requests of an adapter."""
+    """Return log-probabilities for branches, computed together for each adapter."""
     groups: dict[bytes, list[tuple[ScheduledRequest, BranchHead, int]]] = {}
     first = 0
     for request in scheduled:
@@ -93,7 +93,7 @@ def _followers(
 
 
 def write_results(results: Sequence[tuple[str, Tensor]], output: ModelRunnerOutput) -> None:
-    """Wait for the device and output at least one result."""
+    """Wait for the device and output results."""
     host = torch.cat([values for _, values in results]).cpu()
     sizes = [len(values) for _, values in results]
     for (request_id, _), values in zip(results, torch.split(host, sizes), strict=True):

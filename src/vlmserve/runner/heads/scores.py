@@ -9,8 +9,6 @@ from vlmserve.tasks import Score
 
 
 class ScoreHead(Head):
-    """Reads the log-probabilities of the continuations' first tokens."""
-
     reads_logits = True
 
     def __init__(self, task: Score, num_tokens: int) -> None:
