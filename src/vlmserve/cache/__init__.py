@@ -1,1 +1,1 @@
-"""Bookkeeping of KV blocks; no tensor math."""
+"""Bookkeeping of caches, without tensors."""

@@ -1,7 +1,7 @@
-"""The pool of KV blocks: their ref counts, which are free, and the keys under which their content is found again.
+"""The pool of KV blocks: ref counts, free blocks, and lookup by content keys.
 
-A block with a ref count of 0 is free, yet it keeps its content and its keys until it is allocated again: blocks without
-a key first, then unwanted ones, then those that were released longest ago.
+A block with ref count 0 is free, but keeps its content and keys until it is allocated again: blocks without a key
+first, then unwanted blocks, then the least recently released.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import numpy as np
 from vlmserve.types import BlockMap
 
 
-def _ignore_eviction(block: int, keys: list[bytes]) -> None:
-    """What happens to the content of an evicted block by default: nothing."""
+def _ignore_eviction(block: int, keys: list[bytes]) -> None: ...
 
 
 class BlockPool:
-    """Ref-counted block ids ``0 <= id < num_blocks``, found again by 32-byte keys of their content.
+    """Ref-counted block ids ``0 <= id < num_blocks`` with 32-byte content keys. A block may have several keys, for its
+    first tokens and for all of them.
 
-    A block may have several keys: one for its first tokens, another for all of them.
-    on_evict: called with a block and its keys before it is allocated for other content, unless it is unwanted.
+    on_evict: called with a block and its keys before reuse, unless it is unwanted.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int, list[bytes]], None] = _ignore_eviction) -> None:
@@ -49,16 +48,16 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that have a key, allocated ones included."""
+        """Blocks with a key, including allocated ones."""
         return len(self._keys)
 
     @property
     def has_unused(self) -> bool:
-        """True if a free block has no key."""
+        """Return whether a free block has no key."""
         return bool(self._free) and next(iter(self._free)) not in self._keys
 
     def draw_map(self, max_cells: int) -> BlockMap:
-        """How many blocks are allocated, cached and shared, in at most `max_cells` cells of adjacent blocks."""
+        """Count allocated, cached and shared blocks in at most `max_cells` cells of adjacent blocks."""
         per_cell = max(1, -(-self.num_blocks // max_cells))
         ref_counts = np.frombuffer(self._ref_counts, dtype=np.intc)
         known = np.zeros(self.num_blocks, dtype=bool)
@@ -76,10 +75,8 @@ class BlockPool:
         return self._ref_counts[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` free blocks with a ref count of 1, and drop their keys.
-
-        Raises ValueError, allocating none, if fewer are free.
-        """
+        """Allocate `count` blocks with ref count 1, and drop their keys. Raises ValueError, allocating none, if fewer
+        are free."""
         if count > self.num_free:
             raise ValueError(f"{count} blocks wanted, {self.num_free} free")
         taken = []
@@ -96,11 +93,11 @@ class BlockPool:
         return taken
 
     def get(self, key: bytes) -> int | None:
-        """Return the block with that content, without holding it."""
+        """Return the block with this content, without holding it."""
         return self._blocks.get(key)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add 1 to the ref counts of blocks. Raises ValueError for a free one that has no key."""
+        """Increment ref counts. Raises ValueError for a free block without a key."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 if block not in self._keys:
@@ -111,7 +108,7 @@ class BlockPool:
     def register(self, block: int, key: bytes) -> None:
         """Give an allocated block a key, once its content is computed.
 
-        A key that leads to another block already stays with that one. Raises ValueError for a free block.
+        A key that another block has stays with that block. Raises ValueError for a free block.
         """
         if self._ref_counts[block] == 0:
             raise ValueError(f"block {block} is free: what it holds is not known")
@@ -120,7 +117,7 @@ class BlockPool:
             self._keys.setdefault(block, []).append(key)
 
     def unregister(self, block: int) -> None:
-        """Drop the keys of a block. Requests keep holding it."""
+        """Drop a block's keys. Requests keep holding it."""
         keys = self._keys.pop(block, ())
         for key in keys:
             del self._blocks[key]
@@ -130,9 +127,9 @@ class BlockPool:
             self._free.move_to_end(block, last=False)
 
     def release(self, blocks: Iterable[int], *, unwanted: bool = False) -> None:
-        """Subtract 1 from the ref counts of blocks. One at 0 is free; those released first are allocated first.
+        """Decrement ref counts. Blocks at 0 are free; the first released are allocated first.
 
-        unwanted: a request is unlikely to find them useful. Raises ValueError for a block that is free already.
+        unwanted: requests are unlikely to reuse them. Raises ValueError for a free block.
         """
         for block in blocks:
             if self._ref_counts[block] == 0:

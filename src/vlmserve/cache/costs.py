@@ -1,4 +1,4 @@
-"""Whether it is cheaper to load a block from host memory or to compute it again."""
+"""Compares loading a block from host memory with recomputing it."""
 
 from __future__ import annotations
 
@@ -8,38 +8,37 @@ from vlmserve.steps import BlockCopy
 
 SMOOTHING = 0.2
 LEAST_TOKENS = 64
-"""Steps with fewer prompt tokens are not measured: their time is that of reading weights, not of tokens."""
+"""Steps with fewer prompt tokens are not measured, because reading weights dominates their time."""
 TRIAL_INTERVAL = 64
-"""After so many refusals one block is saved all the same, so that the cost of copies is measured again."""
+"""Rejected blocks per trial save, which measures the cost of copies again."""
 
 
 class CostModel:
-    """Saving a block pays if copying it out and back takes less time than computing its tokens again.
+    """Saving a block pays if copying it out and back takes less time than computing its tokens.
 
-    Both prices are measured while serving, as moving averages: seconds for each prompt token of a step that has many,
-    and seconds for each block copied to the host or back. Encoding images again is not counted, which would speak for
-    saving even more; until both prices are known, blocks are saved.
+    Both costs are moving averages, measured while serving: seconds per prompt token of large steps, and seconds per
+    block copy. Until both are known, blocks are saved. Re-encoding images, which would favor saving, is not counted.
     """
 
     def __init__(self, block_size: float) -> None:
-        """block_size: tokens whose computation a block saves."""
+        """block_size: tokens of a block."""
         self._block_size = block_size
         self.seconds_per_token: float | None = None
         self.seconds_per_copy: float | None = None
         self._refusals = 0
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step computed that many prompt tokens in that time."""
+        """Record a step's prompt tokens and time."""
         if num_tokens >= LEAST_TOKENS:
             self.seconds_per_token = smooth(self.seconds_per_token, seconds / num_tokens)
 
     def copied(self, block_copies: Sequence[BlockCopy], seconds: float) -> None:
-        """A step made these copies in that time, which says nothing if some stayed on the device."""
+        """Record a step's copies and time. Ignores copies within the device."""
         if block_copies and all(copy.kind in ("save", "load") for copy in block_copies):
             self.seconds_per_copy = smooth(self.seconds_per_copy, seconds / len(block_copies))
 
     def worth_saving(self) -> bool:
-        """Whether an evicted block should go to host memory; to be asked once for each."""
+        """Return whether to save an evicted block to host memory. Call once per block."""
         if self.seconds_per_token is None or self.seconds_per_copy is None:
             return True
         if 2 * self.seconds_per_copy < self._block_size * self.seconds_per_token:
@@ -49,5 +48,5 @@ class CostModel:
 
 
 def smooth(average: float | None, value: float) -> float:
-    """A moving average with another value; None: it is the first one."""
+    """Update a moving average."""
     return value if average is None else (1 - SMOOTHING) * average + SMOOTHING * value

@@ -1,7 +1,7 @@
-"""The encoder cache: which projected image embeddings are in memory, and which requests need them.
+"""The encoder cache: which image embeddings are in memory, and which requests need them.
 
-Only bookkeeping: the runner keeps the tensors under the same keys. Embeddings that a running request needs are pinned;
-the others are evicted when memory is needed, least recently used first.
+The runner keeps the tensors under the same keys. Embeddings that running requests need are pinned; others are evicted,
+least recently used first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 
 class EncoderCache:
-    """Images by their 32-byte key, bounded in bytes, pinned ones included."""
+    """Images by 32-byte key, bounded in bytes, including pinned images."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -32,13 +32,13 @@ class EncoderCache:
         return len(self._pins)
 
     def fits(self, sizes: Mapping[bytes, int]) -> bool:
-        """Return whether all images of these sizes fit if they are pinned."""
+        """Return whether images of these sizes fit if pinned."""
         more = sum(size for key, size in sizes.items() if key not in self._pins)
         return self._pinned_bytes + more <= self.capacity_bytes
 
     def make_room(self, size: int) -> list[bytes]:
-        """Evict idle images until `size` more bytes fit. Returns the evicted keys. Raises KeyError if all that is left
-        is pinned, see `fits`."""
+        """Evict idle images until `size` more bytes fit. Returns the evicted keys. Raises KeyError if only pinned
+        images are left, see `fits`."""
         evicted = []
         while self.used_bytes + size > self.capacity_bytes:
             key, _ = self._idle.popitem(last=False)
@@ -47,7 +47,7 @@ class EncoderCache:
         return evicted
 
     def add(self, key: bytes, size: int) -> None:
-        """Add an image of `size` bytes, not pinned. Raises ValueError if it is there or does not fit."""
+        """Add an unpinned image of `size` bytes. Raises ValueError if it exists or does not fit."""
         if key in self._sizes or self.used_bytes + size > self.capacity_bytes:
             raise ValueError("the image is cached already or does not fit")
         self._sizes[key] = size
@@ -55,7 +55,7 @@ class EncoderCache:
         self.used_bytes += size
 
     def pin(self, key: bytes, request_id: str) -> bool:
-        """Keep a cached image until this request unpins it. Returns False if the request has pinned it already."""
+        """Keep a cached image until this request unpins it. Returns False if it was already pinned by this request."""
         holders = self._pins.setdefault(key, set())
         if request_id in holders:
             return False
@@ -66,16 +66,16 @@ class EncoderCache:
         return True
 
     def holders(self, key: bytes) -> frozenset[str]:
-        """The requests that have pinned an image."""
+        """Return the requests that pin an image."""
         return frozenset(self._pins.get(key, ()))
 
     def remove(self, key: bytes) -> None:
-        """Give up the place of an idle image. Raises KeyError if it is pinned or not there."""
+        """Remove an idle image. Raises KeyError if it is pinned or unknown."""
         del self._idle[key]
         self.used_bytes -= self._sizes.pop(key)
 
     def unpin(self, key: bytes, request_id: str) -> None:
-        """Undo `pin`; what was not pinned by this request stays as it is."""
+        """Undo `pin`. Does nothing if this request has not pinned it."""
         holders = self._pins.get(key)
         if holders is None or request_id not in holders:
             return

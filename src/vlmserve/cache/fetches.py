@@ -1,4 +1,4 @@
-"""Entries that are read from disk in threads, ahead of the requests that need them."""
+"""Reads disk entries in threads, ahead of the requests that need them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from vlmserve.steps import Bytes
 
 NUM_READERS = 2
 MAX_BYTES = 512 * 2**20
-"""Maximum bytes that one request reads. No reading begins while requests hold as much."""
+"""Maximum bytes that one request reads. No read begins while requests hold this much."""
 
 Read = Callable[[bytes, int], bool]
-"""Reads the entry with a key and a number of bytes. Returns False if there is none, or too much was read."""
+"""Reads an entry by key and size. Returns False if it does not exist, or too much was read."""
 
 
 class Fetches:
     """Owns what was read for waiting requests.
 
-    contents: entries by key, from when all of a request's are read until no request holds them.
+    contents: entries by key, from when all of a request's entries are read until no request holds them.
     """
 
     def __init__(self, tier: DiskTier) -> None:
         self.tier = tier
         self._contents: dict[bytes, Bytes] = {}
         self._num_bytes = 0
-        """Size of the contents."""
         self._holders: dict[bytes, set[str]] = {}
         self._keys: dict[str, list[bytes]] = {}
         self._running: dict[str, Future[dict[bytes, Bytes]]] = {}
@@ -44,12 +43,12 @@ class Fetches:
         return self._num_bytes < MAX_BYTES and len(self._running) < NUM_READERS
 
     def begin(self, owner: str, plan: Callable[[Read], None]) -> None:
-        """Read what a plan reads, in a thread."""
+        """Run `plan` in a thread."""
         self._running[owner] = reading = self._readers.submit(self._run, plan)
         reading.add_done_callback(self._notify)
 
     def is_done(self, owner: str) -> bool:
-        """Return whether all is read. Then it is among the contents."""
+        """Return whether a request's entries are read, and add them to the contents."""
         reading = self._running.get(owner)
         if reading is None:
             return True
@@ -66,13 +65,13 @@ class Fetches:
         return True
 
     def release(self, owner: str) -> None:
-        """Forget what was read for a request."""
+        """Forget a request's entries."""
         if (reading := self._running.pop(owner, None)) is not None:
             reading.cancel()
         self.keep(owner, ())
 
     def keep(self, owner: str, needed: Container[bytes]) -> None:
-        """Forget what was read for a request, except entries with these keys."""
+        """Forget a request's entries except `needed`."""
         held = self._keys.pop(owner, [])
         for key in held:
             if key in needed:
@@ -86,7 +85,7 @@ class Fetches:
             self._keys[owner] = kept
 
     def wait(self, seconds: float) -> bool:
-        """Wait until something has been read. Return False at once if nothing is being read."""
+        """Wait until a read has ended. Returns False immediately if none is running."""
         if not self._running:
             return False
         with self._ended:

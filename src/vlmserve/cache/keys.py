@@ -1,10 +1,9 @@
 """Keys of KV blocks: 32-byte digests of everything that a block's content depends on.
 
-A block's key covers its parent's key, its own token ids, and for every image in it the image's key, the offset into the
-image at which the block begins, and which of the block's tokens are the image's. Placeholder tokens are the same for
-all images, and a text may contain their id, too. The key of the block in which a bidirectional span begins covers all
-of the span. The states that a decoder attends to by cross attention change every token's states, so their key is part
-of the root key.
+A key covers the parent's key, the block's token ids, and for every image in it the image's key, the offset into the
+image, and which tokens belong to it. Placeholder ids do not identify an image, and text may contain them. The key of
+the block where a bidirectional span begins covers the whole span. Cross-attention states affect all tokens, so the root
+key contains their key.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from vlmserve.types import KEY_BYTES, ImageSpan
 
 
 class TouchedImage(NamedTuple):
-    """An image in a block: rows ``offset <= row < offset + length`` of it are at `position` of the block on."""
+    """An image in a block: its rows ``offset <= row < offset + length`` begin at `position` of the block."""
 
     key: bytes
     offset: int
@@ -29,44 +28,43 @@ class TouchedImage(NamedTuple):
 
 
 def root_key(identity: bytes, *, adapter: bytes = b"", salt: str = "") -> bytes:
-    """The parent of every first block: one for each model, adapter and tenant.
+    """Return the parent of first blocks, one per model, adapter and tenant.
 
-    identity: of the model and of how its keys and values are stored, from `cache_identity`. adapter: the digest of its
-    content, so that blocks of another one are never found by its name.
+    identity: from `cache_identity`. adapter: digest of its content, so that another adapter of the same name has other
+    keys.
     """
     parts = (identity, adapter, salt.encode())
     return blake3(b"root" + b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
 
 
 def answers_key(root: bytes, kind: bytes, content: bytes) -> bytes:
-    """The key of answers to requests that have `content` in common. kind: what that is."""
+    """Return the key of answers to requests with the same `content`. kind: of the content."""
     return blake3(b"answers" + root + struct.pack("<Q", len(kind)) + kind + content).digest()
 
 
 def adapted_image_key(image_key: bytes, adapter: bytes) -> bytes:
-    """The key of an image whose embeddings are made with an adapter."""
+    """Return the key of an image encoded with an adapter."""
     return blake3(b"adapted" + image_key + adapter).digest()
 
 
 def cross_key(image_key: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of cross-attention states: of an image, or of a text that was encoded together with it."""
+    """Return the key of the cross-attention states of an image, or of text encoded together with it."""
     if len(image_key) != KEY_BYTES:
         raise ValueError(f"keys have {KEY_BYTES} bytes")
     return blake3(b"cross" + image_key + array("q", token_ids).tobytes()).digest()
 
 
 def cross_attention_root(root: bytes, cross: bytes) -> bytes:
-    """The parent of the first blocks of requests that attend to the states with the key `cross`."""
+    """Return the parent of first blocks that attend to the states of `cross`."""
     return blake3(b"cross attention" + root + cross).digest()
 
 
 def block_key(
     parent: bytes, token_ids: Sequence[int], images: Sequence[TouchedImage], *, ahead: Sequence[int] = ()
 ) -> bytes:
-    """The key of a block with the images in it, in order. ahead: later token ids that the block's tokens attend to.
+    """Return the key of a block and its images in order. ahead: later token ids that the block attends to.
 
-    All keys have one length and the token ids come with theirs, so no two inputs read alike. Raises ValueError for
-    keys of another length.
+    Fixed key lengths and length prefixes make the encoding unambiguous. Raises ValueError for keys of another length.
     """
     if len(parent) != KEY_BYTES or any(len(image.key) != KEY_BYTES for image in images):
         raise ValueError(f"keys have {KEY_BYTES} bytes")
@@ -80,7 +78,7 @@ def block_key(
 
 
 def touched_images(spans: Sequence[ImageSpan], start: int, end: int) -> list[TouchedImage]:
-    """The images with a placeholder in ``start <= i < end``."""
+    """Return the images with a placeholder in ``start <= i < end``."""
     touched = []
     for span in spans:
         first, last = max(span.start, start), min(span.end, end)

@@ -1,7 +1,6 @@
-"""The prefix cache: blocks of earlier requests on the device, and evicted ones in host memory.
+"""The prefix cache: blocks of earlier requests on the device, and evicted blocks in host memory.
 
-Everything here is bookkeeping. What has to be copied is listed in `PrefixCache.block_copies`, in order; the runner
-copies it before it writes to any block.
+It only does bookkeeping. The runner executes `PrefixCache.block_copies` in order, before it writes to any block.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from vlmserve.steps import BlockCopy, Bytes
 
 
 class Place(NamedTuple):
-    """Where a block's content is."""
+    """The location of a block's content."""
 
     block: int
     on_host: bool
     content: Bytes | None = None
-    """It was read from disk; it has no block."""
+    """Content read from disk, without a block."""
 
 
 class Hit(NamedTuple):
-    """The cached blocks of a sequence, from number `first` on, up to but not including number `end`.
+    """The cached blocks ``first <= i < end`` of a sequence.
 
-    tail: a block that begins with the same tokens as the sequence's next, partly filled one; it will be copied, since
-    the sequence writes its next tokens after them.
+    tail: a block that begins like the sequence's next, partly filled block. It is copied, because the sequence writes
+    to it.
     """
 
     first: int = 0
@@ -39,19 +38,19 @@ class Hit(NamedTuple):
 
 
 class Column:
-    """One of the block tables that a request has in each pass, see `CacheLayout`."""
+    """One of a request's block tables in each pass, see `CacheLayout`."""
 
     def __init__(self, number: int, window: int | None, block_size: int) -> None:
-        """window: positions that a token attends to, itself included. None: all."""
+        """window: positions that a token attends to, including itself. None: all."""
         self.window, self.block_size = window, block_size
         self._suffix = number.to_bytes(2, "big") if number else b""
 
     def key(self, key: bytes) -> bytes:
-        """The key of a block's content in this column."""
+        """Return the key of a block's content in this column."""
         return key + self._suffix
 
     def first_visible(self, num_tokens: int) -> int:
-        """Return the first block that tokens after the first `num_tokens` attend to."""
+        """Return the first block that tokens after `num_tokens` attend to."""
         return 0 if self.window is None else max(0, num_tokens - self.window + 1) // self.block_size
 
     def first_needed(self, num_blocks: int) -> int:
@@ -60,19 +59,17 @@ class Column:
 
 
 class Chain(NamedTuple):
-    """Keys of the blocks that a request looks for in one pass."""
+    """Keys of the blocks that a request looks up in one pass."""
 
     keys: Sequence[bytes]
-    """Keys of its full blocks."""
+    """Keys of full blocks."""
     tail: bytes | None = None
-    """Key of the partly filled block after them, if there is one."""
+    """Key of the partly filled block after them."""
 
 
 class PrefixCache:
-    """Finds blocks by their keys. host: a second pool, for what the first one evicts.
-
-    worth_saving: asked before a block goes to the host; see `CostModel`.
-    """
+    """Finds blocks by key. host: pool for evicted blocks. worth_saving: decides whether a block is saved, see
+    `CostModel`."""
 
     def __init__(
         self, pool: BlockPool, host: BlockPool | None = None, worth_saving: Callable[[], bool] = lambda: True
@@ -82,7 +79,7 @@ class PrefixCache:
         self.block_copies: list[BlockCopy] = []
         self.block_contents: list[Bytes] = []
         self.stored: Mapping[bytes, Bytes] = {}
-        """Blocks that were read from disk, by their keys."""
+        """Blocks read from disk, by key."""
         self.num_saved = 0
         self.num_loaded = 0
         self._worth_saving = worth_saving
@@ -90,10 +87,10 @@ class PrefixCache:
             pool.on_evict = self._save
 
     def find(self, chains: Sequence[Chain], columns: Sequence[Column]) -> tuple[list[Hit], int]:
-        """Find the longest prefix of full blocks that can be reused in all columns of all chains.
+        """Find the longest prefix of full blocks that all columns of all chains can reuse.
 
-        Return a hit for each column of each chain, and how many blocks columns without a window have found. Tails are
-        found in all of them or in none.
+        Returns a hit per column and chain, and the number of blocks found in columns without a window. Either all tails
+        are found, or none.
         """
         tables = [(chain.keys, column) for chain in chains for column in columns]
         end = len(chains[0].keys)
@@ -116,7 +113,7 @@ class PrefixCache:
         return hits, max(reach, end)
 
     def _find_first(self, keys: Sequence[bytes], column: Column) -> list[Place]:
-        """Return where the first of these blocks are, up to one that is not cached."""
+        """Return where the first blocks are, up to the first that is not cached."""
         places = []
         for key in keys:
             place = self._place(column.key(key))
@@ -126,30 +123,27 @@ class PrefixCache:
         return places
 
     def _usable(self, keys: Sequence[bytes], column: Column, end: int) -> int:
-        """Return `end` if a column has all that tokens after that many blocks attend to, or a smaller number.
-
-        Later tokens than those after the smaller number lack a block.
-        """
+        """Return `end` if a column has every block that tokens after `end` blocks attend to, or else the next smaller
+        candidate."""
         if column.window is None:
             return end
         needed = range(end - 1, column.first_needed(end) - 1, -1)
         return next((number for number in needed if self._place(column.key(keys[number])) is None), end)
 
     def num_taken(self, hits: Sequence[Hit]) -> int:
-        """Return how many free device blocks it takes to use hits. A tail is held only until its copy is scheduled."""
+        """Return how many free device blocks the hits take. A tail is held only until its copy is scheduled."""
         places = [place for hit in hits for place in hit.places]
         places += [hit.tail for hit in hits if hit.tail is not None and not hit.tail.on_host]
         return sum(place.on_host or self.pool.ref_count(place.block) == 0 for place in places)
 
     def take(self, hits: Sequence[Hit], keys: Sequence[Sequence[bytes]], num_new: Sequence[int]) -> list[list[int]]:
-        """For each table, take the blocks of its hit and `num_new` further ones. The first of these gets the tail's
-        content.
+        """Take the blocks of each table's hit and `num_new` more. The tail's content goes to the first new block.
 
-        keys: of the blocks of each hit. Raises ValueError if too few blocks are free.
+        keys: of each hit's blocks. Raises ValueError if too few blocks are free.
         """
         kept = [place for hit in hits for place in (*hit.places, hit.tail) if place is not None]
         on_host = [place.block for place in kept if place.on_host and place.content is None]
-        # Shared first, so that the allocation does not evict what is about to be used.
+        # Share first, so that the allocation cannot evict these blocks.
         self.pool.share([place.block for place in kept if not place.on_host])
         if self.host is not None:
             self.host.share(on_host)
@@ -159,7 +153,7 @@ class PrefixCache:
         return tables
 
     def forget(self, key: bytes) -> int | None:
-        """Unregister the blocks with that content. Return the device block, if there is one."""
+        """Unregister blocks with this content. Returns the device block, if any."""
         if self.host is not None and (copy := self.host.get(key)) is not None:
             self.host.unregister(copy)
         block = self.pool.get(key)
@@ -168,7 +162,7 @@ class PrefixCache:
         return block
 
     def _fill(self, hit: Hit, keys: Sequence[bytes], num_new: int) -> list[int]:
-        """The blocks of a hit that are shared already, and new ones."""
+        """Return a hit's shared blocks, followed by new ones."""
         fresh = self.pool.allocate(num_new + sum(place.on_host for place in hit.places))
         blocks = []
         for place, key in zip(hit.places, keys, strict=True):
@@ -204,7 +198,7 @@ class PrefixCache:
         self.num_loaded += 1
 
     def _save(self, block: int, keys: list[bytes]) -> None:
-        """Keep an evicted block's content on the host unless it is there."""
+        """Save an evicted block's content to the host, unless it is there."""
         host = self.host
         assert host is not None
         unknown = [key for key in keys if key not in host]
@@ -223,7 +217,7 @@ class PrefixCache:
 
     @staticmethod
     def _touch(host: BlockPool, key: bytes) -> None:
-        """Make a block on the host the one that is evicted last."""
+        """Make a host block the last to be evicted."""
         block = host.get(key)
         assert block is not None
         host.share([block])

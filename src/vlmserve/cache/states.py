@@ -1,8 +1,8 @@
 """The pool of state slots: working states of running requests, and checkpoints that are found by their content.
 
-Checkpoints that no step needs are evicted when a slot is needed, the least recently used first. Spare ones, which are
-less likely to be found, take unused slots and a quarter of all. Beyond this share they are evicted first. Evicted
-checkpoints are copied to slots in host memory, if there are any, except spare ones beyond their share.
+Unheld checkpoints are evicted, least recently used first, when a slot is needed. Spare checkpoints, which are less
+useful, may use unused slots and a quarter of all. Beyond that they are evicted first. Evicted checkpoints move to host
+memory, if configured, except spare ones beyond their share.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from vlmserve.layer_specs import NO_SLOT
 from vlmserve.steps import BlockCopy
 
 SPARE_SHARE = 4
-"""One of this many slots may have a spare checkpoint in place of another checkpoint."""
+"""Spare checkpoints may take one in this many slots from others."""
 
 
 class Checkpoints:
-    """All checkpoints by the blocks that they come after, on the device and in host memory."""
+    """All checkpoints on the device and in host memory, by the full blocks before them."""
 
     def __init__(self) -> None:
-        # By the key of full blocks, how many more tokens each checkpoint after them has seen, by its key.
+        # By key of full blocks: the extra tokens of each checkpoint after them, by its key.
         self._after: dict[bytes, dict[bytes, int]] = {}
         self._parents: dict[bytes, bytes] = {}
 
@@ -29,7 +29,7 @@ class Checkpoints:
         return key in self._parents
 
     def after(self, parent: bytes) -> list[int]:
-        """Return how many tokens after these full blocks checkpoints have seen, the largest number first."""
+        """Return the extra tokens of the checkpoints after these full blocks, descending."""
         return sorted({*self._after.get(parent, {}).values()}, reverse=True)
 
     def add(self, key: bytes, parent: bytes, extra: int) -> None:
@@ -44,9 +44,9 @@ class Checkpoints:
 
 
 class StatePool:
-    """Slots ``1 <= slot <= num_slots``. Slot 0 pads batches and is never given away.
+    """Slots ``1 <= slot <= num_slots``. Slot 0 is for padding.
 
-    A slot is held while it has a working state, or while a step writes or reads its checkpoint.
+    A slot is held while it has a working state, or while a step reads or writes its checkpoint.
     """
 
     def __init__(self, num_slots: int, num_host_slots: int = 0) -> None:
@@ -59,19 +59,19 @@ class StatePool:
         self._host = BlockPool(num_host_slots, self._forget_on_host)
         self.checkpoints = Checkpoints()
         self._keys: dict[int, bytes] = {}
-        # Slots of spare checkpoints, the oldest first.
+        # Slots of spare checkpoints, oldest first.
         self._spare: dict[int, None] = {}
         self._max_spare = num_slots // SPARE_SHARE
         self._num_replaced = 0
 
     @property
     def num_free(self) -> int:
-        """Slots that can be taken: unused ones, and checkpoints that nobody holds."""
+        """Unused slots, and slots of checkpoints that are not held."""
         return self._slots.num_free
 
     @property
     def num_used(self) -> int:
-        """Slots that are held."""
+        """Held slots."""
         return self._slots.num_used - 1
 
     @property
@@ -90,21 +90,20 @@ class StatePool:
 
     @property
     def spare_room(self) -> int:
-        """Spare checkpoints that fit without evicting others, or their share if that is more."""
+        """Spare checkpoints that fit without evicting others, or their share if larger."""
         return max(self._max_spare, self.num_free - (self.num_cached - len(self._spare)))
 
     def begin(self, keys: Sequence[bytes], count: int) -> tuple[list[int], list[int]]:
-        """Hold `count` slots for working states, and the checkpoints that these states begin with.
+        """Hold `count` slots for working states, and the checkpoints that they start from.
 
-        keys: of a checkpoint for each state; none: states begin with zeros. Return the slots, and the slots of the
-        checkpoints. A checkpoint in host memory is loaded into the working slot. If too few other slots are free,
-        states go on in the slots of checkpoints, which are evicted. Raises ValueError if fewer than `count` slots
-        are free.
+        keys: one checkpoint per state; empty: states start with zeros. Returns the slots, and the slots of the
+        checkpoints. Host checkpoints are loaded into the working slots. If slots are scarce, states reuse the slots of
+        their checkpoints. Raises ValueError if fewer than `count` slots are free.
         """
         sources = [NO_SLOT if (slot := self.get(key)) is None else slot for key in keys] or [NO_SLOT] * count
         on_host = [slot for key in keys if (slot := self._host.get(key)) is not None]
         unheld = [slot for slot in sources if slot != NO_SLOT and self._slots.ref_count(slot) == 0]
-        # Held first, so that no slot that is taken evicts what is about to be used.
+        # Hold these first, so that taking slots cannot evict them.
         self._slots.share([slot for slot in sources if slot != NO_SLOT])
         self._host.share(on_host)
         reused = unheld[: max(0, count - self.num_free)]
@@ -126,7 +125,7 @@ class StatePool:
         return slots, [slot for slot in sources if slot != NO_SLOT]
 
     def take(self, count: int, *, spare: bool = False) -> list[int]:
-        """Hold that many slots for other states, or none: all are held, or there are too many spare checkpoints."""
+        """Hold `count` slots for other states. Empty if all are held or there are too many spare checkpoints."""
         slots: list[int] = []
         while self.num_free >= count - len(slots) > 0:
             too_many = spare and len(self._spare) >= self._max_spare
@@ -141,7 +140,7 @@ class StatePool:
 
     @property
     def _oldest_spare(self) -> int | None:
-        """Slot of a spare checkpoint that another one may replace."""
+        """Slot of a spare checkpoint that another may replace."""
         return next((slot for slot in self._spare if self._slots.ref_count(slot) == 0), None)
 
     def _take(self, *, spare: bool = False) -> int:
@@ -157,13 +156,13 @@ class StatePool:
         return slot
 
     def get(self, key: bytes) -> int | None:
-        """Return the slot of a checkpoint on the device, without holding it."""
+        """Return a device checkpoint's slot, without holding it."""
         return self._slots.get(key)
 
     def release(self, slot: int, *, spare: bool = False) -> None:
-        """Stop holding a slot. A checkpoint becomes the one that is evicted last, of spare ones or of all others.
+        """Stop holding a slot. A checkpoint becomes the last to be evicted of its kind.
 
-        spare: a request is unlikely to find the checkpoint useful. Raises ValueError for a free slot.
+        spare: requests are unlikely to reuse the checkpoint. Raises ValueError for a free slot.
         """
         self._slots.release([slot])
         self._spare.pop(slot, None)
@@ -171,13 +170,13 @@ class StatePool:
             self._spare[slot] = None
 
     def touch(self, key: bytes) -> None:
-        """Make a checkpoint, if it is on the device, the one that is evicted last."""
+        """Make a device checkpoint the last to be evicted."""
         if (slot := self.get(key)) is not None:
             self._slots.share([slot])
             self.release(slot)
 
     def register(self, slot: int, key: bytes, parent: bytes, extra: int) -> None:
-        """Make a held slot a checkpoint, unless another one has this key.
+        """Turn a held slot into a checkpoint, unless the key is known.
 
         parent: key of the sequence's full blocks. extra: tokens after them.
         """
@@ -187,7 +186,7 @@ class StatePool:
             self.checkpoints.add(key, parent, extra)
 
     def forget(self, key: bytes) -> None:
-        """Drop a checkpoint if it exists. Who holds its slot keeps it."""
+        """Drop a checkpoint if it exists. Holders keep its slot."""
         if (copy := self._host.get(key)) is not None:
             self._host.unregister(copy)
         if (slot := self.get(key)) is not None:
@@ -197,14 +196,14 @@ class StatePool:
             self.checkpoints.drop(key)
 
     def _forget_slot(self, slot: int) -> None:
-        """Note that a slot has no checkpoint any more. There may be a copy in host memory."""
+        """Record that a slot has no checkpoint. Host memory may have a copy."""
         self._spare.pop(slot, None)
         key = self._keys.pop(slot, None)
         if key is not None and key not in self._host:
             self.checkpoints.drop(key)
 
     def _save(self, slot: int, keys: list[bytes]) -> None:
-        """Keep an evicted checkpoint in host memory unless it is there."""
+        """Save an evicted checkpoint to host memory, unless it is there."""
         [key] = keys
         target = self._host.get(key)
         if target is not None:

@@ -1,8 +1,8 @@
-"""Entries of caches in files, which later starts and other engines of the same user read.
+"""Cache entries in files, shared with later starts and other engines of the same user.
 
-A file's name is a digest of the model and of the entry's key. It holds a checksum of the name and the content, so a
-broken or foreign file is a miss. Files are written under other names and renamed, so that readers need no locks. When
-they exceed the limit, the least recently used are removed.
+A file's name is a digest of the model and the entry's key. A checksum covers name and content, so broken or foreign
+files are misses. Files are written under temporary names and renamed, so readers need no locks. Beyond the limit, the
+least recently used are removed.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from vlmserve.steps import Bytes
 SUFFIX = ".entry"
 MAGIC = b"vlmentry"
 _HEADER = struct.Struct("<8sQ32s")
-"""Magic number, bytes of the content, checksum."""
+"""Magic number, content bytes, checksum."""
 _NAME = re.compile(r"[0-9a-f]{64}\.entry")
 _UNFINISHED = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{8}\.writing")
 ABANDONED = 600
-"""Seconds after which an unfinished file belongs to no writer."""
+"""Seconds after which an unfinished file is abandoned."""
 MAX_QUEUED = 256 * 2**20
-"""Maximum bytes that wait to be written. What comes then is not kept."""
+"""Maximum bytes queued for writing. More entries are dropped."""
 KEPT_SHARE = 0.9
 """Share of the limit that eviction leaves."""
 COUNTED_SHARE = 1 / 16
-"""Share of the limit after which a writer counts the files of all engines again."""
+"""Share of the limit after which a writer recounts all engines' files."""
 _BLOCK = 4096
 """Files take multiples of this many bytes."""
 _NICENESS = 19
-"""The writing thread has this, so that answers are not slower."""
+"""Niceness of the writing thread, to keep answers fast."""
 
 Content = Callable[[], Bytes]
 
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class Entry(NamedTuple):
-    """A file. used: when it was read or written last, in seconds since 1970."""
+    """A file. used: Unix time of the last read or write."""
 
     path: Path
     num_bytes: int
@@ -62,7 +62,7 @@ class Entry(NamedTuple):
 
 
 class Entries:
-    """Files of entries in a folder. limit: of all of them together, in bytes."""
+    """Entry files in a folder. limit: of all together, in bytes."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
@@ -72,7 +72,7 @@ class Entries:
         return cls(expanded(folder), limit)
 
     def is_usable(self) -> bool:
-        """Make the folder if there is none. Return False, and log why, if it may not be used."""
+        """Create the folder if needed. Returns False, and logs why, if it is unusable."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self.folder.stat().st_mode & stat.S_IWOTH:
@@ -83,7 +83,7 @@ class Entries:
         return False
 
     def all(self) -> list[Entry]:
-        """Return all files, the last used first."""
+        """Return all files, most recently used first."""
         found = [Entry(path, status.st_size, status.st_mtime) for path, status in self._own(_NAME)]
         return sorted(found, key=lambda entry: -entry.used)
 
@@ -92,8 +92,8 @@ class Entries:
         return sum(_remove(entry) for entry in self.all()) + self.remove_unfinished(0)
 
     def evict(self, size: int) -> tuple[int, int]:
-        """Remove the least recently used files if `size` more bytes exceed the limit. Return the bytes of all, with
-        those, and how many files were removed."""
+        """Remove the least recently used files if `size` more bytes exceed the limit. Returns total bytes, including
+        `size`, and the number of removed files."""
         entries = self.all()
         total, count = size + sum(_on_disk(entry.num_bytes) for entry in entries), 0
         if total > self.limit:
@@ -105,7 +105,7 @@ class Entries:
         return total, count
 
     def remove_unfinished(self, seconds: float = ABANDONED) -> int:
-        """Remove unfinished files of killed processes. seconds: their age. Returns their bytes."""
+        """Remove unfinished files older than `seconds`. Returns their bytes."""
         oldest = time.time() - seconds
         found = self._own(_UNFINISHED)
         return sum(_remove(Entry(path, one.st_size, one.st_mtime)) for path, one in found if one.st_mtime <= oldest)
@@ -124,7 +124,7 @@ class DiskTier:
     """Reads and writes the entries of one model. Several threads may read."""
 
     def __init__(self, entries: Entries, identity: bytes) -> None:
-        """identity: digest of everything that contents depend on besides their keys."""
+        """identity: digest of everything that contents depend on, except their keys."""
         self.entries = entries
         self._identity = identity
         self._lock = threading.Lock()
@@ -162,14 +162,14 @@ class DiskTier:
         return found
 
     def read(self, key: bytes, size: int) -> Bytes | None:
-        """Return an entry of `size` bytes. None if there is none; a broken file is removed."""
+        """Return an entry of `size` bytes, or None. Removes broken files."""
         path = self.path(key)
         try:
             content = _read(path, size)
         except FileNotFoundError:
             self._misses += 1
             return None
-        except (OSError, MemoryError) as error:  # it may be read another time
+        except (OSError, MemoryError) as error:  # a later read may succeed
             self._broken += 1
             logger.debug("disk cache: cannot read %s (%s)", path, error)
             return None
@@ -189,11 +189,11 @@ class DiskTier:
         return max(0, MAX_QUEUED - self._queued_bytes) if self._writes else 0
 
     def note_dropped(self, count: int) -> None:
-        """Count entries that were not queued because there was no room."""
+        """Count entries that were not queued for lack of room."""
         self._dropped += count if self._writes else 0
 
     def store(self, key: bytes, size: int, content: Content) -> None:
-        """Write an entry in the background unless too much is queued. content: called in another thread."""
+        """Write an entry in the background, unless too much is queued. content: called in another thread."""
         with self._lock:
             if not self._writes or key in self._queued:
                 return
@@ -205,15 +205,15 @@ class DiskTier:
         self._writer.submit(self._store, key, size, content)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Remove entries, those included that are about to be written."""
+        """Remove entries, including queued ones."""
         self._writer.submit(_remove_files, [*map(self.path, keys)])
 
     def prepare(self, prepare: Callable[[int], None]) -> None:
-        """Call `prepare` in the background, with the bytes of all entries."""
+        """Call `prepare` in the background with the bytes of all entries."""
         self._writer.submit(lambda: prepare(sum(entry.num_bytes for entry in self.entries.all())))
 
     def flush(self) -> None:
-        """Wait until all that is queued is written."""
+        """Wait until all queued entries are written."""
         self._writer.submit(bool).result()
 
     def _store(self, key: bytes, size: int, content: Content) -> None:
@@ -238,7 +238,7 @@ class DiskTier:
         self._written_bytes += size
 
     def _make_room(self, size: int) -> None:
-        """Count files, and evict some, when they may exceed the limit or enough was written since."""
+        """Recount files, and evict some, if they may exceed the limit or enough was written."""
         if self._used is None:
             self.entries.remove_unfinished()
         self._uncounted += size
@@ -255,11 +255,11 @@ def _checksum(path: Path, content: Bytes) -> bytes:
 
 
 def _read(path: Path, size: int) -> Bytes:
-    """Return the content of a file. Raises ValueError if it was not written under this name with `size` bytes, and
-    OSError if it cannot be read."""
+    """Return a file's content. Raises ValueError if it was not written under this name with `size` bytes, OSError if it
+    is unreadable."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise ValueError("it is no file")
-    # A pipe that has taken its place meanwhile does not block.
+    # Does not block if a pipe has replaced the file.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         status = os.fstat(descriptor)
@@ -279,13 +279,13 @@ def _read(path: Path, size: int) -> Bytes:
 
 
 def _touch(file: Path | int) -> None:
-    """Make a file the one that is evicted last."""
+    """Make a file the last to be evicted."""
     with contextlib.suppress(OSError):  # it may be another user's, on a read-only disk, or evicted
         os.utime(file)
 
 
 def _write(path: Path, content: Bytes) -> None:
-    """Write a file that only its user can read. Nothing is left of it where that fails."""
+    """Write a file that only its user can read. Leaves nothing behind on failure."""
     unfinished = path.with_suffix(f".{secrets.token_hex(4)}.writing")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -317,5 +317,5 @@ def _on_disk(num_bytes: int) -> int:
 
 
 def _lower_priority() -> None:
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+    if sys.platform == "linux":  # other systems have no priority per thread
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,1 +1,1 @@
-"""Who runs in a step, and with how many tokens."""
+"""Chooses the requests of each step, and their numbers of tokens."""

@@ -1,4 +1,4 @@
-"""The step after one whose tokens are not known yet."""
+"""Plans a step before the tokens of the previous step are known."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from vlmserve.tasks import GENERATE
 def plan_ahead(
     step: Sequence[tuple[CachedRequest | NewRequest, Request]], resources: Resources
 ) -> list[CachedRequest] | None:
-    """Plan one more token for each request of a step that continues unless the step gives it an end token.
+    """Plan one more token for each request of a step, in case the step does not end it. Takes what these tokens need.
 
-    Takes what these tokens need. None: the next step depends on tokens of the step, there is too little room, or no
-    request continues.
+    None: the next step depends on the step's tokens, there is too little room, or no request continues.
     """
     for scheduled, request in step:
         whole = scheduled.start + scheduled.num_tokens == len(request.token_ids)
@@ -31,14 +30,14 @@ def plan_ahead(
 
 
 def forget_ended(requests: Mapping[str, Request], step: SchedulerOutput, output: ModelRunnerOutput) -> set[str]:
-    """Drop requests from a step that ended, or were sent back, after it was planned. requests: the unfinished ones.
+    """Drop requests from a step that ended or were undone after it was planned. requests: the unfinished requests.
 
-    Return the dropped requests that the step has failed for.
+    Returns the dropped requests that failed in the step.
     """
     ended = set()
     for one in step.requests:
         request = requests.get(one.request_id)
-        # A new request may have the id of one that has ended. One without tables has lost its state.
+        # A new request may reuse the id of an ended one. A request without tables has lost its state.
         if request is None or not request.known_to_runner or not request.tables:
             ended.add(one.request_id)
     failed = ended & {*output.failures, *output.undone}
@@ -55,7 +54,7 @@ def forget_ended(requests: Mapping[str, Request], step: SchedulerOutput, output:
 
 
 def _can_continue_on_device(request: Request) -> bool:
-    """Whether the device may compute the token after the next one before the host knows the next one."""
+    """Return whether the device may compute two tokens before the host knows the first."""
     if request.params.reads_tokens or request.params.needs_host:
         return False
     if request.task != GENERATE:

@@ -1,8 +1,7 @@
-"""Beam search: the likeliest answers as a whole, instead of the likeliest tokens one by one.
+"""Beam search: the most likely whole answers. Follows transformers' `generate(num_beams=…)`.
 
-The rules are those of transformers' `generate(num_beams=…)`. Each beam is a request of the scheduler. When all beams
-of a search have their next logprobs, the best candidates become requests that share the KV blocks of the beams that
-they extend; a block that is partly filled is copied.
+Each beam is a request. When all beams of a search have their next logprobs, the best candidates become requests that
+share their parents' KV blocks. Partly filled blocks are copied.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from vlmserve.sampling.bad_words import BadWords
 from vlmserve.types import BeamAnswer, BeamSearch, EngineOutput, EngineRequest, FinishReason, SamplingParams
 
 Choices = Sequence[tuple[int, float]]
-"""Token ids and log probabilities of what may come next, the likeliest first."""
+"""Next token ids and their log probabilities, most likely first."""
 
 
 class Beam(NamedTuple):
-    """An answer so far, and the log probability of all of it. parent: the place of the beam that it extends."""
+    """An answer so far, and its total log probability. parent: index of the extended beam."""
 
     token_ids: tuple[int, ...]
     logprob: float
@@ -26,14 +25,14 @@ class Beam(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A whole answer. token_ids: with the end token, if one ended it."""
+    """A whole answer. token_ids: with the end token, if any."""
 
     token_ids: tuple[int, ...]
     score: float
 
 
 class Beams:
-    """The state of a search. Feed `advance` with choices for each of `running` until it is `done`."""
+    """The state of a search. Call `advance` with choices for each of `running` until it is `done`."""
 
     def __init__(
         self,
@@ -51,12 +50,12 @@ class Beams:
         self._max_tokens, self._min_tokens = max_tokens, min_tokens
         self.running = [Beam((), 0.0)]
         self.ended: list[Ended] = []
-        """The best answers that have ended, the best first."""
+        """The best ended answers, best first."""
         self.done = False
 
     @classmethod
     def start(cls, request: EngineRequest, model_end_token_ids: Iterable[int], most: int) -> Self:
-        """The search that a request wants. most: tokens of an answer that the context has room for."""
+        """Return a request's search. most: tokens of an answer that fit into the context."""
         assert request.beams is not None
         params = request.params
         ends = request.beams.end_token_ids(params, model_end_token_ids)
@@ -65,11 +64,11 @@ class Beams:
 
     @property
     def num_choices(self) -> int:
-        """See `BeamSearch.num_choices`; each bad word may take one."""
+        """See `BeamSearch.num_choices`. Each bad word may need one more."""
         return self._search.num_choices(len(self.end_token_ids)) + self._num_bad
 
     def advance(self, choices: Sequence[Choices]) -> None:
-        """Go one token further. choices: of each running beam, `num_choices` or all there are."""
+        """Extend the beams by a token. choices: for each running beam, `num_choices` or all."""
         width = self._search.width
         length = len(self.running[0].token_ids) + 1
         bad = [self._bad_words.completing(list(beam.token_ids)) for beam in self.running]
@@ -79,7 +78,7 @@ class Beams:
             for token_id, logprob in own
             if length > self._min_tokens or token_id not in self.end_token_ids
         ]
-        # Like a grammar, a list of allowed tokens wins over bad words.
+        # Allowed tokens win over bad words, as with grammars.
         candidates = [beam for beam in candidates if beam.token_ids[-1] not in bad[beam.parent]] or candidates
         best = sorted(candidates, key=lambda beam: -beam.logprob)[: self.num_choices]
         at_the_end = length == self._max_tokens
@@ -98,13 +97,13 @@ class Beams:
 
     @property
     def params(self) -> SamplingParams:
-        """Of the requests that compute a beam's next logprobs."""
+        """Parameters of the requests that compute a beam's next logprobs."""
         return SamplingParams(
             temperature=0, ignore_eos=True, logprobs=self.num_choices, logprob_token_ids=self._allowed
         )
 
     def answers(self) -> list[BeamAnswer]:
-        """The best answers, the best first, once the search is done."""
+        """Return the best answers, best first. The search must be done."""
         return [BeamAnswer(*self._without_end(ended.token_ids)) for ended in self.ended]
 
     def _without_end(self, token_ids: tuple[int, ...]) -> tuple[list[int], FinishReason, int | None]:
@@ -113,7 +112,7 @@ class Beams:
         return list(token_ids), "length", None
 
     def output(self, request_id: str, cached_tokens: int = 0, images_encoded: int = 0) -> EngineOutput:
-        """The only output of a search that is done."""
+        """Return the only output of a search that is done."""
         answers = self.answers()
         best = answers[0]
         return EngineOutput(

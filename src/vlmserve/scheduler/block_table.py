@@ -1,4 +1,4 @@
-"""The KV blocks of a request, and the keys of their content."""
+"""A request's KV blocks, and the keys of their content."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ class KeyChain:
 
     def __init__(self, root_key: bytes) -> None:
         self.keys = [root_key]
-        """The root key, then the keys of full blocks."""
+        """The root key, then keys of full blocks."""
         self.tails: dict[int, bytes] = {}
-        """Keys of partly filled blocks, by the number of tokens that they end with."""
+        """Keys of partly filled blocks, by number of tokens up to their end."""
 
     def copy(self) -> KeyChain:
-        """For a request with the same tokens so far."""
         other = KeyChain(self.keys[0])
         other.keys, other.tails = self.keys[:], {**self.tails}
         return other
 
 
 class BlockTable:
-    """Blocks of a request's tokens in one pass and one column of the cache, see `CacheLayout`."""
+    """A request's blocks in one pass and one cache column, see `CacheLayout`."""
 
     __slots__ = ("blocks", "first", "num_sent")
 
@@ -32,7 +31,7 @@ class BlockTable:
         self.blocks = array("i")
         """Ids from the first token on. A preempted request gets new tables."""
         self.first = 0
-        """The first block that is held. Those before it are outside the attention window."""
+        """The first held block. Earlier blocks are outside the attention window."""
         self.num_sent = 0
         """Blocks that the runner knows."""
 
@@ -41,6 +40,6 @@ class BlockTable:
         return self.blocks[self.first :]
 
     def new_blocks(self) -> array[int]:
-        """Return the blocks that the runner does not know yet, which it is about to be told."""
+        """Return the blocks that the runner does not know, and count them as sent."""
         sent, self.num_sent = self.num_sent, len(self.blocks)
         return self.blocks[sent:]

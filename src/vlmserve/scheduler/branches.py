@@ -1,4 +1,4 @@
-"""Continuations of a prompt that are scored: each becomes a request that shares the prompt's KV blocks."""
+"""Scores several continuations of a prompt. Each becomes a request that shares the prompt's KV blocks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vlmserve.types import EngineOutput
 
 
 class Branches(Search):
-    """Scores the first tokens of all continuations after the prompt, then the others of each in a branch."""
+    """Scores the first tokens of all continuations after the prompt, then the rest of each in a branch."""
 
     def __init__(self, root: Request, task: Score) -> None:
-        """task: at least one of its continuations has more than one token."""
+        """task: at least one continuation has several tokens."""
         super().__init__(root)
         self._task: Final = task
         self._sums: np.ndarray = np.zeros(len(task.continuations))
@@ -46,7 +46,7 @@ class Branches(Search):
             first, *others, last = self._task.continuations[place]
             branch = self._root.fork(f"{self.request_id}#{place}", first, *others)
             branch.task = ScoreBranch(prompt_len + 1, last)
-            branch.num_limited = len(branch.token_ids)  # computed in chunks, as a prompt
+            branch.num_limited = len(branch.token_ids)  # computed in chunks, like a prompt
             self._places[branch.request_id] = place
             self.members.append(branch)
         return [(self._root, [*self.members])]

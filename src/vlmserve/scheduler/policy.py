@@ -1,4 +1,4 @@
-"""The order of requests, who is preempted, and what a long job leaves to short ones."""
+"""The order of requests, the choice of victims, and sharing a step between long and short jobs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable, MutableSequence, Sequence
 from vlmserve.scheduler.request import Request
 
 MUCH_SHORTER = 8
-"""A job is much shorter than another if it has at most this fraction of its work."""
+"""A job is much shorter than another with at most this fraction of its work."""
 
 
 def enter_last(queue: MutableSequence[Request], request: Request) -> None:
-    """Put a request after all others of its priority."""
+    """Insert a request after all others of its priority."""
     place = len(queue)
     while place and queue[place - 1].priority > request.priority:
         place -= 1
@@ -20,7 +20,7 @@ def enter_last(queue: MutableSequence[Request], request: Request) -> None:
 
 
 def enter_first(queue: MutableSequence[Request], request: Request) -> None:
-    """Put a request before all others of its priority."""
+    """Insert a request before all others of its priority."""
     place = 0
     while place < len(queue) and queue[place].priority < request.priority:
         place += 1
@@ -28,7 +28,7 @@ def enter_first(queue: MutableSequence[Request], request: Request) -> None:
 
 
 def take_victim(running: list[Request]) -> Request:
-    """Remove the request to preempt: the last admitted of the lowest priority."""
+    """Remove the request to preempt: of the lowest priority, the last admitted."""
     return running.pop()
 
 
@@ -38,15 +38,15 @@ def gives_way(running: Sequence[Request], waiting: Request) -> bool:
 
 
 def reserved(own: float, others: Iterable[float], budget: float) -> float:
-    """Return the part of a budget that a job leaves to much shorter ones, which delay it only a little: at most half.
+    """Return the part of a budget to leave to much shorter jobs, at most half. own, others: remaining work of each job.
 
-    own, others: work that each job lacks. Jobs of similar length leave each other nothing: they end in order.
+    Jobs of similar length run in order.
     """
     return min(budget / 2, sum(work for work in others if work * MUCH_SHORTER <= own))
 
 
 def reserved_tokens(request: Request, running: list[Request], waiting: Iterable[Request], budget: int) -> int:
-    """Return tokens of a prompt's budget to leave to much shorter prompts that came later and may run."""
+    """Return the prompt tokens to leave to much shorter prompts that came later and may run."""
     if request.num_uncomputed <= budget:
         return 0
     later = itertools.chain(running[running.index(request) + 1 :], waiting)

@@ -1,4 +1,4 @@
-"""The waiting and the running requests."""
+"""The waiting and running requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmserve.scheduler.searches import Search
 
 
 class Queues:
-    """Owns the unfinished requests and searches. Requests hold resources only while they run."""
+    """Owns the unfinished requests and searches. Only running requests hold resources."""
 
     def __init__(self, resources: Resources, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
@@ -21,20 +21,20 @@ class Queues:
         self.searches: dict[str, Search] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        """In order of priority and admission."""
+        """Ordered by priority and admission."""
         self.num_preemptions = 0
         self._resources = resources
         # Finished requests that the runner has not dropped yet.
         self._finished: list[str] = []
 
     def known_to_runner(self, request_id: str) -> Request | None:
-        """Return an unfinished request that was part of a step. A new one may have the id of a finished one."""
+        """Return an unfinished request that was part of a step. A new request may reuse a finished request's id."""
         request = self.requests.get(request_id)
         return request if request is not None and request.known_to_runner else None
 
     @property
     def only_beams_run(self) -> bool:
-        """True if beams run and nothing else. Other requests without tokens to compute wait for their grammars."""
+        """Return whether only beams run. Other requests without tokens to compute wait for their grammars."""
         return bool(self.running) and all(request.answer_id in self.searches for request in self.running)
 
     def add(self, request: Request) -> None:
@@ -42,19 +42,19 @@ class Queues:
         enter_last(self.waiting, request)
 
     def admit(self, request: Request) -> bool:
-        """Run a request that was taken from `waiting`. Return False if there is no room for it."""
+        """Run a request taken from `waiting`. Returns False if there is no room."""
         if not self._resources.acquire(request, self.running):
             return False
         enter_last(self.running, request)
         return True
 
     def chunk_budget(self, request: Request, budget: int) -> int:
-        """Return the part of a budget that a prompt does not leave to shorter ones."""
+        """Return the part of a budget that a prompt does not leave to shorter prompts."""
         may_run = islice(self.waiting, max(0, self.max_num_seqs - len(self.running)))
         return budget - reserved_tokens(request, self.running, may_run, budget)
 
     def preempt(self) -> Request:
-        """Let a running request wait for room, unless it is a beam that waits for others. Return it."""
+        """Preempt and return a request. It waits again, unless it is a beam that waits for others."""
         victim = take_victim(self.running)
         waits_for_others = victim.num_uncomputed == 0 and victim.answer_id in self.searches
         self._resources.release(victim, resumes=victim.num_uncomputed <= 1)
@@ -64,8 +64,7 @@ class Queues:
         return victim
 
     def recompute_if_long(self, request: Request, length: int) -> None:
-        """Compute a request again from its first token on if it had `length` tokens and now exceeds
-        `max_short_len`."""
+        """Recompute a request from its first token if it had `length` tokens and now exceeds `max_short_len`."""
         limit = request.max_short_len
         if limit is None or not length <= limit < len(request.token_ids):
             return
@@ -74,24 +73,24 @@ class Queues:
         self._wait_again(request)
 
     def undo(self, request: Request) -> None:
-        """Compute a request again from what others can find of it."""
+        """Recompute a request from its cached blocks."""
         self._resources.undo(request)
         self._resources.release(request)
         self._wait_again(request)
 
     def _wait_again(self, request: Request) -> None:
-        """Let a request wait that holds nothing any more. It may have been preempted before."""
+        """Queue a request that holds nothing. It may already wait."""
         if request in self.running:
             self.running.remove(request)
             enter_first(self.waiting, request)
 
     def fork(self, parent: Request, children: list[Request]) -> None:
-        """Let requests that extend a beam take its place. Children without room wait."""
+        """Replace a beam by the requests that extend it. Children without room wait."""
         place = self.running.index(parent) if parent in self.running else None
         waits = False
         for number, child in enumerate(children):
             self.requests[child.request_id] = child
-            has_place = len(self.running) <= self.max_num_seqs  # the parent's own is left at the end
+            has_place = len(self.running) <= self.max_num_seqs  # the parent leaves its place
             if place is not None and has_place and self._resources.fork(parent, child, first=number == 0):
                 self.running.insert(place + number, child)
             else:

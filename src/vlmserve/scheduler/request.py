@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it."""
+"""The scheduler's request."""
 
 from __future__ import annotations
 
@@ -22,31 +22,37 @@ from vlmserve.types import (
 
 
 class Request:
-    """Tokens so far, how many of them are in the KV cache, and where.
+    """A request's tokens, its progress, and its KV blocks.
 
-    answer_id: under which its answer is output; its own, but for a beam. token_ids: prompt and answer. num_computed:
-    leading tokens whose keys and values are in the blocks of its tables.
-    chains: keys of its blocks, and of those of its scaling pass, if its adapter has one. tables: its KV blocks by pass
-    and column of the cache; none while it holds none. capacity: tokens that have a place in all tables. unsent: whether
-    the runner lacks some of the blocks. state: its slots, while it runs, in a model with states. boundaries: numbers of
-    leading tokens that other prompts may begin with; known once they are asked for, in models with windows or states.
-    turn_end_ids: tokens that end a turn of its prompt. stop_token_id: the end token that was sampled, if any.
-    num_cached: prompt tokens found in the prefix cache when it first ran; None before.
-    bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions, so that they are
-    computed in one step; in order.
-    num_shared: see `Prompt`.
-    adapter: the digest of its adapter; empty: none. priority, client: see `EngineRequest`.
-    num_limited: leading tokens whose chunks resources may limit; decodes after them need no more than memory.
-    drafting: its drafts; None before any were looked for. num_encoded: images encoded for it.
-    cross, cross_key: its cross-attention input and the key of its states, if any.
-    scalings: of each adapter that X-LoRA mixes for it, added up over the tokens that were computed; none without.
-    seed: of its random numbers. max_len: the most tokens of prompt and answer together.
-    max_short_len: with more tokens than that, all of it is computed with other RoPE frequencies; None: no limit.
-    thoughts, prediction: see `Prompt`.
-    prompt_logprobs: those of the prompt's leading tokens, while they are asked for and not all output yet.
-    arrived, started, vision_started, answered: when it was added, first ran, had an image encoded and had its first
-    token, on the clock of `time.perf_counter`, 0 before. arrived_at: when it was added, as Unix time. vision_seconds:
-    how long steps encoded images that it needed.
+    - answer_id: id of its output; only beams differ from `request_id`
+    - token_ids: prompt and answer
+    - num_computed: leading tokens with keys and values in its blocks
+    - chains: keys of its blocks, by pass
+    - tables: its blocks, by pass and cache column; empty while it holds none
+    - capacity: tokens that have a place in all tables
+    - unsent: whether the runner lacks some blocks
+    - state: its state slots while it runs
+    - boundaries: numbers of leading tokens that other prompts may share, computed on demand for models with windows or
+      states
+    - turn_end_ids: tokens that end a turn of the prompt
+    - stop_token_id: the sampled end token, if any
+    - num_cached: prompt tokens found in the prefix cache when it first ran
+    - bidirectional_spans: ordered spans ``first <= i < last`` that attend to each other, so one step computes them
+    - adapter: digest, or empty
+    - num_limited: leading tokens whose chunks resources may limit; later decodes only need memory
+    - num_encoded: images encoded for it
+    - cross_key: key of its cross-attention states, if any
+    - scalings: X-LoRA's scalings by adapter, summed over computed tokens
+    - seed: of its random numbers
+    - max_len: maximum tokens of prompt and answer
+    - max_short_len: beyond this, all tokens need other RoPE frequencies
+    - prompt_logprobs: of leading prompt tokens, if requested and not yet output
+    - arrived, started, vision_started, answered: `time.perf_counter` of arrival, first run, first encoding and first
+      token; 0 before
+    - arrived_at: Unix time of arrival
+    - vision_seconds: duration of steps that encoded its images
+
+    Other fields: see `EngineRequest` and `Prompt`.
     """
 
     __slots__ = (
@@ -108,11 +114,11 @@ class Request:
         max_short_len: int | None = None,
         bidirectional: Bidirectional | None = None,
     ) -> None:
-        """scaling_root: the root key of its scaling pass; None: it has none."""
+        """scaling_root: the root key of its scaling pass, if any."""
         self.request_id = self.answer_id = request.request_id
         self.params = request.params
         if request.prompt.thoughts is None and self.params.thinking_token_budget is not None:
-            # Without reasoning the budget has no effect; the device need not wait for the host because of it.
+            # Without reasoning, the budget has no effect and must not make the device wait for the host.
             self.params = msgspec.structs.replace(self.params, thinking_token_budget=None)
         self.task: Task = request.task
         self.priority = request.priority
@@ -165,12 +171,11 @@ class Request:
 
     @property
     def is_long(self) -> bool:
-        """Whether it has more than `max_short_len` tokens."""
         return self.max_short_len is not None and len(self.token_ids) > self.max_short_len
 
     @property
     def num_short_left(self) -> int | None:
-        """How many more tokens fit below `max_short_len`; None: any number, or it is long already."""
+        """Tokens left before `max_short_len`. None: no limit, or it is already long."""
         if self.max_short_len is None or self.is_long:
             return None
         return self.max_short_len - len(self.token_ids)
@@ -180,7 +185,7 @@ class Request:
         return self._known_to_runner
 
     def message(self, num_tokens: int) -> NewRequest | CachedRequest:
-        """The message that schedules the next `num_tokens` tokens: a new request, or what is new of a known one."""
+        """Return the message that schedules the next tokens: a new request, or the changes of a known one."""
         if self._known_to_runner:
             resumed = self.tables[0].num_sent == 0
             states = None if self.state is None else self.state.message(self.num_computed + num_tokens)
@@ -209,7 +214,7 @@ class Request:
         )
 
     def next_token(self) -> CachedRequest:
-        """The message that schedules the token which the step before gives, and which is not known yet."""
+        """Return the message that schedules the token after an unknown one."""
         states = None if self.state is None else self.state.message(len(self.token_ids) + 1)
         return CachedRequest(self.request_id, len(self.token_ids), 1, *self._new_blocks(), states)
 
@@ -221,7 +226,7 @@ class Request:
         return tuple(tuple(table.new_blocks()) for table in self.tables), resumed
 
     def fork(self, request_id: str, *token_ids: int) -> Request:
-        """Another request with the same tokens and more. It holds nothing, and the runner does not know it."""
+        """Return a request with the same tokens and more. It holds nothing, and the runner does not know it."""
         child = copy.copy(self)
         child.request_id = request_id
         child.token_ids = [*self.token_ids, *token_ids]
@@ -231,44 +236,42 @@ class Request:
         return child
 
     def add_scalings(self, sums: list[float]) -> None:
-        """More tokens were computed, with these scalings altogether."""
+        """Add the scalings of computed tokens."""
         self.scalings = [a + b for a, b in zip(self.scalings, sums, strict=True)] if self.scalings else sums
 
     def drop_blocks(self) -> None:
-        """Forget its tables after its blocks were freed: all of its tokens have to be computed or found again."""
+        """Forget the tables after their blocks were freed."""
         self.tables: list[BlockTable] = []
         self.state: StateSlots | None = None
         self.capacity = self.num_computed = 0
         self.unsent = False
 
     def reset_block_keys(self) -> None:
-        """Drop the keys of blocks that were computed while it was short."""
+        """Drop the keys of blocks computed while it was short."""
         self.chains = [KeyChain(root) for root in self._long_root_keys]
 
     @property
     def has_images(self) -> bool:
-        """Whether the vision tower's output is part of what its tokens are computed from."""
         return bool(self.image_spans) or self.cross is not None
 
     def spans_between(self, start: int, end: int) -> list[ImageSpan]:
-        """Images with a placeholder in ``start <= i < end``."""
         if start >= self.num_prompt_tokens:
             return []
         return [span for span in self.image_spans if span.start < end and span.end > start]
 
     def images_for(self, start: int, end: int) -> list[ImageInput]:
-        """Images that tokens ``start <= i < end`` are computed from: by their placeholders, or by cross attention."""
+        """Return the images that tokens ``start <= i < end`` depend on, by placeholders or cross-attention."""
         images = [span.image for span in self.spans_between(start, end)]
         return images if self.cross is None else [*images, self.cross.image]
 
     def bidirectional_span_at(self, place: int) -> tuple[int, int] | None:
-        """The bidirectional span that has tokens on both sides of the border before token number `place`."""
+        """Return the bidirectional span around the border before token `place`, if any."""
         if place >= self.num_prompt_tokens:
             return None
         return next((span for span in self.bidirectional_spans if span[0] < place < span[1]), None)
 
     def keys_of_full_blocks(self, chain: KeyChain, count: int, block_size: int) -> list[bytes]:
-        """Keys of the first `count` blocks, whose tokens are all known; each is computed once."""
+        """Return the keys of the first `count` blocks. Each is computed once."""
         keys = chain.keys
         while len(keys) <= count:
             start = (len(keys) - 1) * block_size
@@ -276,10 +279,7 @@ class Request:
         return keys[1 : count + 1]
 
     def tail_key(self, chain: KeyChain, num_tokens: int, block_size: int) -> bytes | None:
-        """The key of the partly filled block after the last full one of the first `num_tokens` tokens; None: none.
-
-        Computed once.
-        """
+        """Return the key of the partly filled block that ends after `num_tokens` tokens, or None. Computed once."""
         full = num_tokens // block_size
         start = full * block_size
         if start == num_tokens:
@@ -290,9 +290,10 @@ class Request:
         return chain.tails[num_tokens]
 
     def _key(self, parent: bytes, start: int, end: int) -> bytes:
-        """The key of a block with tokens ``start <= i < end``, and with all later ones that those attend to."""
+        """Return the key of a block with tokens ``start <= i < end``. It covers all later tokens that they attend
+        to."""
         span = self.bidirectional_span_at(end)
-        # Where a span began before, the parent has all of it.
+        # The parent covers a span that began earlier.
         reach = span[1] if span is not None and span[0] >= start else end
         images = touched_images(self.image_spans, start, reach)
         return block_key(parent, self.token_ids[start:end], images, ahead=self.token_ids[end:reach])

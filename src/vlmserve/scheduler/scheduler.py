@@ -1,11 +1,11 @@
-"""Plans each step: which requests run, with how many tokens, and which requests are preempted.
+"""Plans each step: which requests run, with how many tokens, and which are preempted.
 
-Requests of the same priority are admitted in order of arrival, but a request waits until its resources are ready.
-Decodes go first; prompts fill the rest of the token budget in order of admission. A long prompt or image leaves half of
-a step to much shorter ones. When a resource runs out, the request admitted last is preempted. It computes again only
-what has left memory, and its answer stays the same.
+Requests of a priority are admitted in order of arrival, once their resources are ready. Decodes come first; prompts
+fill the rest of the token budget in order of admission. A long prompt or image leaves half of a step to much shorter
+ones. When a resource runs out, the last admitted request is preempted. It recomputes only what has left memory, and its
+answer stays the same.
 
-Requests of lower priority (a larger number) are admitted and get tokens after all others, and are preempted for them.
+Requests of lower priority (a larger number) come after all others, and are preempted for them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vlmserve.tasks import Score
 from vlmserve.types import EngineOutput
 
 ProposeDrafts = Callable[[Request], Sequence[int]]
-"""Proposes draft tokens, ids of the vocabulary, that may follow a request's newest token; none without a proposal."""
+"""Proposes draft tokens after a request's newest token, or none."""
 
 
 class Scheduler:
@@ -42,10 +42,10 @@ class Scheduler:
         self._queues = Queues(self.resources, max_num_seqs)
         self.waiting, self.running = self._queues.waiting, self._queues.running
         self.requests: Mapping[str, Request] = self._queues.requests
-        """The unfinished requests, by their ids."""
+        """Unfinished requests by id."""
         self.propose_drafts: ProposeDrafts | None = None
         self.limits: StepLimits | None = None
-        """Limits of each step; None: only `max_num_batched_tokens`."""
+        """Limits of each step, in addition to `max_num_batched_tokens`."""
         self._max_num_batched_tokens = max_num_batched_tokens
 
     def __contains__(self, request_id: object) -> bool:
@@ -59,7 +59,7 @@ class Scheduler:
         return self._queues.num_preemptions
 
     def add(self, request: Request, beams: Beams | None = None) -> None:
-        """Queue a request that would fit if it ran alone. beams: the search that begins with its prompt."""
+        """Queue a request that would fit if it ran alone. beams: the search that starts with its prompt."""
         if beams is not None:
             self._queues.searches[request.request_id] = BeamMembers(request, beams)
         elif isinstance(request.task, Score) and request.task.branches:
@@ -68,7 +68,7 @@ class Scheduler:
         self.resources.arrive(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drop requests and take back what they hold; unknown ids are ignored."""
+        """Drop requests and take back what they hold. Ignores unknown ids."""
         self._queues.abort(request_ids)
 
     def end_failed(self) -> list[EngineOutput]:
@@ -87,12 +87,12 @@ class Scheduler:
         self._give_way()
         budget = self._schedule_running(step)
         while not step.makes_progress and len(self.running) > 1 and any(one.num_uncomputed for one in self.running):
-            # Each needs what another one holds.
+            # Each request needs what another holds.
             self._preempt_and_plan_again()
             budget = self._schedule_running(step)
         self._schedule_waiting(step, budget)
         while not step.makes_progress and self.waiting and self._queues.only_beams_run:
-            # All that run are beams that wait for others, which need what they hold.
+            # Only beams run, and wait for beams that need what they hold.
             self._preempt_and_plan_again()
             self._schedule_waiting(step, budget)
         self.resources.end_step(step)
@@ -101,10 +101,10 @@ class Scheduler:
         return step
 
     def schedule_ahead(self, step: SchedulerOutput) -> SchedulerOutput | None:
-        """Plan the step that follows a step whose tokens are unknown: one more token for each request that can have
-        one. None: the next step depends on these tokens, or other work comes first.
+        """Plan the step after one with unknown tokens: one more token for each request that can continue.
 
-        A request may end with a token of `step`. Then `forget_ended` drops its part of the plan.
+        None: the next step depends on these tokens, or other work comes first. If `step` ends a request, `forget_ended`
+        drops its part of the plan.
         """
         if self._queues.searches or self.propose_drafts is not None or step.draft_token_ids:
             return None
@@ -122,10 +122,8 @@ class Scheduler:
         return following
 
     def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineOutput]:
-        """Apply the output of a step. Finished requests free all they hold.
-
-        Return one output for each request whose newest token was computed.
-        """
+        """Apply a step's output, and free what finished requests hold. Returns an output for each request with a new
+        token."""
         requests, searches = self._queues.requests, self._queues.searches
         for request_id, logprobs in output.prompt_logprobs.items():
             known = requests[request_id].prompt_logprobs
@@ -140,14 +138,14 @@ class Scheduler:
             late.discard(scheduled.request_id)
             request = requests.get(scheduled.request_id)
             if request is None:
-                continue  # a beam of a search that has failed
+                continue  # a beam of a failed search
             if request.request_id in output.undone:
                 self._queues.undo(request)
                 continue
             end = scheduled.start + scheduled.num_tokens
             drafts = step.draft_token_ids.get(request.request_id, ())
             sampled = output.token_ids.get(request.request_id)
-            # Accepted drafts are those after which another token was sampled.
+            # A draft is accepted if another token was sampled after it.
             end -= len(drafts) - max(0, len(sampled or ()) - 1)
             if sampled is not None and request.answer_id not in searches:
                 outputs.append(self._extend(request, output, end))
@@ -162,7 +160,7 @@ class Scheduler:
         return outputs
 
     def _extend(self, request: Request, output: ModelRunnerOutput, num_computed: int) -> EngineOutput:
-        """Append sampled tokens to a request. It may end with them, or become long."""
+        """Append sampled tokens to a request, which may end it or make it long."""
         length = len(request.token_ids)
         answer = extend_answer(request, output)
         failure = output.failures.get(request.request_id)
@@ -176,7 +174,7 @@ class Scheduler:
         return answer
 
     def _extend_search(self, request: Request, search: Search, output: ModelRunnerOutput) -> list[EngineOutput]:
-        """Enter what a step computed for a member. Returns the search's output if it has ended."""
+        """Enter a member's result. Returns the search's output if it has ended."""
         if request.request_id in output.failures:
             answer = extend_answer(request, output)
             for member in search.members:
@@ -199,7 +197,7 @@ class Scheduler:
         self.resources.begin_step(self.running, self.limits)
 
     def _give_way(self) -> None:
-        """Preempt requests of lower priority if waiting requests could run in their place in this step."""
+        """Preempt requests of lower priority if waiting requests could run in their place."""
         if not self.waiting or not gives_way(self.running, self.waiting[0]):
             return
         wanted: list[int] = []
@@ -223,7 +221,7 @@ class Scheduler:
             self.resources.begin_step(self.running, self.limits)
 
     def _schedule_running(self, step: SchedulerOutput) -> int:
-        """Chunks for the running requests; returns the budget that is left."""
+        """Schedule chunks of running requests. Returns the remaining budget."""
         budget = self._schedule_decodes(step, self._max_num_batched_tokens)
         if self.limits is not None:
             budget = int(min(budget, self.limits.prompt_tokens(shared=len(self.requests) > 1)))
@@ -235,10 +233,9 @@ class Scheduler:
         return budget
 
     def _schedule_decodes(self, step: SchedulerOutput, budget: int) -> int:
-        """Chunks of one token for all that need just one; returns the budget that is left.
+        """Schedule requests that need one token. Returns the remaining budget.
 
-        `running` is in order of priority and admission, so the requests preempted here are never ones that are in the
-        step already.
+        `running` is ordered by priority and admission, so preempted requests are never in the step already.
         """
         grow = self.resources.grow_decode
         decoding = [request for request in self.running if request.num_uncomputed == 1]
@@ -262,10 +259,10 @@ class Scheduler:
         return budget
 
     def _limit_drafts(self, request: Request, drafts: Sequence[int], budget: int) -> Sequence[int]:
-        """Drafts that can be computed after a request's newest token, with what no other request may need soon.
+        """Return the drafts that fit without taking what other requests may need soon.
 
-        An accepted draft is followed by one more token, and neither may go beyond `max_len`. Nor may drafts go beyond
-        `max_short_len`, since longer requests are computed differently.
+        An accepted draft is followed by one more token; neither may exceed `max_len`, or `max_short_len`, which changes
+        the computation.
         """
         most = min(budget, request.max_len - len(request.token_ids) - 1)
         if request.num_short_left is not None:
@@ -274,9 +271,9 @@ class Scheduler:
         return drafts[: self.resources.grow(request, 1 + len(drafts), spare=self.running) - 1] if drafts else ()
 
     def _schedule_waiting(self, step: SchedulerOutput, budget: int, above: float = math.inf) -> int:
-        """Admit waiting requests in order while there are room and token budget; returns the budget that is left.
+        """Admit waiting requests in order while there is room and budget. Returns the remaining budget.
 
-        above: only those of a higher priority.
+        above: only requests of a higher priority.
         """
         deferred: list[Request] = []
         while budget > 0 and self.waiting and len(self.running) < self._queues.max_num_seqs:
@@ -294,8 +291,8 @@ class Scheduler:
         return budget
 
     def _schedule_chunk(self, step: SchedulerOutput, request: Request, budget: int, drafts: Sequence[int] = ()) -> int:
-        """A chunk of at most `budget` tokens and of drafts, as far as resources let it reach. Returns the number of
-        tokens in all, which may be 0."""
+        """Schedule a chunk of at most `budget` tokens, plus drafts, within resources. Returns its tokens, possibly
+        0."""
         start = request.num_computed
         end = start + min(request.num_uncomputed, budget)
         if start < end and start < request.num_limited:

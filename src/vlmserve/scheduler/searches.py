@@ -1,4 +1,4 @@
-"""Answers that several requests of the scheduler make together. Those that go on take over or share KV blocks."""
+"""Answers that several requests compute together. Continuing requests take over or share KV blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlmserve.types import EngineOutput
 
 
 class Search(ABC):
-    """Makes one answer. request_id: of whoever asked for it. members: the requests that compute or wait for others."""
+    """Makes one answer. request_id: of the original request. members: the requests that compute or wait."""
 
     def __init__(self, root: Request) -> None:
         self.request_id = root.request_id
@@ -19,24 +19,23 @@ class Search(ABC):
 
     @abstractmethod
     def enter(self, request: Request, output: ModelRunnerOutput) -> bool:
-        """Take what a step computed for a member, which may leave. Return whether the search has gone on."""
+        """Enter a member's result; the member may leave. Returns whether the search has advanced."""
 
     @property
     @abstractmethod
-    def done(self) -> bool:
-        """True once it has its answer."""
+    def done(self) -> bool: ...
 
     @abstractmethod
     def output(self) -> EngineOutput:
-        """The answer of a search that is done."""
+        """Return the answer of a search that is done."""
 
     @abstractmethod
     def fork(self) -> list[tuple[Request, list[Request]]]:
-        """Make the members that go on. Return each old one with the new ones that extend it."""
+        """Create the next members. Returns each old member with the new ones that extend it."""
 
 
 class BeamMembers(Search):
-    """A beam search: each running beam is a member, in their order."""
+    """A beam search. Each running beam is a member, in order."""
 
     def __init__(self, root: Request, beams: Beams) -> None:
         super().__init__(root)

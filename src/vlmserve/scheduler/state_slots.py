@@ -1,4 +1,4 @@
-"""The slots of a running request's states."""
+"""The state slots of a running request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vlmserve.steps import StateStep
 
 
 class StateSlots:
-    """Slots of a request's states, one in each pass of the model, and of the checkpoints that its next steps leave."""
+    """A request's state slots, one per pass, and the slots of its next checkpoints."""
 
     __slots__ = (
         "cuts",
@@ -29,29 +29,29 @@ class StateSlots:
     def __init__(self, slots: Sequence[int], sources: Sequence[int], num_tokens: int) -> None:
         """num_tokens: of the states in `sources`."""
         self.slots = [*slots]
-        """Working slots. None: children have taken them over."""
+        """Working slots. Empty after children took them over."""
         self.sources = [*sources]
-        """Slots of the states after the tokens of all planned steps. None: such states are in no slot."""
+        """Slots of the states after all planned steps. Empty: no slot has such states."""
         self.held: list[int] = []
         """Checkpoints that its first step reads."""
         self.reached = num_tokens
         """Tokens of all planned steps."""
         self.cuts: list[int] = []
-        """Numbers of tokens, in order, where chunks may end and kernels divide their rows."""
+        """Sorted numbers of tokens where chunks may end and kernels split their rows."""
         self.leaving: dict[int, bytes] = {}
-        """Keys of the checkpoints that it is going to leave, by their numbers of tokens."""
+        """Keys of future checkpoints, by number of tokens."""
         self.kept: set[int] = set()
-        """Numbers of tokens of checkpoints that a later request probably finds useful. The others are spare."""
+        """Numbers of tokens of checkpoints that later requests probably use. The others are spare."""
         self.unsent: list[tuple[int, Sequence[int]]] = []
         """Checkpoints of the next message: numbers of tokens and slots."""
         self.planned: list[tuple[int, Sequence[int]]] = []
         """Checkpoints of planned steps: numbers of tokens and slots."""
         self.keys: list[bytes] = []
-        """Checkpoints that it has read or left."""
+        """Checkpoints that it read or left."""
         self.known_to_runner = False
 
     def message(self, reached: int) -> tuple[StateStep, ...] | None:
-        """Return what a step up to that many tokens does. None: states go on in their working slots."""
+        """Return what a step up to `reached` tokens does. None: states stay in their working slots."""
         self.reached = reached
         if self.known_to_runner and self.sources == self.slots and not self.unsent:
             return None
@@ -64,7 +64,7 @@ class StateSlots:
         return tuple(steps)
 
     def last_cut(self, end: int) -> int:
-        """Return the last place, at most `end`, where a chunk may end."""
+        """Return the last place up to `end` where a chunk may end."""
         place = bisect_right(self.cuts, end)
         return max([end // CHUNK * CHUNK, *self.cuts[max(0, place - 1) : place]])
 
@@ -74,5 +74,5 @@ class StateSlots:
         return min([start // CHUNK * CHUNK + CHUNK, *self.cuts[place : place + 1]])
 
     def cuts_between(self, start: int, end: int) -> list[int]:
-        """Return the cuts ``start < cut <= end``."""
+        """Return the cuts in ``start < cut <= end``."""
         return self.cuts[bisect_right(self.cuts, start) : bisect_right(self.cuts, end)]

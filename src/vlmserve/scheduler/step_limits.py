@@ -1,4 +1,4 @@
-"""How much of the vision tower and of prompts one step may compute."""
+"""Limits a step's image and prompt work."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from vlmserve.cache.costs import smooth
 from vlmserve.steps import RunTimings
 
 FIRST_STEP_SECONDS = 0.01
-"""Assumed time of a decode step, in seconds, until one was measured."""
+"""Assumed seconds of a decode step before the first measurement."""
 
 SEVERAL_SECONDS = 0.02
-"""Minimum time for images, in seconds, while several requests wait for theirs. A reader does not notice a token that
-comes so much later, and all of those requests get their first tokens sooner."""
+"""Minimum seconds for images while several requests wait for theirs. Such a delay of a token is not noticeable, and the
+waiting requests get their first tokens sooner."""
 
 PROMPT_TOKENS_MULTIPLE = 32
-"""Prompt tokens are limited to multiples of this, because kernels compute that many rows at once. Until a prompt token
-was measured, a step computes this many."""
+"""Prompt token limits are multiples of this, because kernels compute this many rows at once. Also the limit before the
+first measurement."""
 
 FEWEST_PROMPT_TOKENS = 8
-"""Minimum prompt tokens of a step that others wait for, where even `PROMPT_TOKENS_MULTIPLE` take too long."""
+"""Minimum prompt tokens of a step that others wait for, if `PROMPT_TOKENS_MULTIPLE` takes too long."""
 
 ALONE_FACTOR = 2.0
-"""A prompt that nobody waits for gets this many times as long a step: longer steps read the weights less often."""
+"""A prompt that delays no one gets steps longer by this factor, which read the weights less often."""
 
 
 class StepLimits(Protocol):
-    """Limits of one step, which the scheduler plans by."""
+    """Limits of one step for the scheduler."""
 
     def tower_macs(self, num_waiting: int, *, generating: bool) -> float:
-        """MACs of the vision tower, at least 1.
+        """Return the MACs of the vision tower, at least 1.
 
-        num_waiting: running requests with images whose prompts are not computed. generating: whether requests generate.
+        num_waiting: running requests with images and uncomputed prompts. generating: whether requests generate.
         """
         ...
 
     def prompt_tokens(self, *, shared: bool) -> float:
-        """Prompt tokens, at least 1. shared: whether there is more than one request."""
+        """Return the prompt tokens, at least 1. shared: whether there are several requests."""
         ...
 
 
 class MeasuredLimits(StepLimits):
-    """Limits by time. The engine measures the time of MACs, of prompt tokens and of decode steps while it serves.
+    """Limits by time, from measured seconds of MACs, prompt tokens and decode steps.
 
-    A step spends at most `seconds` on images. While requests generate, it spends at most `share` times as long as the
-    rest of the step, or `SEVERAL_SECONDS` if several requests wait for images and that is more.
+    A step spends at most `seconds` on images. While requests generate, it spends at most `share` of the rest of the
+    step, or `SEVERAL_SECONDS` if that is more and several requests wait for images.
     """
 
     def __init__(self, share: float, seconds: float) -> None:
@@ -58,7 +58,7 @@ class MeasuredLimits(StepLimits):
         self._average_per_token: float | None = None
 
     def ran(self, timings: RunTimings, prompt_tokens: int, decoded_tokens: int) -> None:
-        """Note the times of a step that computed that many tokens of prompts and of answers."""
+        """Record the times of a step."""
         if timings.products:
             self.encoded(timings.products, timings.vision)
         seconds = timings.build + timings.model + timings.sample
@@ -68,17 +68,16 @@ class MeasuredLimits(StepLimits):
             self.generated(seconds)
 
     def encoded(self, macs: int, seconds: float) -> None:
-        """Note that the tower computed that many MACs in that time."""
         if macs:
             self.seconds_per_mac = smooth(self.seconds_per_mac, seconds / macs)
 
     def generated(self, seconds: float) -> None:
-        """Note the time, without images, of a step that computed no prompt."""
+        """Record the time, without images, of a step without prompts."""
         self.step_seconds = smooth(self.step_seconds, seconds)
 
     def prefilled(self, num_tokens: int, seconds: float, decoded_tokens: int = 0) -> None:
-        """Note the time, without images, of a step that computed that many tokens of prompts and of answers."""
-        # Fewer tokens take the time of reading the weights, which decodes read too.
+        """Record the time, without images, of a step with prompts."""
+        # Fewer tokens measure the reading of weights, which decodes also need.
         if num_tokens < (FEWEST_PROMPT_TOKENS if decoded_tokens else PROMPT_TOKENS_MULTIPLE):
             return
         if decoded_tokens:
@@ -90,7 +89,7 @@ class MeasuredLimits(StepLimits):
         self.seconds_per_token = min(latest, self._average_per_token)
 
     def tower_seconds(self, macs: float) -> float:
-        """Time of the tower for that many MACs; 0 if it was never measured."""
+        """Return the tower's seconds for these MACs, 0 before the first measurement."""
         return macs * (self.seconds_per_mac or 0.0)
 
     def tower_macs(self, num_waiting: int, *, generating: bool) -> float:

@@ -1,4 +1,4 @@
-"""Tokens that an answer may repeat, found by the tokens before them."""
+"""Finds tokens that an answer may repeat by the tokens before them."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from itertools import cycle, islice
 from typing import NamedTuple
 
 GRAM = 3
-"""Tokens in a key of the index."""
+"""Tokens in an index key."""
 LONGEST_MATCH = 16
-"""Equal tokens before a place that are counted, in tokens."""
+"""Maximum tokens of a match."""
 SEPARATOR = -1
-"""Stands between two answers. It is no token, so no draft goes beyond it."""
+"""Separates answers. It is no token, so drafts end there."""
 _BITS = 21
-"""Bits of a token id in a key of the index. Vocabularies have at most 2**18 tokens or so."""
+"""Bits of a token id in an index key. Vocabularies have up to about 2**18 tokens."""
 _MASK = (1 << _BITS) - 1
 
 
 class Match(NamedTuple):
     place: int
-    """Number of the token that follows."""
+    """Index of the next token."""
     length: int
     """Equal tokens before it, at most `LONGEST_MATCH`."""
 
 
 class Corpus:
-    """Tokens with an index of their n-grams, which is built when it is first asked."""
+    """Tokens with an n-gram index, which is built on first use."""
 
     def __init__(self, token_ids: list[int], *, first: int = 0) -> None:
-        """token_ids: kept, not copied; they may grow. first: tokens before it are not indexed."""
+        """token_ids: shared with the caller; may grow. first: tokens before it are not indexed."""
         self.token_ids = token_ids
         self._index: dict[int, int] = {}
         self._indexed = first + GRAM
 
     def find(self, token_ids: Sequence[int]) -> Match | None:
-        """Return the latest place after the last tokens of `token_ids`."""
+        """Return the latest place that follows the last tokens of `token_ids`."""
         if len(token_ids) < GRAM:
             return None
         self._extend_index()
@@ -55,7 +55,7 @@ class Corpus:
         self._indexed = max(self._indexed, len(own))
 
     def tokens_from(self, place: int, count: int, *, repeats: bool = False) -> list[int]:
-        """Return at most `count` tokens, up to the next separator. repeats: go round after the last token."""
+        """Return at most `count` tokens, up to the next separator. repeats: wrap around at the end."""
         tokens = self.token_ids[place : place + count]
         if SEPARATOR in tokens:
             return tokens[: tokens.index(SEPARATOR)]
@@ -67,7 +67,7 @@ def _key(first: int, second: int, third: int) -> int:
 
 
 class Answers:
-    """Earlier answers, by key. The least recently used ones are forgotten."""
+    """Earlier answers by key, with LRU eviction."""
 
     def __init__(self, max_tokens: int, max_tokens_of_key: int) -> None:
         self._most, self._most_of_key = max_tokens, max_tokens_of_key
@@ -80,7 +80,7 @@ class Answers:
         return self._kept.get(key)
 
     def append(self, key: bytes, token_ids: Sequence[int]) -> None:
-        """Keep one more answer, and forget earlier ones of this key where they are too long together."""
+        """Store an answer, and drop the key's earlier answers if they are too long together."""
         added = [*token_ids[: self._most_of_key - 1], SEPARATOR]
         known = self.get(key)
         if known is not None and known.token_ids[-len(added) :] == added:

@@ -1,4 +1,4 @@
-"""How long steps take by their rows, and how many drafts that makes worthwhile."""
+"""Estimates step times, and how many drafts are worthwhile."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Sequence
 MAX_DRAFTS = 32
 """Maximum drafts of a request in one step."""
 _SHARE = 0.02
-"""Share of the time of steps that drafts may cost where all of them are wrong."""
+"""Maximum cost of wrong drafts, as a share of the time of steps."""
 _FIRST_STEPS, _MOST_STEPS = 2.0, 8.0
-"""Steps of one row whose time drafts may cost at start, and at any time."""
+"""Initial and maximum balance of `Account`, in steps of one row."""
 
 
 class StepCosts:
-    """Seconds of a step by its rows, between and beyond measured numbers of rows on straight lines."""
+    """Seconds of a step by its rows, linear between and beyond measurements."""
 
     def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
-        """measured: rows, from 1 on in order, and seconds; at least two of them."""
+        """measured: at least two pairs of rows, ascending from 1, and seconds."""
         self._rows = [rows for rows, _ in measured]
-        # More rows take no less time. Something else has slowed down a step that took longer than one with more rows.
+        # More rows take no less time, so a slower step with fewer rows was disturbed.
         self._seconds = [min(seconds for _, seconds in measured[number:]) for number in range(len(measured))]
 
     def seconds(self, rows: int) -> float:
@@ -29,7 +29,7 @@ class StepCosts:
 
 
 class Account:
-    """Seconds that drafts may cost: a share of all steps, and what right drafts have saved."""
+    """Seconds that drafts may cost: a share of all steps, plus the time that right drafts saved."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
@@ -38,7 +38,7 @@ class Account:
         self._rows, self._value = 1, self._step
 
     def begin_step(self, num_decodes: int, num_prompt_tokens: int) -> None:
-        """Note the rows of the next step without drafts."""
+        """Record the rows of the next step without drafts."""
         self._rows = num_decodes + num_prompt_tokens
         seconds = self._costs.seconds(max(1, num_decodes))
         self._value = seconds / max(1, num_decodes)
@@ -48,8 +48,8 @@ class Account:
         self._left = min(self._left + seconds, _MOST_STEPS * self._step)
 
     def best_count(self, rate: float, most: int) -> int:
-        """Return how many drafts save the most time, each of them right with the probability `rate` if all before it
-        are."""
+        """Return the number of drafts that saves the most time. rate: probability that a draft is right if all before
+        it are."""
         before = self._costs.seconds(self._rows)
         reached, expected, best, best_gain = 1.0, 0.0, 0, _SHARE * self._value
         for count in range(1, most + 1):
@@ -64,11 +64,11 @@ class Account:
         return best
 
     def pay(self, count: int) -> None:
-        """Add rows of drafts to the step."""
+        """Add draft rows to the step."""
         before = self._costs.seconds(self._rows)
         self._rows += count
         self._left -= self._costs.seconds(self._rows) - before
 
     def earn(self, num_accepted: int) -> None:
-        """Note right drafts. Each one saves its request a step."""
+        """Record right drafts. Each saves a step."""
         self._add(num_accepted * self._value)

@@ -1,7 +1,7 @@
-"""Proposes drafts: tokens that a request's answer may go on with, which a step checks all at once.
+"""Proposes drafts: likely next tokens, which a step verifies together.
 
-Drafts come from tokens that are known, not from a model. A request's answer repeats an earlier answer to the same
-prompt, text of its own prompt, or answers about the same images or of the same grammar.
+Drafts come from known tokens: earlier answers to the same prompt, the client's prediction, the request's own text, and
+answers about the same images or with the same grammar.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 from vlmserve.tasks import GENERATE
 
 MAX_REQUESTS = 1
-"""Maximum running requests for drafts. Steps of small models with more requests became slower, by up to a third."""
+"""Maximum running requests with drafts. With more, steps of small models became up to a third slower."""
 MAX_KEPT_TOKENS = 1 << 18
-"""Maximum tokens of earlier answers; they take at most 60 MB."""
+"""Maximum tokens of earlier answers, about 60 MB."""
 _ORDER: tuple[Source, ...] = ("repeat", "prediction", "own", "image", "schema")
 _MAX_KEPT_OF_KEY = 1 << 13
 _MAX_INDEXED = 1 << 14
-"""Last tokens of a prompt among which text is looked up."""
+"""Last tokens of a prompt that are indexed."""
 _PREDICTED_MATCH = 6
-"""Length of match that a prediction is assumed to have at its start, in tokens."""
+"""Match length that a prediction starts with, in tokens."""
 _MIN_KEPT = 4
-"""Minimum tokens of an answer that is kept."""
+"""Minimum tokens of a stored answer."""
 _MAX_PROMPT_ROWS = 512
-"""Prompt tokens of a step beyond which one more row costs the same."""
+"""Prompt tokens of a step beyond which the cost per row is constant."""
 _FIRST_RATES = ((1.0, 1.0), (1.0, 1.0), (2.0, 1.0), (4.0, 1.0), (8.0, 1.0))
-"""Right and wrong drafts that are assumed at start, by class of match."""
+"""Assumed right and wrong drafts at start, by match class."""
 _TRUSTED = 3.0
-"""Drafts of a request until its own rate counts as much as the rate of all requests."""
+"""Drafts after which a request's own rate counts as much as the global rate."""
 
 
 class Drafter:
-    """Proposes drafts, and learns from answers and from drafts that were wrong."""
+    """Proposes drafts, and learns from answers and verified drafts."""
 
     def __init__(self, costs: StepCosts) -> None:
         self.num_drafted = self.num_accepted = 0
@@ -51,7 +51,7 @@ class Drafter:
         }
 
     def begin_step(self, running: Sequence[Request]) -> None:
-        """Note what a step computes without drafts."""
+        """Record the step's work without drafts."""
         self._drafts = len(running) <= MAX_REQUESTS
         if not self._drafts:
             return
@@ -60,8 +60,7 @@ class Drafter:
         self._account.begin_step(num_decodes, min(sum(left) - num_decodes, _MAX_PROMPT_ROWS))
 
     def propose(self, request: Request) -> Sequence[int]:
-        """Return tokens that may follow the newest token of a request; none where they would cost more than they
-        save."""
+        """Return likely next tokens. Empty if they would cost more than they save."""
         if not self._drafts or request.task != GENERATE:
             return ()
         drafting = request.drafting = request.drafting or self._start(request)
@@ -83,7 +82,7 @@ class Drafter:
         return drafts
 
     def _start(self, request: Request) -> Drafting:
-        """Find what a request may repeat."""
+        """Find the texts that a request may repeat."""
         keys = _keys_of(request)
         num_prompt, prompt = request.num_prompt_tokens, request.token_ids
         readers = [Reader("own", Corpus(prompt, first=max(0, num_prompt - _MAX_INDEXED)), num_prompt)]
@@ -98,7 +97,7 @@ class Drafter:
         return Drafting(keys, readers)
 
     def _rate(self, drafting: Drafting, reader: Reader) -> float:
-        """Expected share of right drafts: the rate of all requests, and after more drafts the request's own rate."""
+        """Return the expected share of right drafts: the global rate, shifting to the request's own rate."""
         kind = reader.source, reader.match_class
         shared = self._rates[kind]
         expected = shared.right / (shared.right + shared.wrong)
@@ -107,7 +106,7 @@ class Drafter:
         return (own.right + _TRUSTED * expected) / (own.right + own.wrong + _TRUSTED)
 
     def ran(self, step: SchedulerOutput, output: ModelRunnerOutput, requests: Mapping[str, Request]) -> None:
-        """Note which drafts of a step were right. requests: the unfinished ones, before they get their tokens."""
+        """Count right drafts of a step. requests: the unfinished requests, before their tokens are appended."""
         for request_id, drafts in step.draft_token_ids.items():
             request, sampled = requests.get(request_id), output.token_ids.get(request_id)
             if request is None or sampled is None or (drafting := request.drafting) is None:
@@ -125,7 +124,7 @@ class Drafter:
                 drafting.rates.setdefault(kind, Rate(0, 0, most=16)).add(right, wrong)
 
     def learn(self, ended: Iterable[Request]) -> None:
-        """Keep the answers of requests that have ended."""
+        """Store the answers of ended requests."""
         for request in ended:
             answer = request.token_ids[request.num_prompt_tokens :]
             if request.task != GENERATE or len(answer) < _MIN_KEPT:
@@ -136,7 +135,7 @@ class Drafter:
 
 
 def _keys_of(request: Request) -> dict[Source, bytes]:
-    """Keys of earlier answers that a request may repeat, all of them of its model, adapter and tenant."""
+    """Return the keys of earlier answers with the same model, adapter and tenant."""
     root, end = request.chains[0].keys[0], request.num_prompt_tokens
     images, grammar = touched_images(request.image_spans, 0, end), request.params.grammar
     form = b"" if grammar is None else f"{grammar.kind} {grammar.text}".encode()
@@ -150,7 +149,7 @@ def _keys_of(request: Request) -> dict[Source, bytes]:
 
 
 def _start_of_last(token_ids: Sequence[int]) -> int:
-    """Return the start of the last of several answers, which all end with a separator."""
+    """Return the start of the last answer. Every answer ends with a separator."""
     end = len(token_ids) - 1
     while end > 0 and token_ids[end - 1] != SEPARATOR:
         end -= 1

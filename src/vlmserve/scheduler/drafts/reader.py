@@ -10,24 +10,24 @@ from typing import Literal, TypeAlias
 from vlmserve.scheduler.drafts.corpus import GRAM, LONGEST_MATCH, SEPARATOR, Corpus
 
 Source: TypeAlias = Literal["repeat", "prediction", "own", "image", "schema"]
-"""repeat: earlier answers to the identical prompt. prediction: text that the client predicts. own: prompt and answer
-themselves. image: earlier answers to the same images. schema: earlier answers of the same grammar."""
+"""repeat: earlier answers to the same prompt. prediction: the client's predicted text. own: the request's prompt and
+answer. image: earlier answers to the same images. schema: earlier answers with the same grammar."""
 NEAR = 16
-"""Tokens after a wrong draft among which the answer may go on."""
+"""Tokens to search after a wrong draft."""
 BACK = 256
-"""Tokens before a wrong draft among which the answer may go on."""
+"""Tokens to search before a wrong draft."""
 _LENGTHS = (0, 2, 5, 11)
-"""Longest match of each class of matches but the last."""
+"""Longest match of each class except the last."""
 NUM_CLASSES = len(_LENGTHS) + 1
 
 
 class Reader:
-    """A place in a corpus: the answer repeats the tokens from there on, if it goes on as before."""
+    """A place in a corpus. The next drafts are the tokens from there on."""
 
     def __init__(
         self, source: Source, corpus: Corpus, num_read: int, place: int | None = None, length: int = 0
     ) -> None:
-        """num_read: tokens of the request that come before `place`. length: how many of them are known to match."""
+        """num_read: tokens of the request before `place`. length: how many of them are known to match."""
         self.source: Source = source
         self._corpus = corpus
         self._num_read, self._place, self._length = num_read, place, length
@@ -36,11 +36,10 @@ class Reader:
 
     @property
     def match_class(self) -> int:
-        """The class of its match by length: matches of a class are equally often right."""
+        """Class of the match by length. Matches of a class are equally reliable."""
         return bisect_right(_LENGTHS, self._length - 1)
 
     def read(self, token_ids: Sequence[int]) -> None:
-        """Read the new tokens of a request."""
         own = self._corpus.token_ids
         for number in range(self._num_read, len(token_ids)):
             if self._place is not None:
@@ -52,7 +51,8 @@ class Reader:
                 self._place, self._length = match
 
     def _pass(self, token: int, own: Sequence[int]) -> None:
-        """Go over one token of the answer. After a wrong draft, go on near it: fields of a form differ in values."""
+        """Advance by one token of the answer. After a wrong draft, search nearby, because fields of a form differ in
+        values."""
         place = self._place
         assert place is not None
         if place < len(own) and own[place] == token:
@@ -72,19 +72,19 @@ class Reader:
             self._place = place + 1
 
     def tokens(self, count: int) -> list[int]:
-        """Return at most `count` tokens that may come next."""
+        """Return at most `count` likely next tokens."""
         if self._place is None:
             return []
         return self._corpus.tokens_from(self._place, count, repeats=self.source == "own")
 
 
 class Rate:
-    """How many drafts of one kind were right and wrong; older ones count less."""
+    """Right and wrong drafts of one kind, weighted towards recent ones."""
 
     __slots__ = ("_most", "right", "wrong")
 
     def __init__(self, right: float, wrong: float, most: float) -> None:
-        """most: counts are halved when they exceed this together."""
+        """most: total above which the counts are halved."""
         self.right, self.wrong, self._most = right, wrong, most
 
     def add(self, right: int, wrong: int) -> None:
@@ -96,14 +96,14 @@ class Rate:
 
 @dataclass(slots=True)
 class Drafting:
-    """A request's sources of drafts, and how often they were right."""
+    """A request's sources of drafts, and their success."""
 
     keys: dict[Source, bytes]
-    """Under which its answer is kept, by source."""
+    """Keys to store its answer under, by source."""
     readers: list[Reader]
     rates: dict[tuple[Source, int], Rate] = field(default_factory=dict)
-    """By source and class of match."""
+    """By source and match class."""
     proposed: tuple[Source, int] | None = None
-    """Source and class of the match of the last proposal."""
+    """Source and match class of the last proposal."""
     num_accepted: int = 0
     num_rejected: int = 0

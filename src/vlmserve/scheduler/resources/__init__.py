@@ -1,1 +1,1 @@
-"""Requests hold resources while they run: memory, images and adapters. All answer the same questions."""
+"""Resources that requests hold while they run: memory, images and adapters."""

@@ -1,4 +1,4 @@
-"""Which adapters have a slot of the model, and which requests may run with them."""
+"""Assigns adapters to the model's slots."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from vlmserve.steps import AdapterLoad, SchedulerOutput
 class AdapterSource(Protocol):
     """The adapters in memory."""
 
-    def begin_step(self) -> None:
-        """Another step is planned."""
-        ...
+    def begin_step(self) -> None: ...
 
     def is_loaded(self, digest: bytes) -> bool:
-        """Return whether an adapter is in memory. If not, ask for it to be loaded."""
+        """Return whether an adapter is in memory. If not, start loading it."""
         ...
 
     def take_failures(self) -> dict[bytes, str]:
@@ -28,16 +26,15 @@ class AdapterSource(Protocol):
         ...
 
     def wait(self, seconds: float) -> bool:
-        """Wait until an adapter has been read. Return False at once if none is being read."""
+        """Wait until an adapter was read. Returns False immediately if none is being read."""
         ...
 
 
 class AdapterSlots(Resource):
-    """Slots of adapters, by digest. An adapter keeps its slot while running requests need it, and until another
-    adapter needs the slot.
+    """Adapter slots by digest. An adapter keeps its slot until no running request and another adapter needs it.
 
-    A request whose adapter has no slot waits, and others overtake it. For its sake, the adapter with the fewest running
-    requests gets no later requests, until it gives up its slot.
+    A request whose adapter has no slot waits, and others overtake it. Meanwhile, the adapter with the fewest running
+    requests gets no new ones, until its slot is free.
     """
 
     may_fail = True
@@ -48,18 +45,17 @@ class AdapterSlots(Resource):
         self._slots: dict[bytes, int] = {}
         self._users: dict[bytes, set[str]] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
-        # Adapters that get no more requests in this step, and those that wait for their slots.
+        # Adapters that get no more requests in this step, and the adapters that wait for their slots.
         self._draining: dict[bytes, bytes] = {}
         self._loads: list[AdapterLoad] = []
         self._planning = False
 
     @property
     def num_active(self) -> int:
-        """Adapters of running requests."""
         return len(self._users)
 
     def is_pending(self, digest: bytes) -> bool:
-        """Return whether the next step that runs loads an adapter."""
+        """Return whether the next step loads an adapter."""
         return any(load.digest == digest for load in self._loads)
 
     def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
@@ -74,7 +70,7 @@ class AdapterSlots(Resource):
             step.adapter_loads, self._loads = self._loads, []
 
     def ready(self, request: Request) -> bool:
-        """Return whether a request's adapter has a slot, or can have one. Ask in order of arrival."""
+        """Return whether a request's adapter has a slot, or can get one. Call in order of arrival."""
         digest = request.adapter
         if not digest:
             return True

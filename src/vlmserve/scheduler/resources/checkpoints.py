@@ -1,4 +1,4 @@
-"""The checkpoints that running requests are going to leave: where they lie, and who may wait for them."""
+"""Plans where running requests leave checkpoints of their states, and finds requests to wait for."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.memory import boundaries_of, num_reusable
 
 NEAR = 16
-"""Tokens between boundaries that need one checkpoint, because prompts seldom part between them."""
+"""Boundaries closer than this many tokens share a checkpoint, because prompts seldom part between them."""
 
 
 class PlannedCheckpoints:
-    """Checkpoints that running requests leave in later steps, by the key of the prefix."""
+    """Checkpoints that running requests will leave, by prefix key."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
@@ -24,7 +24,7 @@ class PlannedCheckpoints:
         return len(self._requests)
 
     def add(self, request: Request, places: Iterable[int]) -> None:
-        """Have a running request leave checkpoints after these numbers of tokens, none of them computed yet."""
+        """Let a running request leave checkpoints after these numbers of tokens, all not yet computed."""
         state = request.state
         assert state is not None
         for num_tokens in places:
@@ -36,7 +36,7 @@ class PlannedCheckpoints:
         return key in self._requests
 
     def drop(self, request: Request, num_computed: int | None = None) -> None:
-        """Forget the checkpoints of a request after at most `num_computed` tokens, or all of them."""
+        """Forget a request's checkpoints after at most `num_computed` tokens, or all."""
         leaving = {} if request.state is None else request.state.leaving
         for num_tokens in [number for number in leaving if num_computed is None or number <= num_computed]:
             key = leaving.pop(num_tokens)
@@ -45,7 +45,7 @@ class PlannedCheckpoints:
 
 
 def prefix_key(request: Request, num_tokens: int, block_size: int, of_pass: int = 0) -> bytes:
-    """Return the key of all of the first `num_tokens` tokens in a pass of the model."""
+    """Return the key of the first `num_tokens` tokens in one pass."""
     chain = request.chains[of_pass]
     if (tail := request.tail_key(chain, num_tokens, block_size)) is not None:
         return tail
@@ -54,14 +54,14 @@ def prefix_key(request: Request, num_tokens: int, block_size: int, of_pass: int 
 
 
 def prefix_keys(request: Request, num_tokens: int, block_size: int) -> list[bytes]:
-    """Return the key of all of the first `num_tokens` tokens in each pass."""
+    """Return the key of the first `num_tokens` tokens in each pass."""
     return [prefix_key(request, num_tokens, block_size, number) for number in range(len(request.chains))]
 
 
 def cached_checkpoints(request: Request, reach: int, states: StatePool, block_size: int) -> Iterator[int]:
-    """Yield numbers of tokens of a request that checkpoints of all passes have seen, the largest first.
+    """Yield numbers of leading tokens with checkpoints in all passes, descending.
 
-    reach: full blocks that are cached; -1: the request reads no cache.
+    reach: cached full blocks; -1: the request reads no cache.
     """
     chain = request.chains[0]
     for full in range(min(reach, len(chain.keys) - 1), -1, -1):
@@ -76,9 +76,9 @@ def cached_checkpoints(request: Request, reach: int, states: StatePool, block_si
 def leader_of(
     request: Request, reach: int, computing: Mapping[bytes, Request], block_size: int
 ) -> tuple[Request | None, int]:
-    """Return the running request that computes tokens of a waiting one, and how many tokens both share.
+    """Return the running request that computes tokens of a waiting one, and how many tokens they share.
 
-    reach: full blocks that are cached. computing: by block key, the request that computes the block.
+    reach: cached full blocks. computing: the request that computes each block, by key.
     """
     keys = request.keys_of_full_blocks(request.chains[0], num_reusable(request) // block_size, block_size)
     end = reach
@@ -88,9 +88,9 @@ def leader_of(
 
 
 def ranked_boundaries(request: Request) -> list[int]:
-    """Return the boundaries of a prompt, the most useful one first.
+    """Return a prompt's boundaries, most useful first.
 
-    The next turn begins with the first one, the end of the last turn, and a repeat of the prompt with the second one.
+    The first, the end of the last turn, serves the next turn; the second serves a repeat of the prompt.
     """
     last = request.num_prompt_tokens - 1
     images = sorted((span.end for span in request.image_spans), reverse=True)
@@ -101,10 +101,10 @@ def ranked_boundaries(request: Request) -> list[int]:
 
 
 def intervals(request: Request, start: int, room: int, least: int = CHUNK) -> list[int]:
-    """Return evenly spaced numbers of tokens after `start`, at most `room` of them and none within an image.
+    """Return at most `room` evenly spaced numbers of tokens after `start`, none inside an image.
 
-    Prompts part anywhere in a text. Numbers are multiples of the distance, so prompts with one beginning share them.
-    least: smallest distance.
+    Text prompts part anywhere. All numbers are multiples of the distance, so prompts with the same beginning share
+    them. least: minimum distance.
     """
     end = request.num_prompt_tokens
     inside = {place for span in request.image_spans for place in _multiples(span.start + 1, span.end)}
@@ -117,5 +117,5 @@ def intervals(request: Request, start: int, room: int, least: int = CHUNK) -> li
 
 
 def _multiples(start: int, end: int) -> range:
-    """Return the multiples of the chunk size ``start <= i < end``."""
+    """Return the multiples of the chunk size in ``start <= i < end``."""
     return range(-(-start // CHUNK) * CHUNK, end, CHUNK)

@@ -1,4 +1,4 @@
-"""Which images go through the vision tower in a step, and whose embeddings and cross-attention states are in memory."""
+"""Chooses the images that a step encodes, and manages embeddings and cross-attention states in memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from vlmserve.types import CrossInput, ImageInput
 
 @dataclass(slots=True)
 class _Budget:
-    """The rest of a step's budget for images."""
+    """The rest of a step's image budget."""
 
     macs: float
     num_new: int
-    """Images that may be begun."""
+    """Images that may be started."""
 
     @property
     def may_begin(self) -> bool:
         return self.num_new > 0 and self.macs >= 1
 
     def take(self, missing: float, wanted: Iterable[float]) -> int | None:
-        """Take MACs for an image that lacks `missing`. Return None for all, or what it does not leave to others.
+        """Take MACs for an image that lacks `missing`. Returns None for all, or the MACs taken.
 
         wanted: MACs that each image lacks.
         """
@@ -46,33 +46,33 @@ class _Budget:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """How a chunk uses an image, or cross-attention states and their image."""
+    """A chunk's use of an image, or of cross-attention states and their image."""
 
     image: ImageInput
     place: int
-    """The first token that needs it. -1: all tokens do."""
+    """First token that needs it. -1: all tokens."""
     sizes: dict[bytes, int]
-    """Bytes of what is pinned, by key."""
+    """Bytes to pin, by key."""
     budget: _Budget
-    """The step's budget after it."""
+    """The step's budget afterwards."""
     fits: bool = True
-    """There are memory, and budget to begin."""
+    """There is memory, and budget to start."""
     is_new: bool = False
     missing: float = 0
     """MACs that the image lacks."""
     some: int | None = None
-    """MACs of this step; None: all that it lacks."""
+    """MACs in this step. None: all that it lacks."""
     stored: Bytes | None = None
-    """Its embeddings, which were read from disk."""
+    """Embeddings read from disk."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is there when the step computes tokens."""
+        """Return whether it is ready when the step computes tokens."""
         return self.fits and self.some is None
 
 
 class _Plan(NamedTuple):
-    """The uses of the chunk ``start <= i < end``, up to the first that is not ready."""
+    """The uses of chunk ``start <= i < end``, up to the first that is not ready."""
 
     request: Request | None
     start: int
@@ -86,8 +86,8 @@ _NOTHING_PLANNED = _Plan(None, 0, 0, [])
 class Images(Resource):
     """Owns the images' places in the encoder cache.
 
-    An image is encoded whole in one step if the step has time for it, and goes through the tower in several steps
-    otherwise. Until then nobody can use its place. It goes on as long as a running request needs it.
+    A step encodes an image whole if it has the time; otherwise several steps encode it. It is unusable until then, and
+    continues only while a running request needs it.
     """
 
     def __init__(
@@ -99,33 +99,33 @@ class Images(Resource):
         state_bytes: int,
         macs: Callable[[ImageInput], int],
     ) -> None:
-        """image_token_bytes: of an embedding. state_bytes: of a state that requests attend to by cross attention.
-        macs: MACs of encoding an image."""
+        """image_token_bytes: of an embedding. state_bytes: of a cross-attention state. macs: returns an image's
+        MACs."""
         self.cache = cache
         self.queries = 0
         self.hits = 0
         self.loads = 0
         """Images whose embeddings were read from disk."""
         self.stored: Mapping[bytes, Bytes] = {}
-        """Embeddings that were read from disk, by the image's key."""
+        """Embeddings read from disk, by key."""
         self._max_encoded_images = max_encoded_images
         self._image_token_bytes = image_token_bytes
         self._state_bytes = state_bytes
         self._macs = macs
-        # Images in progress by key, and the MACs that each lacks.
+        # Unfinished images by key, with the MACs that each lacks.
         self.unfinished: dict[bytes, float] = {}
-        # Cross-attention states that have their place, and whose image is being encoded.
+        # Allocated cross-attention states whose image is being encoded.
         self.awaiting_image: set[bytes] = set()
-        # Images that nobody needs any more, and that the runner still encodes.
+        # Unneeded images that the runner still encodes.
         self.dropped: list[bytes] = []
         self._budget = _Budget(math.inf, max_encoded_images)
-        # Of the chunk that is about to be settled.
+        # The chunk to settle next.
         self._plan = _NOTHING_PLANNED
-        # MACs of images that running requests need next; known while there are unfinished ones.
+        # MACs of the images that running requests need next, known while images are unfinished.
         self._wanted: dict[bytes, float] = {}
 
     def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
-        # The last token of a prompt, which may need an image, is scheduled like a token that was generated.
+        # The last prompt token, which may need an image, is scheduled like a generated token.
         generating, waiting = False, 0
         for request in running:
             num_uncomputed = request.num_uncomputed
@@ -147,21 +147,21 @@ class Images(Resource):
             self.dropped = []
 
     def limit(self, request: Request, start: int, end: int) -> int:
-        """Return the first token of the first image that will not be encoded when the step computes tokens."""
+        """Return the first token of the first image that will not be ready."""
         if self._plan.request is not request or self._plan.start != start or self._plan.end < end:
             self._plan = _Plan(request, start, end, self._plan_uses(request, start, end))
         late = next((use for use in self._plan.uses[-1:] if not use.is_ready), None)
         return end if late is None else min(end, max(start, late.place))
 
     def settle(self, step: SchedulerOutput, request: Request, start: int, end: int, wanted: int) -> None:
-        """Pin images and states, and encode images up to the first that is not encoded in this step.
+        """Pin images and states, and encode images up to the first that this step does not finish.
 
-        Images are pinned until tokens after them are computed, states as long as the request runs.
+        Images are pinned until later tokens are computed, states while the request runs.
         """
         uses = [use for use in self._plan.uses if use.place < wanted]
         self._plan = _NOTHING_PLANNED
         hits = {key for use in uses if use.fits for key in use.sizes if key in self.cache}
-        # All that are there first: another image may take the place of what is not pinned.
+        # Pin existing images first, because a new image may evict unpinned ones.
         pinned = {key for key in hits if self.cache.pin(key, request.request_id)}
         for use in uses:
             if use.fits:
@@ -174,7 +174,7 @@ class Images(Resource):
             if span.end <= num_computed:
                 self._unpin_image(request, span.image.key, num_computed)
         if request.cross is not None:
-            # The cross-attention states were computed from the image's features, which are not needed any more.
+            # Cross-attention states do not need the image's features again.
             self._unpin(request.cross.image.key, request)
 
     def fork(self, parent: Request, child: Request, *, first: bool) -> bool:
@@ -183,7 +183,7 @@ class Images(Resource):
         return True
 
     def release(self, request: Request, *, resumes: bool = False) -> None:
-        """Unpin everything. Images that no other request needs are not encoded any further."""
+        """Unpin everything. Images that no other request needs stop encoding."""
         for span in request.image_spans:
             self._unpin(span.image.key, request)
         if request.cross is not None and request.cross_key is not None:
@@ -191,7 +191,7 @@ class Images(Resource):
                 self._unpin(key, request)
 
     def discard(self, request: Request, *, out_of_memory: bool) -> None:
-        """After an out-of-memory error, drop all that only this request needs: some of it may not be there."""
+        """After an out-of-memory error, drop everything that only this request needs, because parts may be missing."""
         if not out_of_memory:
             return
         self.release(request)
@@ -202,7 +202,7 @@ class Images(Resource):
                 self.dropped.append(key)
 
     def missing_after(self, request: Request, num_computed: int) -> dict[bytes, int]:
-        """Return bytes, by key, of the images without embeddings that tokens after the first `num_computed` need."""
+        """Return the bytes, by key, of images that later tokens need but memory lacks."""
         sizes: dict[bytes, int] = {}
         if request.cross is not None:
             sizes |= self._cross_sizes(request, request.cross)
@@ -215,14 +215,14 @@ class Images(Resource):
         return {image.key: image.num_embeddings * self._image_token_bytes}
 
     def _cross_sizes(self, request: Request, cross: CrossInput) -> dict[bytes, int]:
-        """Bytes of states, and of their image unless the states are computed."""
+        """Return the bytes of the states, and of their image unless the states are computed."""
         key = request.cross_key
         assert key is not None
         needs_image = key not in self.cache or key in self.awaiting_image
         return {key: cross.num_states * self._state_bytes} | (self._sizes(cross.image) if needs_image else {})
 
     def _plan_uses(self, request: Request, start: int, end: int) -> list[_Use]:
-        """Plan the images and states that a chunk needs, in order, up to the first that is not ready in this step."""
+        """Plan the images and states of a chunk in order, up to the first that is not ready."""
         needs = [(span.image, span.start, self._sizes(span.image)) for span in request.spans_between(start, end)]
         if request.cross is not None:
             needs.insert(0, (request.cross.image, -1, self._cross_sizes(request, request.cross)))
@@ -239,7 +239,7 @@ class Images(Resource):
     def _plan_use(
         self, image: ImageInput, place: int, sizes: dict[bytes, int], held: dict[bytes, int], budget: _Budget
     ) -> _Use:
-        """Plan one use. held: bytes by key of what earlier uses pin. budget: the rest, from which this use takes."""
+        """Plan one use. held: bytes by key that earlier uses pin. budget: reduced by this use."""
         is_open = image.key in sizes and image.key not in held
         is_new = is_open and image.key not in self.cache
         stored = self.stored.get(image.key) if is_new else None
@@ -254,8 +254,8 @@ class Images(Resource):
         return _Use(image, place, sizes, budget, is_new=is_new, missing=missing, some=some, stored=stored)
 
     def _use(self, step: SchedulerOutput, request: Request, use: _Use, pinned: set[bytes]) -> None:
-        """Pin the keys of a planned use, and encode its image. pinned: keys that this chunk has just pinned; those of
-        the use are taken out."""
+        """Pin a planned use, and encode its image. pinned: keys that this chunk has just pinned; this use removes its
+        own."""
         owner = request.request_id
         new = {key: size for key, size in use.sizes.items() if key not in self.cache}
         if new:
@@ -276,7 +276,7 @@ class Images(Resource):
             self._encode(step, use)
 
     def _note_states(self, step: SchedulerOutput, request: Request, use: _Use) -> None:
-        """Compute the states that a request attends to once their image is encoded."""
+        """Compute a request's cross-attention states once their image is encoded."""
         cross, key = request.cross, request.cross_key
         assert cross is not None
         assert key is not None
@@ -288,7 +288,6 @@ class Images(Resource):
             step.cross_states.append(CrossStates(key, cross.image.key, cross.token_ids))
 
     def _encode(self, step: SchedulerOutput, use: _Use) -> None:
-        """Begin or continue to encode an image."""
         key, image = use.image.key, use.image if use.is_new else None
         if use.some is not None:
             if use.some:
@@ -301,10 +300,9 @@ class Images(Resource):
             step.encodings.append(ImageEncoding(key, None))
 
     def _unpin_image(self, request: Request, key: bytes, num_computed: int) -> None:
-        """Unpin an image unless the first `num_computed` tokens end in the middle of it.
+        """Unpin an image unless it is partly computed.
 
-        An image that occurs again later in the prompt is unpinned as well: kept, it could leave no memory for the
-        images in between.
+        Images that occur again later are unpinned too; pinned, they could leave no memory for the images in between.
         """
         if not any(s.image.key == key and s.start < num_computed < s.end for s in request.image_spans):
             self._unpin(key, request)

@@ -1,4 +1,4 @@
-"""The KV blocks of requests: what they find cached, take, register and give back."""
+"""The KV blocks of requests: finds, takes, registers and releases them."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from vlmserve.tasks import Prefill
 
 
 class Found(NamedTuple):
-    """The cached blocks of a waiting request. At least one token is left to compute, for its logits."""
+    """A waiting request's cached blocks. At least one token stays uncomputed, for its logits."""
 
     chains: list[Chain]
-    """Keys of its blocks that may be shared, by pass."""
+    """Keys of its shareable blocks, by pass."""
     hits: list[Hit]
-    """For each of the tables that it will have."""
+    """One for each of its future tables."""
     reach: int
-    """Full blocks that were found where layers attend to all of them; `end` where none do."""
+    """Full blocks found in columns without a window; `end` if all have windows."""
     num_tokens: int
-    """Tokens that can be reused, in full blocks and in the partly filled block after them."""
+    """Reusable tokens, in full blocks and the partly filled block after them."""
 
     needs_tails: bool = False
-    """Partly filled blocks are of use together with a state only, and full ones without them are not."""
+    """Partly filled blocks need a state, and full blocks need the partly filled one."""
 
     @property
     def end(self) -> int:
-        """How many full blocks can be reused."""
+        """Reusable full blocks."""
         return self.hits[0].end
 
     def without_hits(self) -> Found:
-        """Return what is left where nothing can be reused."""
+        """Return the result with nothing reusable."""
         return Found([Chain(()) for _ in self.chains], [Hit() for _ in self.hits], self.reach, 0)
 
     def without_tails(self, block_size: int) -> Found:
-        """Return what can be reused without partly filled blocks."""
+        """Return the result without partly filled blocks."""
         if self.needs_tails:
             return self.without_hits()
         hits = [hit._replace(tail=None) for hit in self.hits]
@@ -52,7 +52,7 @@ _NOTHING = Found([], [], 0, 0)
 
 
 def num_reusable(request: Request) -> int:
-    """Most leading tokens of a request whose keys and values it may find cached: the states of all others are read."""
+    """Return the maximum number of leading tokens that may be cached. The states of later tokens are needed."""
     if request.prompt_logprobs is not None:
         return 0
     most, reads_from = len(request.token_ids) - 1, request.task.reads_from(request.num_prompt_tokens)
@@ -60,7 +60,7 @@ def num_reusable(request: Request) -> int:
 
 
 class KVMemory(Resource):
-    """Fills the block tables of requests: one for each column of the cache, in each pass."""
+    """Fills the block tables of requests: one per cache column and pass."""
 
     in_decodes = True
 
@@ -73,31 +73,31 @@ class KVMemory(Resource):
         max_chunk: int,
         windows: Sequence[int | None] = (None,),
     ) -> None:
-        """max_chunk: maximum number of tokens in a step, but for bidirectional spans. windows: see `CacheLayout`."""
+        """max_chunk: maximum tokens of a step, except bidirectional spans. windows: see `CacheLayout`."""
         self.cache = cache
         self.pool: BlockPool = cache.pool
         self.queried_tokens = 0
-        """Prompt tokens of requests that were admitted for the first time."""
+        """Prompt tokens of newly admitted requests."""
         self.cached_tokens = 0
         """The cached part of `queried_tokens`."""
         self._size = block_size
         self._prefix_caching = prefix_caching
         self._max_chunk = max_chunk
         self.stores: list[tuple[int, bytes]] | None = None
-        """Blocks with new contents and their keys, to be kept on disk; None: none are kept there."""
+        """Blocks with new contents and their keys, to store on disk. None: no disk cache."""
         self.forgotten: list[bytes] = []
-        """Keys of contents that must leave the disk."""
+        """Keys to delete from disk."""
         self.columns = [Column(number, window, block_size) for number, window in enumerate(windows)]
-        # The columns of each window, which free the same blocks.
+        # Columns by window. Equal windows free the same blocks.
         self._windowed = [
             [number for number, other in enumerate(windows) if other == window]
             for window in dict.fromkeys(windows)
             if window is not None
         ]
-        # By block key, the running request that computes the block; others that need it wait for that.
+        # The running request that computes each block, by key. Others that need it wait.
         self._computing: dict[bytes, Request] = {}
         self._not_finite: list[int] = []
-        # The last request that was asked about, and what is cached of it.
+        # The last request passed to `ready`, and its cached blocks.
         self._found: tuple[Request | None, Found] = None, _NOTHING
 
     def end_step(self, step: SchedulerOutput) -> None:
@@ -107,7 +107,8 @@ class KVMemory(Resource):
         self._found = None, _NOTHING
 
     def ready(self, request: Request) -> bool:
-        """Return False while running requests compute at least half of what a request needs: waiting pays."""
+        """Return False while running requests compute at least half of what a request lacks, because waiting is
+        faster."""
         found = self.find(request)
         self._found = request, found
         keys, start = found.chains[0].keys, found.end
@@ -118,7 +119,7 @@ class KVMemory(Resource):
         return end == start or 2 * (end - start) * self._size < missing
 
     def find(self, request: Request) -> Found:
-        """Return what is cached of a waiting request."""
+        """Return a waiting request's cached blocks."""
         if not self._prefix_caching or not num_reusable(request):
             chains = [Chain(()) for _ in request.chains]
             return Found(chains, [Hit() for _ in request.chains for _ in self.columns], 0, 0)
@@ -132,7 +133,7 @@ class KVMemory(Resource):
             return Found(chains, hits, reach, num_tokens)
         found = Found(chains, hits, reach, hits[0].end * size)
         if (num_tokens := min(request.num_shared, num_tokens)) // size == found.end:
-            # Its own last block is not cached, but maybe the last one of the shared beginning.
+            # Its own last block is not cached, but the last block of the shared beginning may be.
             ends = [
                 Chain(chain.keys[: found.end], request.tail_key(keys, num_tokens, size))
                 for chain, keys in zip(chains, request.chains, strict=True)
@@ -150,7 +151,8 @@ class KVMemory(Resource):
         return self._found_of(request).end * self._size
 
     def missing(self, request: Request) -> int:
-        """Return the blocks that a request takes, those found that nobody holds, and one to grow for each table."""
+        """Return the blocks that a request takes: new blocks, found blocks that no one holds, and one per table to
+        grow."""
         found = self._found_of(request)
         new = sum(_num_new(request, self.columns, found.end, self._max_chunk)) + len(self.columns)
         return len(request.chains) * new + self.cache.num_taken(found.hits)
@@ -160,8 +162,8 @@ class KVMemory(Resource):
         return self.pool.num_free - taken - _num_growing(running)
 
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
-        """Take the cached blocks of a request and the blocks that it needs at a time. The request resumes after the
-        cached tokens."""
+        """Take a request's cached blocks and the new blocks that it needs at once. It resumes after the cached
+        tokens."""
         whole = self._found_of(request)
         free = self.pool.num_free - _num_growing(running)
         for found in (whole, whole.without_tails(self._size)):
@@ -179,7 +181,7 @@ class KVMemory(Resource):
         if self._windowed and not request.boundaries:
             request.boundaries = boundaries_of(request)
         if self._windowed and found.reach:
-            # Prompts part there. What windows lack there is computed once, and kept.
+            # Prompts part there. Windows' missing blocks there are computed once, and kept.
             request.boundaries = request.boundaries | {found.reach * self._size}
         for hit, blocks in zip(hits, self.cache.take(hits, keys, new), strict=True):
             table = BlockTable()
@@ -198,7 +200,7 @@ class KVMemory(Resource):
         return True
 
     def _note_growth(self, request: Request) -> None:
-        """Note that tables of a request got blocks."""
+        """Record that tables got blocks."""
         request.capacity = min(len(table.blocks) for table in request.tables) * self._size
         request.unsent = True
 
@@ -232,7 +234,7 @@ class KVMemory(Resource):
         return wanted <= self.pool.num_free
 
     def advance(self, request: Request, num_computed: int) -> None:
-        """Register the blocks that become full, and the prompt's last one. Free blocks before windows."""
+        """Register newly full blocks, and the prompt's last block. Free blocks outside windows."""
         before, size = request.num_computed, self._size
         if self._prefix_caching and num_computed // size > before // size:
             self._register_full(request, before // size, num_computed // size)
@@ -246,10 +248,10 @@ class KVMemory(Resource):
                 self._free_before(request, numbers, needed)
 
     def _free_before(self, request: Request, numbers: Sequence[int], needed: int) -> None:
-        """Free the blocks before number `needed` in columns of one window, in all passes.
+        """Free the blocks before `needed` in columns of one window, in all passes.
 
-        Most of them are unwanted: they would push blocks out of the cache without which others are of no use. Those
-        within a window before a boundary are wanted.
+        They are marked unwanted, so that they do not evict more useful blocks, except those within a window before a
+        boundary.
         """
         first = request.tables[numbers[0]].first
         wanted = _wanted(request, self.columns[numbers[0]], first, needed)
@@ -262,7 +264,7 @@ class KVMemory(Resource):
                 table.first = needed
 
     def _register_full(self, request: Request, start: int, end: int) -> None:
-        """Register the blocks ``start <= i < end``."""
+        """Register blocks ``start <= i < end``."""
         tables = iter(request.tables)
         for chain in request.chains:
             keys = request.keys_of_full_blocks(chain, end, self._size)
@@ -275,9 +277,9 @@ class KVMemory(Resource):
                 self._computing.pop(key, None)
 
     def _register_tail(self, request: Request, num_tokens: int, stores: list[tuple[int, bytes]] | None = None) -> None:
-        """Register the key of the partly filled block that ends with token `num_tokens`, all of them computed.
+        """Register the partly filled block that ends after `num_tokens` computed tokens.
 
-        stores: gets the block, unless a step may change it before it is kept.
+        stores: receives the block, unless a step may change it before it is stored.
         """
         tables = iter(request.tables)
         for chain in request.chains if self._prefix_caching else ():
@@ -289,7 +291,7 @@ class KVMemory(Resource):
                         stores.append((table.blocks[num_tokens // self._size], column.key(key)))
 
     def fork(self, parent: Request, child: Request, *, first: bool) -> bool:
-        """Share the full blocks. The first child takes over a partly filled block, the others get a copy."""
+        """Share full blocks. The first child takes a partly filled block over, others get a copy."""
         full, filled = divmod(parent.num_computed, self._size)
         copies = not first and filled > 0
         if copies and self.pool.num_free < len(parent.tables):
@@ -310,10 +312,10 @@ class KVMemory(Resource):
         return True
 
     def discard(self, request: Request, *, out_of_memory: bool) -> None:
-        """Forget what a failed request has found or computed, on the host, too, and have blocks zeroed that nobody
-        else holds: they may hold NaN, or were not computed.
+        """Forget what a failed request found or computed, also on the host, and zero its unshared blocks, which may
+        hold NaN or nothing.
 
-        Blocks before windows are free already, and the source of a copied tail is not the request's.
+        Blocks outside windows are already free, and another request owns the source of a copied tail.
         """
         forgotten = []
         for chain in request.chains:
@@ -330,7 +332,7 @@ class KVMemory(Resource):
     def release(self, request: Request, *, resumes: bool = False) -> None:
         if resumes:
             self._register_tail(request, request.num_computed)
-        # The last block first: it is of no use without those before it, so it is evicted before them.
+        # Release the last block first: it is useless without earlier blocks, so it should be evicted first.
         for table in request.tables:
             self.pool.release(reversed(table.held))
         request.drop_blocks()
@@ -340,34 +342,33 @@ class KVMemory(Resource):
 
 
 def _num_growing(running: Sequence[Request]) -> int:
-    """Blocks that running requests may need soon: one for each table."""
+    """Return the blocks that running requests may need soon: one per table."""
     return sum(len(request.tables) for request in running)
 
 
 def _num_new(request: Request, columns: Sequence[Column], end: int, max_chunk: int) -> list[int]:
-    """Return how many blocks each table needs after its first `end` ones. With a window, more follow as others are
-    freed."""
+    """Return how many blocks each table needs after its first `end`. Windows reuse freed blocks later."""
     size = columns[0].block_size
     whole = -(-len(request.token_ids) // size)
-    # A span is computed in one step.
+    # One step computes a whole span.
     chunk = max([max_chunk, *(last - first for first, last in request.bidirectional_spans)])
     counts = [
         min(whole, column.first_needed(end) + window_blocks(column.window, chunk, size)) if column.window else whole
         for column in columns
     ]
-    # Rounding may give a smaller window one more block. No table is longer than the first one.
+    # Rounding may give a smaller window one more block, but no table may exceed the first.
     return [min(count, counts[0]) - end for count in counts]
 
 
 def boundaries_of(request: Request) -> set[int]:
-    """Return the ends of the first and the last turn, of images, and what a repeat of the prompt finds."""
+    """Return the ends of the first turn, the last turn and images, and the part that a repeated prompt reuses."""
     prompt = request.token_ids[: request.num_prompt_tokens]
     turns = [place for place, token in enumerate(prompt, start=1) if token in request.turn_end_ids]
     return {*turns[:1], *turns[-1:], *(span.end for span in request.image_spans), request.num_prompt_tokens - 1}
 
 
 def _wanted(request: Request, column: Column, start: int, end: int) -> list[int]:
-    """Blocks ``start <= i < end`` that lie within a window before a boundary, the last one first."""
+    """Return the blocks ``start <= i < end`` within a window before a boundary, last first."""
     wanted: set[int] = set()
     for boundary in request.boundaries:
         first = column.first_needed(boundary // column.block_size)

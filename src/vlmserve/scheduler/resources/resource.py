@@ -1,4 +1,4 @@
-"""The questions that the scheduler asks about what a request needs, whatever it is."""
+"""The interface of resources that requests hold."""
 
 from __future__ import annotations
 
@@ -23,101 +23,101 @@ class Resource:
     """Something that requests hold. By default it never runs out."""
 
     in_decodes = False
-    """True if `grow` and `advance` are called for decodes, too."""
+    """Return whether `grow` and `advance` are also called for decodes."""
     may_fail = False
-    """True if `failed` is called."""
+    """Return whether `failed` is called."""
 
     def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
-        """Plan a step, or plan it again after a preemption."""
+        """Start planning a step, also again after a preemption."""
 
     def end_step(self, step: SchedulerOutput) -> None:
-        """Add to a planned step what the runner has to do. A step without work does not run."""
+        """Add the runner's work to a planned step. A step without work does not run."""
 
     def arrive(self, request: Request) -> None:
-        """Note that a request begins to wait."""
+        """A request begins to wait."""
 
     def ready(self, request: Request) -> bool:
-        """Return whether a waiting request may start. If not, it waits, and others overtake it."""
+        """Return whether a waiting request may start. If not, others overtake it."""
         return True
 
     def num_found(self, request: Request) -> int:
-        """Return how many leading tokens of a waiting request, which has just been found `ready`, are computed."""
+        """Return the number of computed leading tokens of a waiting request that is `ready`."""
         return 0
 
     def missing(self, request: Request) -> int:
-        """Return how many units a waiting request takes that has just been found `ready`."""
+        """Return the units that a waiting request needs that is `ready`."""
         return 0
 
     def room(self, running: Sequence[Request]) -> int:
-        """Return how many units are free after the next step of running requests."""
+        """Return the units that are free after the running requests' next step."""
         return 0
 
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
-        """Take what a request needs to start that has just been found `ready`.
+        """Take what a `ready` request needs to start, and leave what `running` may need soon.
 
-        Leave what `running` may need soon. Return False, taking nothing, if there is no room. No request overtakes it.
+        Returns False without taking anything if there is no room. Then no request overtakes it.
         """
         return True
 
     def grow(self, request: Request, num_tokens: int, spare: Sequence[Request] = ()) -> int:
-        """Take what the next `num_tokens` tokens of a running request need. Leave what `spare` may need soon.
+        """Take what the next `num_tokens` tokens of a running request need, and leave what `spare` may need soon.
 
-        Return how many of the tokens have room. At 0, a decode preempts another request.
+        Returns how many tokens have room. If 0, a decode preempts another request.
         """
         return num_tokens
 
     def extend(self, request: Request, start: int, end: int) -> int:
-        """Return `end`, or where a chunk ends at least that can only end at some places."""
+        """Return `end`, or the earliest end of a chunk that may only end at some places."""
         return end
 
     def limit(self, request: Request, start: int, end: int) -> int:
-        """Return where a chunk ``start <= i < end`` has to end; `start`: the request waits. Changes nothing."""
+        """Return where chunk ``start <= i < end`` must end; `start`: it waits. Changes nothing."""
         return end
 
     def settle(self, step: SchedulerOutput, request: Request, start: int, end: int, wanted: int) -> None:
-        """Take what the chunk ``start <= i < end`` needs, once all limits are known.
+        """Take what chunk ``start <= i < end`` needs, after all limits are known.
 
-        wanted: where it would end but for this resource, which may prepare what it lacks up to there.
+        wanted: its end without this resource, which may prepare up to there.
         """
 
     def advance(self, request: Request, num_computed: int) -> None:
-        """Note that tokens ``request.num_computed <= i < num_computed`` are computed."""
+        """Tokens ``request.num_computed <= i < num_computed`` are computed."""
 
     def may_plan_ahead(self, following: Sequence[tuple[Request, int]]) -> bool:
-        """Return whether `grow` has room for these requests and numbers of tokens together."""
+        """Return whether `grow` has room for all these requests and numbers of tokens."""
         return True
 
     def fork(self, parent: Request, child: Request, *, first: bool) -> bool:
-        """Let a child of a beam run in its place. first: it takes over what its siblings copy. False: no room."""
+        """Let a child replace its beam. first: it takes over what its siblings copy. Returns False if there is no
+        room."""
         return True
 
     def undo(self, request: Request) -> None:
-        """Note that a step which did not end may have changed what a request holds."""
+        """An unfinished step may have changed what a request holds."""
 
     def release(self, request: Request, *, resumes: bool = False) -> None:
         """Take back what a request holds, if anything. resumes: its computed tokens are needed again soon."""
 
     def discard(self, request: Request, *, out_of_memory: bool) -> None:
-        """Drop what a failed request has computed, and with `out_of_memory` all that may not have been computed."""
+        """Drop what a failed request computed. out_of_memory: also what may be missing."""
 
     def failed(self, waiting: Iterable[Request]) -> list[Failed]:
         """Return the waiting requests that can never be ready."""
         return []
 
     def wait(self, seconds: float) -> bool:
-        """Wait until a request may have become ready. Return False at once if none will."""
+        """Wait until a request may be ready. Returns False immediately if none will be."""
         return False
 
 
 class Resources:
-    """All resources. They are asked in order and taken in reverse order: the last one is the scarcest, and it is the
-    most work to say whether it is ready."""
+    """All resources, asked in order and taken in reverse: the last is the scarcest, and the most expensive to ask."""
 
     def __init__(self, resources: Sequence[Resource]) -> None:
         self._all = tuple(resources)
         self._in_decodes = tuple(one for one in resources if one.in_decodes)
         self._failing = tuple(one for one in resources if one.may_fail)
-        # Most schedulers have a single one, which is asked directly, because it is asked for each token.
+        # Called for each token, so a single resource is called directly.
         single = len(self._in_decodes) == 1
         self.grow_decode: Callable[[Request, int], int] = self._in_decodes[0].grow if single else self._grow_decode
 
@@ -143,7 +143,7 @@ class Resources:
         return [one.missing(request) for one in self._all]
 
     def have_room(self, wanted: Sequence[int], running: Sequence[Request]) -> bool:
-        """Return whether each has `wanted` units left after the next step of running requests."""
+        """Return whether each resource has `wanted` units after the running requests' next step."""
         return all(units <= one.room(running) for units, one in zip(wanted, self._all, strict=True))
 
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
@@ -163,11 +163,10 @@ class Resources:
         return num_tokens
 
     def cut(self, step: SchedulerOutput, request: Request, start: int, end: int) -> int:
-        """Return where a chunk ``start <= i < end`` really ends, and take what it needs.
+        """Return where chunk ``start <= i < end`` really ends, and take what it needs.
 
-        A bidirectional span is never cut: the chunk ends before it, or with it if the chunk begins with it. That may
-        exceed the budget, as `Resource.extend` may. A chunk may begin inside a span whose first tokens were found in
-        the prefix cache.
+        A bidirectional span is never split: the chunk ends before it, or after it if it begins there. This may exceed
+        the budget, as may `Resource.extend`. A chunk may begin inside a span whose first tokens were cached.
         """
         if (span := request.bidirectional_span_at(end)) is not None:
             end = span[0] if span[0] > start else span[1]
@@ -184,7 +183,6 @@ class Resources:
         return cut
 
     def advance(self, request: Request, num_computed: int) -> None:
-        """Note that a request's first `num_computed` tokens are computed."""
         for one in self._all if request.num_computed < request.num_limited else self._in_decodes:
             one.advance(request, num_computed)
         request.num_computed = num_computed

@@ -1,4 +1,4 @@
-"""Which prefixes of requests are found where layers have states, and which ones are worth waiting for."""
+"""Finds cached prefixes for models with states, and decides which ones to wait for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmserve.scheduler.resources.memory import Found, KVMemory, boundaries_of, 
 
 
 class StateHits(KVMemory):
-    """Finds a prefix where all blocks, the partly filled ones included, and a checkpoint of the state are cached."""
+    """Finds prefixes with all their blocks, including the partly filled one, and a checkpoint of the state."""
 
     def __init__(self, cache: PrefixCache, block_size: int, *, states: StatePool, **options: Any) -> None:
         super().__init__(cache, block_size, **{**options, "max_chunk": options["max_chunk"] + CHUNK})
@@ -21,7 +21,8 @@ class StateHits(KVMemory):
         self.planned = PlannedCheckpoints(block_size)
 
     def ready(self, request: Request) -> bool:
-        """Return False while a running request computes at least half of what a request needs: waiting pays."""
+        """Return False while a running request computes at least half of what a request lacks, because waiting is
+        faster."""
         found = self.find(request)
         self._found = request, found
         if not self._shares(request):
@@ -30,7 +31,7 @@ class StateHits(KVMemory):
         return 2 * (self._awaited(request, found) - start) < len(request.token_ids) - start
 
     def _awaited(self, request: Request, found: Found) -> int:
-        """Return how many tokens of a request a running request is going to leave a checkpoint after; 0: none."""
+        """Return after how many of its tokens a running request will leave a checkpoint, 0 for none."""
         leader, shared = leader_of(request, found.reach, self._computing, self._size)
         places = {*request.boundaries}
         if leader is not None and leader.state is not None:
@@ -39,7 +40,7 @@ class StateHits(KVMemory):
         return max((n for n in places if prefix_key(request, n, self._size) in self.planned), default=0)
 
     def arrive(self, request: Request) -> None:
-        """Have the running request that computes the same tokens leave a checkpoint where both part."""
+        """Let the running request that computes the same tokens leave a checkpoint where they part."""
         if not self._shares(request) or not self.states.spare_room:
             return
         leader, shared = leader_of(request, self.find(request).reach, self._computing, self._size)
@@ -52,7 +53,7 @@ class StateHits(KVMemory):
             leader.boundaries = leader.boundaries | {parting}
 
     def _shares(self, request: Request) -> bool:
-        """Return whether a request may read what others have computed."""
+        """Return whether a request may use the cache."""
         return self._prefix_caching and num_reusable(request) > 0
 
     def find(self, request: Request) -> Found:

@@ -1,4 +1,4 @@
-"""KV blocks together with states: where both are cached, what a request takes, and the checkpoints that it leaves."""
+"""KV blocks together with states: cached prefixes, slots of running requests, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from vlmserve.steps import BlockCopy, SchedulerOutput
 
 
 class StateMemory(StateHits):
-    """Fills block tables, and gives each running request a slot for its state in each pass of the model.
+    """Fills block tables, and gives each running request a state slot per pass.
 
-    Requests leave checkpoints at boundaries of their prompts, where prompts part, and at even intervals. They end as
-    checkpoints themselves.
+    Requests leave checkpoints at boundaries of their prompts, where prompts part, and at even intervals. At their end,
+    they become checkpoints.
     """
 
     def __init__(self, cache: PrefixCache, block_size: int, *, states: StatePool, **options: Any) -> None:
@@ -30,12 +30,12 @@ class StateMemory(StateHits):
         spared = states.num_slots // 4 if self._prefix_caching else 0
         self._max_working = states.num_slots - spared
         self._num_working = 0
-        # By the request that has left it, the keys of a checkpoint that a step in flight writes.
+        # Keys of checkpoints that a step in flight writes, by the request that left them.
         self._unproven: dict[str, list[bytes]] = {}
 
     @property
     def num_places(self) -> int:
-        """Slots for requests that start. Some are kept for checkpoints."""
+        """Free slots for new requests. Some slots are reserved for checkpoints."""
         return min(self._max_working - self._num_working, self.states.num_free)
 
     def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
@@ -65,7 +65,7 @@ class StateMemory(StateHits):
         wanted = ranked_boundaries(request)[: max(1, self.states.num_slots // 2)]
         state.kept = {*wanted[:1]}
         if (parting := found.reach * self._size // CHUNK * CHUNK) > start:
-            # Prompts part there. What the state lacks there is computed once.
+            # Prompts part there. The state's missing part is computed once.
             wanted.append(parting)
             state.kept.add(parting)
         cuts = {*boundaries_of(request), *(span.start for span in request.image_spans), *wanted}
@@ -74,7 +74,7 @@ class StateMemory(StateHits):
             return
         for key in request.keys_of_full_blocks(request.chains[0], end // self._size, self._size)[start // self._size :]:
             self._computing.setdefault(key, request)
-        # Each of them keeps the blocks of a window.
+        # Each checkpoint keeps a window's blocks.
         least = max([CHUNK, *(column.window for column in self.columns if column.window is not None)])
         between = intervals(request, start, self.states.spare_room // 2, least)
         self.planned.add(request, [place for place in sorted({*wanted, *between}) if start < place < end])
@@ -82,7 +82,7 @@ class StateMemory(StateHits):
             request.boundaries = request.boundaries | {*state.leaving}
 
     def grow(self, request: Request, num_tokens: int, spare: Sequence[Request] = ()) -> int:
-        """States cannot go back, so drafts have no room. See `extend` for how far a chunk reaches."""
+        """States cannot be rolled back, so drafts get no room. See `extend` for the end of chunks."""
         reach = num_tokens
         if 0 < num_tokens < request.num_uncomputed:
             reach = max(num_tokens, _next_end(request, request.num_computed) - request.num_computed)
@@ -97,7 +97,7 @@ class StateMemory(StateHits):
         return end if end >= len(request.token_ids) else max(start, request.state.last_cut(end))
 
     def settle(self, step: SchedulerOutput, request: Request, start: int, end: int, wanted: int) -> None:
-        """Take slots for the checkpoints within a chunk, as long as there are slots that no request holds."""
+        """Take slots for the checkpoints within a chunk, while some are not held."""
         state = request.state
         assert state is not None
         for cut in state.cuts_between(start, end):
@@ -111,8 +111,8 @@ class StateMemory(StateHits):
                 state.unsent.append((cut, state.slots))
 
     def advance(self, request: Request, num_computed: int) -> None:
-        """Register checkpoints, too, before blocks that windows have passed are free."""
-        state = request.state  # None: it was preempted, and has its token late.
+        """Register checkpoints before blocks outside windows are freed."""
+        state = request.state  # None: it was preempted, and got its token late.
         if state is not None and state.held:
             for slot in state.held:
                 self.states.release(slot)
@@ -127,7 +127,7 @@ class StateMemory(StateHits):
         super().advance(request, num_computed)
 
     def _register(self, request: Request, state: StateSlots, num_tokens: int, slots: Sequence[int]) -> None:
-        """Register the checkpoints of all passes, and the partly filled blocks that belong to them."""
+        """Register the checkpoints of all passes, and their partly filled blocks."""
         keys = prefix_keys(request, num_tokens, self._size)
         full, extra = divmod(num_tokens, self._size)
         for chain, key, slot in zip(request.chains, keys, slots, strict=True):
@@ -136,7 +136,8 @@ class StateMemory(StateHits):
         state.keys += keys
 
     def _leave_last(self, request: Request, state: StateSlots) -> None:
-        """Make the working states checkpoints. A step in flight may add the answer's last token, which is known."""
+        """Turn the working states into checkpoints. A step in flight may add the answer's last token, which is
+        known."""
         num_known, ahead = len(request.token_ids), state.reached - request.num_computed
         if state.reached > num_known and request.stop_token_id is not None:
             request.token_ids.append(request.stop_token_id)
@@ -148,14 +149,14 @@ class StateMemory(StateHits):
         del request.token_ids[num_known:]
 
     def lose(self, request_ids: Iterable[str]) -> None:
-        """Forget the last checkpoints of requests that ended while a step was in flight, which has failed for them."""
+        """Forget the last checkpoints of requests that ended during a step that failed for them."""
         for key in [key for name in request_ids for key in self._unproven.pop(name, ())]:
             self.states.forget(key)
             blocks = [self.cache.forget(column.key(key)) for column in self.columns]
             self._not_finite += [block for block in blocks if block is not None and self.pool.ref_count(block) == 0]
 
     def fork(self, parent: Request, child: Request, *, first: bool) -> bool:
-        """The first child takes over the slots, the others get copies."""
+        """The first child takes over the slots, others get copies."""
         state = parent.state
         assert state is not None
         if not super().fork(parent, child, first=first):
@@ -173,7 +174,7 @@ class StateMemory(StateHits):
         return True
 
     def undo(self, request: Request) -> None:
-        """The step may have changed the working states only in part, so they do not become checkpoints."""
+        """A failed step may have changed working states partly, so they do not become checkpoints."""
         if request.state is not None:
             request.state.sources = []
 
@@ -194,18 +195,18 @@ class StateMemory(StateHits):
                 if self._prefix_caching and state.sources == state.slots:
                     self._leave_last(request, state)
                 for slot in state.slots:
-                    # The next turn comes without this answer's reasoning.
+                    # The next turn does not contain this answer's reasoning.
                     self.states.release(slot, spare=request.thoughts is not None and not resumes)
                 self._num_working -= len(state.slots)
                 for number in ranked_boundaries(request)[:1] if self._prefix_caching else ():
                     for key in prefix_keys(request, number, self._size):
-                        # The next turn begins with this checkpoint for sure, so it is evicted after the answer's.
+                        # The next turn surely begins with this checkpoint, so evict it after the answer's.
                         self.states.touch(key)
         super().release(request, resumes=resumes)
 
 
 class StatePlaces(Resource):
-    """The slots that `StateMemory` gives to requests, as a resource that lower priorities have to give up."""
+    """The slots of `StateMemory` as a resource, so that lower priorities give them up."""
 
     def __init__(self, memory: StateMemory) -> None:
         self._memory = memory

@@ -1,4 +1,4 @@
-"""Entries on disk that requests need. A request waits while they are read, and others overtake it."""
+"""Disk entries that requests need. A request waits while they are read, and others overtake it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ from vlmserve.scheduler.resources.stored_prefix import stored_prefix
 from vlmserve.scheduler.step_limits import StepLimits
 
 MAX_DEFERRED = 32
-"""Maximum requests of a step that are looked up on disk and then wait until others have read."""
+"""Maximum requests per step that are looked up on disk, then wait for other reads."""
 
 
 class Stored(Resource):
-    """Reads the KV blocks of a request that memory lacks, and images that later tokens are computed from.
-
-    It is asked before memory and images, so that they find what was read.
-    """
+    """Reads a request's KV blocks that memory lacks, and images for later tokens. It runs before memory and images,
+    which then find them."""
 
     def __init__(self, fetches: Fetches, images: Images, memory: KVMemory, block_bytes: int) -> None:
         """block_bytes: of a KV block's content."""
         self._fetches, self._images, self._memory = fetches, images, memory
         self._block_bytes = block_bytes
-        # Requests that have begun to read, or have nothing to read.
+        # Requests that started reading, or have nothing to read.
         self._asked: set[str] = set()
-        # Requests that have something to read, and have not begun.
+        # Requests with something to read that have not started.
         self._deferred: set[str] = set()
         self._num_deferred = 0
 
@@ -54,7 +52,7 @@ class Stored(Resource):
         return self._fetches.is_done(name)
 
     def _plan(self, request: Request) -> Callable[[Read], None] | None:
-        """Return what reads a request's entries, in a thread. None: it has nothing on disk, as most requests."""
+        """Return a function that reads a request's entries in a thread. None: nothing is on disk."""
         has, memory, prefix = self._fetches.tier.has, self._memory, None
         found = memory.find(request)
         if memory.stores is not None:
@@ -84,7 +82,7 @@ class Stored(Resource):
         self._keep_images(request, num_computed)
 
     def _keep_images(self, request: Request, num_computed: int) -> None:
-        """Forget all that was read except images of later tokens."""
+        """Forget everything except images of later tokens."""
         if self._fetches.contents:
             end = request.num_prompt_tokens
             later = request.images_for(num_computed, end) if num_computed < end else ()

@@ -1,4 +1,4 @@
-"""Which KV blocks of a prefix are read from disk, in which order."""
+"""Chooses the KV blocks of a prefix to read from disk, and their order."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from vlmserve.scheduler.resources.memory import Found, num_reusable
 
 
 class StoredPrefix(NamedTuple):
-    """Blocks that memory lacks. A thread may read them, since nothing changes this value."""
+    """Blocks that memory lacks. Immutable, so a thread may read them."""
 
     chains: Sequence[Chain]
     columns: Sequence[Column]
     start: int
     """Full blocks in memory."""
     tails: dict[int, list[list[bytes]]]
-    """By number of a partly filled block, its keys: for each prefix that ends there, one of each chain."""
+    """Keys of partly filled blocks by block number: for each prefix that ends there, one per chain."""
     block_size: int
     block_bytes: int
 
     @property
     def first_keys(self) -> list[bytes]:
-        """Keys of the first blocks. If none of them is on disk, there is nothing of use."""
+        """Keys of the first blocks. Without any of them, nothing on disk is useful."""
         keys = self.chains[0].keys if self.chains else ()
         first = [*keys[self.start : self.start + 1], *(tail[0] for tail in self.tails.get(self.start, ()))]
         return [self.columns[0].key(key) for key in first]
 
     def read(self, read: Read) -> int:
-        """Read what can be reused. Returns how many leading tokens are in full blocks then."""
+        """Read what can be reused. Returns the leading tokens in full blocks."""
         end = self.start
         while end < len(self.chains[0].keys) and all(read(key, self.block_bytes) for key in self._whole(end)):
             end += 1
@@ -48,15 +48,15 @@ class StoredPrefix(NamedTuple):
         return end * self.block_size
 
     def _whole(self, number: int) -> Iterator[bytes]:
-        """Keys of a block where layers attend to all tokens; of all layers where none do."""
+        """Return a block's keys in columns without a window, or in all columns if each has one."""
         columns = [column for column in self.columns if column.window is None] or self.columns
         return (column.key(chain.keys[number]) for chain in self.chains for column in columns)
 
 
 def stored_prefix(request: Request, found: Found, columns: Sequence[Column], block_bytes: int) -> StoredPrefix | None:
-    """Return what may be read for a request. None: all that it can reuse is in memory.
+    """Return the blocks that may be read for a request. None: memory has all that it can reuse.
 
-    found: what is in memory.
+    found: what memory has.
     """
     size, most = columns[0].block_size, num_reusable(request)
     if not found.chains or not most or found.num_tokens == most:
