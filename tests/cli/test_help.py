@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 
 import pytest
@@ -58,6 +59,52 @@ def test_no_flag_is_cut(words, width):
 def test_only_single_names_exceed_the_terminal(words, width):
     for line in run(*words, "--help", width=width).stdout.splitlines():
         assert len(line) <= width or len(line.split()) <= 4, line
+
+
+def groups_of(page: str) -> set[str]:
+    """Headings of a help page besides those of every command."""
+    return set(re.findall(r"^(\S.*):$", page, re.MULTILINE)) - {"Arguments", "Options"}
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_fits_a_screen_or_has_groups(words):
+    page = run(*words, "--help").stdout
+    assert len(page.splitlines()) <= 24 or groups_of(page) or "--help-all shows" in page
+
+
+# Examples
+
+
+def example_of(words: tuple[str, ...]) -> list[str]:
+    """The words of the example in a command's help, after `vlmserve`."""
+    [example] = re.findall(r"^  Example: vlmserve (.*?)$", run(*words, "--help", width=120).stdout, re.MULTILINE)
+    return shlex.split(example)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_example_of_help_is_a_valid_line(words):
+    example = example_of(words)
+    assert tuple(example[: len(words)]) == words
+    context = None
+    command = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        context = command.make_context(example[0], [example[0]], parent=context, resilient_parsing=True)
+        command = command.commands[example.pop(0)]
+    command.make_context("example", example, parent=context)  # exits for a wrong line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("config",), ("models",), ("version",), ("list",), ("cache",), ("doctor",), ("keys", "add")],
+    ids=" ".join,
+)
+def test_example_of_help_runs(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    result = run(*example_of(words))
+    assert result.exit_code == 0 or words == ("doctor",), result.output
+    assert "Error" not in result.output
 
 
 @pytest.mark.parametrize(("command", "common"), [("serve", COMMON_FIELDS), ("loadtest", COMMON_LOAD_FIELDS)])

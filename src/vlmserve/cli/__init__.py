@@ -1,4 +1,4 @@
-"""The commands; each is a thin call into another package, which is imported when the command runs."""
+"""The commands. Each imports another package when it runs, and calls it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vlmserve.settings.base import read_settings
 from vlmserve.settings.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerConfig
 from vlmserve.settings.quantization import QuantizationConfig
 
-app = group(help="Serve vision-language models over an OpenAI-compatible API.")
+app = group(help="Serve vision-language models over an OpenAI-compatible API.\n\nExample: vlmserve serve qwen3-vl:2b")
 
 
 def _print_version(wanted: bool) -> None:
@@ -51,22 +51,22 @@ COMMON_FIELDS = (
     "dtype", "quantize", "max_model_len", "max_num_seqs", "kv_cache_memory", "kv_cache_dtype", "memory_fraction",
     "chat_template", "max_images", "allowed_media_path", "log_prompts",
 )  # fmt: skip
-"""Settings that most servers are started with."""
+"""Flags that `vlmserve serve --help` shows."""
 
 COMMON_LOAD_FIELDS = (
     "model", "num_prompts", "random_input_len", "random_output_len", "images", "image_size", "image_reuse", "turns",
     "dataset_path", "max_concurrency", "request_rate", "duration", "slo", "find_rate",
 )  # fmt: skip
-"""Settings that most load tests are run with."""
+"""Flags that `vlmserve loadtest --help` shows."""
 
 Url = Annotated[
     str | None,
-    typer.Option(help="Ask the server at this URL instead of loading a model; its key is in VLMSERVE_API_KEY."),
+    typer.Option(help="Ask this server instead of loading a model (key: VLMSERVE_API_KEY)."),
 ]
 MaxTokens = Annotated[
-    int | None, typer.Option(metavar="INT", min=1, help="Largest number of tokens in the answer; default: no limit.")
+    int | None, typer.Option(metavar="INT", min=1, help="Maximum tokens of the answer (default: no limit).")
 ]
-Temperature = Annotated[float, typer.Option(metavar="FLOAT", min=0, help="0: always take the likeliest token.")]
+Temperature = Annotated[float, typer.Option(metavar="FLOAT", min=0, help="Sampling temperature; 0 is greedy.")]
 Model = Annotated[str, typer.Argument(help=str(EngineConfig.model_fields["model"].description))]
 
 
@@ -84,8 +84,10 @@ def serve(
 ) -> None:
     """Serve a model over an OpenAI-compatible API.
 
-    Every flag is also an environment variable (VLMSERVE_MAX_MODEL_LEN for --max-model-len) and a key in the file that
-    --config names; `vlmserve config` shows the resulting settings. vLLM's names of flags are accepted as well.
+    Flags are also environment variables (VLMSERVE_MAX_MODEL_LEN) and keys of the file that --config names. vLLM's flags
+    work too.
+
+    Example: vlmserve serve qwen3-vl:2b --port 8001
     """
     from vlmserve.server import run
 
@@ -98,20 +100,20 @@ def ask(
     engine: EngineConfig,
     media: MediaConfig,
     words: Annotated[
-        list[str], typer.Argument(metavar="[FILE]... [QUESTION]", help="Paths or URLs, and the question; -: stdin.")
+        list[str], typer.Argument(metavar="[FILE]... [QUESTION]", help="Paths or URLs, and the question (-: stdin).")
     ],
     url: Url = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.0,
     pages: Annotated[
-        str | None, typer.Option(metavar="PAGES", help="Pages of documents to show, like 1-3,7; default: all.")
+        str | None, typer.Option(metavar="PAGES", help="Pages of documents, like 1-3,7 (default: all).")
     ] = None,
 ) -> None:
     """Ask one question about any number of images and documents.
 
-    For example: vlmserve ask photo.png "What is this?" The question may also come first, or from standard input:
-    vlmserve ask photo.png - < question.txt. Captioning models like BLIP need no question; a text is how the caption
-    begins.
+    A captioning model like BLIP needs no question; it continues a given text.
+
+    Example: vlmserve ask photo.png "What is this?"
     """
     from vlmserve.cli.ask import Question, print_answer
 
@@ -131,7 +133,7 @@ def chat(
 ) -> None:
     """Chat in the terminal; /image PATH sends an image.
 
-    For example: vlmserve chat qwen3-vl:2b
+    Example: vlmserve chat qwen3-vl:2b
     """
     from vlmserve.cli.chat import run_chat
 
@@ -145,14 +147,14 @@ def run(
     media: MediaConfig,
     model: Model,
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE]... [QUESTION]", help="To ask one question instead.")
+        list[str] | None, typer.Argument(metavar="[FILE]... [QUESTION]", help="Ask one question instead.")
     ] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.0,
 ) -> None:
     """Download a model if needed, then chat with it, or answer one question.
 
-    For example: vlmserve run qwen3-vl:2b, or vlmserve run qwen3-vl:2b "What is this?" photo.jpg
+    Example: vlmserve run qwen3-vl:2b "What is this?" photo.jpg
     """
     from vlmserve.cli.ask import Question, print_answer
     from vlmserve.cli.chat import run_chat
@@ -172,7 +174,7 @@ def pull(
 ) -> None:
     """Download a model from the Hugging Face hub.
 
-    For example: vlmserve pull qwen3-vl:2b
+    Example: vlmserve pull qwen3-vl:2b
     """
     from vlmserve.cli.downloads import run_pull
 
@@ -182,7 +184,10 @@ def pull(
 @app.command("list", cls=HelpfulCommand, rich_help_panel=MODELS)
 @command()
 def list_() -> None:
-    """List downloaded models with their size on disk."""
+    """List downloaded models with their size on disk.
+
+    Example: vlmserve list
+    """
     from vlmserve.cli.downloads import show_downloads
 
     show_downloads()
@@ -192,11 +197,11 @@ def list_() -> None:
 @command()
 def rm(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Short names or Hugging Face ids.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Remove downloaded models from this machine.
 
-    For example: vlmserve rm qwen3-vl:2b
+    Example: vlmserve rm qwen3-vl:2b
     """
     from vlmserve.cli.downloads import run_rm
 
@@ -212,31 +217,31 @@ def batch(
         str,
         typer.Argument(
             metavar="INPUT",
-            help="A folder of images, a quoted pattern like 'photos/*.jpg', a list of paths or URLs (.txt), rows with "
-            "a column image or images (.csv, .jsonl), or requests in OpenAI's batch form (.jsonl).",
+            help="Folder of images, quoted pattern, paths (.txt), table (.csv, .jsonl) or OpenAI batch (.jsonl).",
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Results: .jsonl, .csv or .parquet.")],
     prompt: Annotated[
         str | None,
-        typer.Option(help="What to ask of each row; {name} stands for the column of that name. None for requests."),
+        typer.Option(help="Question for each row, except in OpenAI batches; {name} inserts a column."),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A JSON schema that answers fit.", exists=True, dir_okay=False)
+        Path | None, typer.Option(metavar="FILE", help="JSON schema of the answers.", exists=True, dir_okay=False)
     ] = None,
     url: Url = None,
-    concurrency: Annotated[int, typer.Option(metavar="INT", min=1, help="Requests at a time, with --url.")] = 32,
+    concurrency: Annotated[int, typer.Option(metavar="INT", min=1, help="Concurrent requests, with --url.")] = 32,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.0,
-    seed: Annotated[int | None, typer.Option(metavar="INT", help="Makes answers repeatable at a temperature.")] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Ask rows again that failed in the last run.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of results.")] = False,
+    seed: Annotated[int | None, typer.Option(metavar="INT", help="Seed, for repeatable answers.")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Retry rows that failed in the last run.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite the results.")] = False,
 ) -> None:
     """Answer a question about each image of a folder, or each row of a file.
 
-    For example: vlmserve batch photos --prompt "Describe this image." --output captions.jsonl. The same
-    command continues an interrupted run. The exit status is 1 if a row failed.
+    The same command continues an interrupted run. The exit status is 1 if a row failed.
+
+    Example: vlmserve batch photos --prompt "Describe this image." --output captions.jsonl
     """
     from vlmserve.cli.batch import run
 
@@ -270,21 +275,24 @@ def bench(
         BUILT_IN_MODEL
     ),
     scheme: Annotated[
-        list[str] | None, typer.Option(metavar="none|int8|int4|w8a8", help="May be repeated; default: all but w8a8.")
+        list[str] | None, typer.Option(metavar="none|int8|int4|w8a8", help="Repeatable (default: all but w8a8).")
     ] = None,
     concurrency: Annotated[
         list[int] | None,
         typer.Option(
-            "--concurrency", metavar="INT", min=1, help="Concurrent requests; may be repeated. Default: 1, 16 and 64."
+            "--concurrency", metavar="INT", min=1, help="Concurrent requests (repeatable; default: 1, 16 and 64)."
         ),
     ] = None,
     all_kernels: Annotated[
-        bool, typer.Option("--all-kernels", help="Measure every instruction set that this machine has, and torch.")
+        bool, typer.Option("--all-kernels", help="Measure all instruction sets of this machine, and torch.")
     ] = False,
-    compare: Annotated[bool, typer.Option("--compare/--no-compare", help="Measure torch's kernels as well.")] = True,
+    compare: Annotated[bool, typer.Option("--compare/--no-compare", help="Also measure torch's kernels.")] = True,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the results to this file.")] = None,
 ) -> None:
-    """Measure prefill, decode and vision throughput, and compare it with this machine's limits and with torch."""
+    """Measure prefill, decode and vision throughput, compared with this machine's limits and torch.
+
+    Example: vlmserve bench pixie --scheme int8
+    """
     from vlmserve.cli.bench import run_bench
 
     run_bench(engine, schemes(scheme), tuple(concurrency or (1, 16, 64)), json, every=all_kernels, compare=compare)
@@ -297,19 +305,18 @@ def loadtest(
     workload: WorkloadConfig,
     load: LoadConfig,
     goal: GoalConfig,
-    url: Annotated[str, typer.Argument(help="A server with an OpenAI-compatible API, like http://127.0.0.1:8000.")],
+    url: Annotated[str, typer.Argument(help="Server with an OpenAI-compatible API, like http://127.0.0.1:8000.")],
     output: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="A file for the report: .json, .md, .html; may be repeated."
-        ),
+        typer.Option("--output", "-o", metavar="FILE", help="Report: .json, .md or .html (repeatable)."),
     ] = None,
     save_detailed: Annotated[bool, typer.Option("--save-detailed", help="Include every request in the JSON.")] = False,
 ) -> None:
     """Measure a server under load.
 
-    For example: vlmserve loadtest http://127.0.0.1:8000 --request-rate 4. Flags have the names that they have in
-    `vllm bench serve` where they mean the same. The exit status is 1 if no request succeeded.
+    Flags have the names of `vllm bench serve`. The exit status is 1 if no request succeeded.
+
+    Example: vlmserve loadtest http://127.0.0.1:8000 --request-rate 4
     """
     from vlmserve.cli.loadtest import run_loadtest
 
@@ -324,13 +331,15 @@ def verify(
     engine: EngineConfig,
     model: Annotated[str, typer.Argument(help="Short name, local folder or .gguf file, or Hugging Face id.")],
     images: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A folder with images; default: drawn ones.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of images (default: drawn images).")
     ] = None,
-    tokens: Annotated[int, typer.Option(metavar="INT", min=1, help="Number of tokens of each answer.")] = 32,
+    tokens: Annotated[int, typer.Option(metavar="INT", min=1, help="Tokens of each answer.")] = 32,
 ) -> None:
     """Compare a checkpoint's logits and greedy tokens with Transformers.
 
     Both compute in float32 unless --dtype says otherwise. The exit status is 1 if they differ.
+
+    Example: vlmserve verify pixie
     """
     from vlmserve.cli.verify import run_verify
 
@@ -344,16 +353,18 @@ def quantize(
     engine: EngineConfig,
     how: QuantizationConfig,
     model: Annotated[str, typer.Argument(help="Local folder or .gguf file, or Hugging Face repository id.")],
-    out: Annotated[Path | None, typer.Argument(help="A new folder, or an unfinished one to go on with.")] = None,
+    out: Annotated[Path | None, typer.Argument(help="A new folder, or an unfinished one to continue.")] = None,
     bits: Annotated[
-        Literal["8", "4"], typer.Option(metavar="8|4", help="Bits of weights; output heads have 8 at least.")
+        Literal["8", "4"], typer.Option(metavar="8|4", help="Bits per weight; output heads keep at least 8.")
     ] = "8",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show how much memory the model would take.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the memory that the model would take.")] = False,
 ) -> None:
-    """Write a checkpoint whose weights have 8 or 4 bits.
+    """Write a checkpoint with 8-bit or 4-bit weights.
 
-    For example: vlmserve quantize MODEL OUT --method gptq --bits 4. All commands load the folder like any other. With 8
-    bits, --symmetric or --zero-points it is in the compressed-tensors format, which other servers read as well.
+    Every command loads the folder like any other. With --bits 8, --symmetric or --zero-points, other servers can read
+    it too (compressed-tensors).
+
+    Example: vlmserve quantize qwen3-vl:2b my-model --method gptq --bits 4
     """
     given = how.model_dump(exclude_unset=True)
     how = read_settings(QuantizationConfig, {**given, "scheme": f"int{bits}"}, flag)
@@ -374,10 +385,13 @@ def quantize(
 def cache(
     engine: EngineConfig,
     action: Annotated[
-        Literal["stats", "clear"], typer.Argument(metavar="[stats|clear]", help="Show files, or remove them all.")
+        Literal["stats", "clear"], typer.Argument(metavar="[stats|clear]", help="Show or remove cached files.")
     ] = "stats",
 ) -> None:
-    """Show or remove files that later starts read: packed weights, and the disk cache."""
+    """Show or remove cached files: packed weights and the disk cache.
+
+    Example: vlmserve cache stats
+    """
     from vlmserve.cli.cache import clear_cache, show_cache
 
     clear_cache(engine) if action == "clear" else show_cache(engine)
@@ -388,9 +402,11 @@ def cache(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what this machine has for serving: kernels, memory, GPUs, extras, and how large a model fits.
+    """Show what this machine has for serving: kernels, memory, GPUs, extras, and which models fit.
 
-    The exit status is 1 if something should be fixed.
+    The exit status is 1 if something needs fixing.
+
+    Example: vlmserve doctor
     """
     from vlmserve.cli.doctor import run_doctor
 
@@ -408,9 +424,12 @@ def config(
     model: Model = BUILT_IN_MODEL,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON with the source of each setting.")] = False,
     as_toml: Annotated[bool, typer.Option("--toml", help="Print a complete file for --config.")] = False,
-    reference: Annotated[bool, typer.Option("--reference", help="Print all settings as a page of Markdown.")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="Print all settings as Markdown.")] = False,
 ) -> None:
-    """Show the settings of serve with the same flags, and where each comes from."""
+    """Show the settings that serve would use with the same flags, and where each comes from.
+
+    Example: vlmserve config --max-model-len 4096
+    """
     from vlmserve.cli import effective
     from vlmserve.cli.reference import reference_page
 
@@ -430,7 +449,10 @@ def config(
 @app.command(cls=HelpfulCommand, rich_help_panel=OPERATE)
 @command()
 def version() -> None:
-    """Print the version."""
+    """Print the version.
+
+    Example: vlmserve version
+    """
     import vlmserve
 
     typer.echo(vlmserve.__version__)
@@ -440,12 +462,13 @@ def version() -> None:
 @command()
 def models(
     families: Annotated[bool, typer.Option("--families", help="List supported architectures instead.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of the documentation.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False,
 ) -> None:
-    """List short names of models with the memory that their weights need, and which fit here.
+    """List short names of models, their memory, and which fit this machine.
 
-    Every command that takes a model takes a short name, a folder, a repository of the Hugging Face hub or a .gguf
-    file.
+    Commands also take a folder, a Hugging Face repository or a .gguf file.
+
+    Example: vlmserve models --families
     """
     from vlmserve.cli.models import show_models
 
@@ -459,7 +482,10 @@ def merge_lora(
     adapter: Annotated[str, typer.Argument(help="Local folder or Hugging Face id of the adapter.")],
     out: Annotated[Path, typer.Argument(help="A new folder for the merged checkpoint.")],
 ) -> None:
-    """Write a checkpoint with a LoRA adapter merged into its weights."""
+    """Write a checkpoint with a LoRA adapter merged into its weights.
+
+    Example: vlmserve merge-lora qwen3-vl:2b my-adapter my-model
+    """
     from rich.console import Console
     from rich.progress import Progress
 

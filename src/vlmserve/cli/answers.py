@@ -1,4 +1,4 @@
-"""Where `ask` and `chat` get their answers: the engine in this process, or a server that runs already."""
+"""Answers for `ask` and `chat`: from an engine in this process or a running server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Answers(Protocol):
-    """Something that answers a conversation piece by piece. on_thought: see `LLM.stream`."""
+    """Streams the answer to a conversation. on_thought: see `LLM.stream`."""
 
     def stream(
         self,
@@ -31,7 +31,7 @@ class Answers(Protocol):
 
 
 class ShownThoughts:
-    """Shows what a model thinks before it answers: dim, and on lines of its own."""
+    """Prints reasoning, dim and on separate lines."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -42,14 +42,14 @@ class ShownThoughts:
         self._console.out(text, end="", style="dim", highlight=False)
 
     def end(self) -> None:
-        """Before the answer, and where there is none."""
+        """End the reasoning's line, if any."""
         if self._begun:
             self._console.print()
         self._begun = False
 
 
 def open_answers(engine: EngineConfig, media: MediaConfig, url: str | None) -> Answers:
-    """The server at `url`, or else the engine in this process. Raises VLMServeError if there is neither."""
+    """Connect to `url`, or load an engine in this process. Raises VLMServeError."""
     if url is not None:
         return ServerAnswers(url)
     from vlmserve.offline.llm import LLM
@@ -59,7 +59,7 @@ def open_answers(engine: EngineConfig, media: MediaConfig, url: str | None) -> A
 
 
 def describes(engine: EngineConfig) -> bool:
-    """Whether the model in this process takes an image without a question, and says what is in it."""
+    """Whether the local model captions an image without a question."""
     from vlmserve.models.hub import resolve_model
     from vlmserve.prompt.files import read_json
     from vlmserve.prompt.one_image import one_image_prompts
@@ -69,7 +69,7 @@ def describes(engine: EngineConfig) -> bool:
 
 
 def status(text: str) -> AbstractContextManager[Any]:
-    """A spinner on a terminal's error stream, nothing elsewhere."""
+    """A spinner on a terminal's stderr."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -77,7 +77,7 @@ def status(text: str) -> AbstractContextManager[Any]:
 
 
 class ServerAnswers:
-    """Answers of a server, as `connect` finds it."""
+    """Answers of a running server."""
 
     def __init__(self, url: str) -> None:
         self._client, self._model = connect(url)
@@ -124,14 +124,14 @@ class _Error(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """A chunk of a chat completion, or what ended the stream."""
+    """A chunk of a chat completion, or the event that ended the stream."""
 
     choices: list[_Choice] | None = None
     error: _Error | str | None = None
 
 
 def deltas(url: str, lines: Iterator[str], on_thought: Callable[[str], None] | None) -> Iterator[str]:
-    """Yield the text of a stream. Raises VLMServeError for an error in it, and for anything but events."""
+    """Yield a stream's text. Raises VLMServeError for an error event and for anything but events."""
     is_stream = False
     for line in lines:
         data = line.removeprefix("data:").strip()
@@ -156,7 +156,7 @@ def deltas(url: str, lines: Iterator[str], on_thought: Callable[[str], None] | N
 
 
 def _error_param(response: Any) -> str:
-    """Which part of the request an error in OpenAI's form is about; empty if it does not say."""
+    """The request field that an error in OpenAI's form names; empty if none."""
     try:
         return str(response.json()["error"]["param"])
     except (ValueError, KeyError, TypeError):
@@ -164,7 +164,7 @@ def _error_param(response: Any) -> str:
 
 
 def _named(text: str, param: str, messages: list[dict[str, Any]]) -> str:
-    """What a server says of an image, which it knows by its place only, with the image's file."""
+    """Replace an image's place in a server's error by its file name."""
     place = re.match(r"messages\[(\d+)\]\.content\[(\d+)\]\.image_url", param)
     if place is None:
         return text

@@ -1,4 +1,4 @@
-"""`vlmserve ask`: one question on a command line, and its answer."""
+"""`vlmserve ask`: one question on the command line."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import SamplingParams
 
 _LONGEST_PATH = 4096
-"""Characters. Longer words are no paths, and Linux rejects them."""
+"""Characters. Linux rejects longer paths."""
 _STDIN = "-"
 
 
 @dataclass(frozen=True)
 class Question:
-    """Parts of a message that show images and documents, and a text, which may be empty."""
+    """Parts of a message with images and documents, and a text, which may be empty."""
 
     media: list[dict[str, Any]]
     text: str
 
     @classmethod
     def read(cls, words: list[str], pages: str | None = None) -> Question:
-        """Tell files from the question, which comes first or last.
+        """Separate files from the question, which comes first or last.
 
-        words: paths, URLs, and at most one text; ``-`` is a text on standard input. pages: of documents.
-        Raises InvalidImageError for a path without a file, ConfigurationError for several texts.
+        words: paths, URLs, and at most one text; ``-`` reads it from standard input. pages: of documents.
+        Raises InvalidImageError for a missing file, ConfigurationError for several texts.
         """
         texts = [word for word in words if not _is_medium(word)]
         if len(texts) > 1:
@@ -47,7 +47,7 @@ class Question:
 
 
 def _is_medium(word: str) -> bool:
-    """Tell a URL, a file, or a path that ends like an image, a video or a document from a question."""
+    """Whether a word is a URL, an existing file, or ends like an image, video or document."""
     if word.startswith(URL_SCHEMES) or (len(word) <= _LONGEST_PATH and Path(expanduser(word)).is_file()):
         return True
     kind = mimetypes.guess_type(word)[0] or ""
@@ -57,7 +57,7 @@ def _is_medium(word: str) -> bool:
 def print_answer(
     engine: EngineConfig, media: MediaConfig, url: str | None, question: Question, params: SamplingParams
 ) -> None:
-    """Print the answer of the server at `url`, or of an engine in this process, as it comes."""
+    """Stream the answer of the server at `url`, or of an engine in this process."""
     from rich.console import Console
 
     if not question.text and (url is not None or not describes(engine)):

@@ -1,4 +1,4 @@
-"""`vlmserve batch`: what it shows on a terminal."""
+"""`vlmserve batch` on a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vlmserve.types import Grammar, SamplingParams
 
 
 class _Bar(BatchProgress):
-    """A bar with the rate of rows and the time left, on a terminal's error stream."""
+    """A progress bar on stderr, with rate and remaining time."""
 
     def __init__(self) -> None:
         self._rate = TextColumn("{task.fields[rate]}")
@@ -68,7 +68,7 @@ def run(
     retry: bool,
     overwrite: bool,
 ) -> bool:
-    """Answer all rows of `source`; False if some have no answer. Raises ConfigurationError, VLMServeError."""
+    """Answer all rows of `source`; False if any failed. Raises ConfigurationError, VLMServeError."""
     rows = read_rows(source)
     question = _question(rows, prompt, system, schema)
     sampling = SamplingParams(**params, grammar=None if schema is None else _grammar(schema))
@@ -96,7 +96,7 @@ def run(
 
 
 def _question(rows: Sequence[Row], prompt: str | None, system: str | None, schema: Path | None) -> Question | None:
-    """What all rows are asked; None if they have requests."""
+    """The question for all rows; None if rows are requests."""
     if rows[0].request is None:
         if prompt is None:
             raise ConfigurationError("--prompt says what to ask of each row; only a file of requests needs none")

@@ -1,4 +1,4 @@
-"""The figures of a benchmark on a terminal and in a file."""
+"""Prints a benchmark and writes it to a file."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def run_bench(
     every: bool,
     compare: bool,
 ) -> None:
-    """Measure, show a table, and write the figures to `path` as JSON if there is one.
+    """Measure, print a table, and write JSON to `path`.
 
-    every: every instruction set. compare: torch as well.
+    every: all instruction sets. compare: also torch.
     """
     console = Console()
     folder = resolve_model(config.model, config.revision, config.mmproj)
@@ -41,7 +41,7 @@ def run_bench(
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the figures, with their shares of what the machine can do and their ratios to torch's."""
+    """Print throughput, as a fraction of the machine's limit and relative to torch."""
     limits = report.limits
     console.print(
         f"[bold]{report.model}[/]: {report.num_parameters / 1e6:.1f} M parameters, {report.dtype}, {report.device}, "

@@ -1,4 +1,4 @@
-"""`vlmserve cache`: files that later starts read, on a terminal."""
+"""`vlmserve cache` on a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlmserve.settings.config import EngineConfig
 
 
 def show_cache(engine: EngineConfig) -> None:
-    """Print the files of packed weights, and the size of the disk cache if there is one."""
+    """Print the files of packed weights and the disk cache's size."""
     cache = WeightsCache.at(engine.weights_cache, engine.weights_cache_size)
     console = Console(highlight=False)
     files = cache.files()
@@ -40,7 +40,7 @@ def show_cache(engine: EngineConfig) -> None:
 
 
 def clear_cache(engine: EngineConfig) -> None:
-    """Remove all packed weights, and all entries of the disk cache. Raises ConfigurationError where that fails."""
+    """Remove all packed weights and disk cache entries. Raises ConfigurationError on failure."""
     caches: list[WeightsCache | Entries] = [WeightsCache.at(engine.weights_cache, engine.weights_cache_size)]
     if engine.disk_cache:
         caches.append(Entries.at(engine.disk_cache, engine.disk_cache_memory))

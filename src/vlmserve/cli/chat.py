@@ -34,7 +34,7 @@ def run_chat(engine: EngineConfig, media: MediaConfig, url: str | None, params: 
 
 
 class TerminalChat:
-    """Reads lines, answers them, and remembers the conversation."""
+    """Reads lines, answers them, and keeps the conversation."""
 
     def __init__(
         self, answers: Answers, params: SamplingParams, console: Console, read_line: Callable[[str], str] = input
@@ -47,7 +47,7 @@ class TerminalChat:
         self._images: list[dict[str, Any]] = []
 
     def run(self) -> None:
-        """Until /quit, the end of the input, or Ctrl-C at the prompt."""
+        """Run until /quit, the end of input, or Ctrl-C at the prompt."""
         self._say("Ask something; /image PATH sends an image, /help lists all commands.", "dim")
         while True:
             try:
@@ -85,7 +85,7 @@ class TerminalChat:
             self._say("It goes with your next message.", "dim")
 
     def _answer(self, text: str) -> None:
-        """Stream an answer. Drop a rejected message and its images; keep a stopped answer."""
+        """Stream an answer. Drop a rejected message and its images; keep an interrupted answer."""
         question = {"role": "user", "content": [*self._images, {"type": "text", "text": text}]}
         pieces: list[str] = []
         thoughts = ShownThoughts(self._console)
@@ -113,7 +113,7 @@ class TerminalChat:
 
 
 def _unquoted(place: str) -> str:
-    """A path as terminals paste it when a file is dropped on them: in quotes, or with escaped spaces."""
+    """Unquote a path that a terminal pasted for a dropped file: quoted, or with escaped spaces."""
     if len(place) > 1 and place[0] == place[-1] and place[0] in "'\"":
         return place[1:-1]
     return place.replace("\\ ", " ")

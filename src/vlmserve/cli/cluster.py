@@ -14,7 +14,7 @@ from vlmserve.errors import ConfigurationError
 from vlmserve.scaleout.settings import GatewayConfig, WorkerKind
 from vlmserve.settings.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerConfig
 
-cluster = group(help="Run several engines behind one address.")
+cluster = group(help="Run several engines behind one address.\n\nExample: vlmserve cluster up --workers 2")
 
 COMMON_GATEWAY_FIELDS = (
     "host", "port", "api_key", "api_keys_file", "policy", "max_in_flight", "max_attempts", "storage_url",
@@ -26,9 +26,7 @@ COMMON_WORKER_FIELDS = (
 )  # fmt: skip
 
 Model = Annotated[str, typer.Argument(help=str(EngineConfig.model_fields["model"].description))]
-Address = Annotated[
-    str, typer.Option(metavar="HOST:PORT", help="The Ray cluster to join; auto: that of this machine's `ray start`.")
-]
+Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="Ray cluster to join (auto: this machine's).")]
 
 
 def worker_commands() -> ModuleType:
@@ -52,14 +50,15 @@ def up(
     model: Model = BUILT_IN_MODEL,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, metavar="INT", help="Number of engines; default: 2, or those that --config describes."),
+        typer.Option(min=1, metavar="INT", help="Number of engines (default: 2, or as --config says)."),
     ] = None,
-    gpus: Annotated[float, typer.Option(min=0, metavar="FLOAT", help="GPUs for each engine that is on GPUs.")] = 0.0,
+    gpus: Annotated[float, typer.Option(min=0, metavar="FLOAT", help="GPUs per engine.")] = 0.0,
 ) -> None:
-    """Run several engines and a gateway on this machine; Ctrl-C ends all.
+    """Run several engines and a gateway on this machine; Ctrl-C stops all.
 
-    For example: vlmserve cluster up --workers 2 --port 8000. The gateway has the API of `vlmserve serve`.
-    `--config FILE` starts a worker for each section [worker.NAME] of the file.
+    The gateway has the API of `vlmserve serve`. `--config FILE` starts a worker for each section [worker.NAME].
+
+    Example: vlmserve cluster up --workers 2 --port 8000
     """
     if described and workers is not None:
         raise ConfigurationError(
@@ -77,13 +76,15 @@ def worker(
     media: MediaConfig,
     server: ServerConfig,
     model: Model = BUILT_IN_MODEL,
-    name: Annotated[str, typer.Option(help="Name of the worker, kept over restarts; default: by the machine.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the worker, kept over restarts (default: from the machine).")] = "",
     address: Address = "auto",
 ) -> None:
-    """Run an engine that joins a cluster; Ctrl-C has it finish its answers and leave.
+    """Run an engine that joins a cluster; Ctrl-C lets it finish its answers and leave.
 
-    The machine must belong to a Ray cluster (`ray start`). `--config FILE --worker NAME` takes the settings from the
-    section [worker.NAME].
+    The machine must belong to a Ray cluster (`ray start`). `--config FILE --worker NAME` reads the section
+    [worker.NAME] of the file.
+
+    Example: vlmserve worker qwen3-vl:2b
     """
     worker_commands().join_as_worker(engine, media, server, name=name, address=address)
 
@@ -93,13 +94,13 @@ def gateway(
     server: ServerConfig,
     gateway: GatewayConfig,
     address: Address = "auto",
-    take_over: Annotated[
-        bool, typer.Option("--take-over", help="Take the place of the gateway that has this port, if there is one.")
-    ] = False,
+    take_over: Annotated[bool, typer.Option("--take-over", help="Replace the gateway that uses this port.")] = False,
 ) -> None:
     """Run a gateway to the workers of a cluster; several may run.
 
-    The machine must belong to a Ray cluster (`ray start`). With `--take-over` a gateway of the same cluster and user
-    that has the port on this machine leaves it to this one, finishes its answers and ends.
+    The machine must belong to a Ray cluster (`ray start`). With `--take-over`, the running gateway on this port hands
+    it over, finishes its answers and exits.
+
+    Example: vlmserve gateway --port 8000
     """
     worker_commands().join_as_gateway(server, gateway, address=address, takes_over=take_over)

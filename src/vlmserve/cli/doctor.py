@@ -1,4 +1,4 @@
-"""`vlmserve doctor`: what it shows on a terminal."""
+"""`vlmserve doctor` on a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlmserve.tools.doctor import examine
 
 
 def run_doctor(*, as_json: bool) -> bool:
-    """Print what was found; False if something is wrong."""
+    """Print the findings; False if something needs fixing."""
     with status("Looking at this machine ..."):
         findings = examine()
     if as_json:

@@ -1,4 +1,4 @@
-"""`vlmserve pull`, `list` and `rm`: models of the Hugging Face hub on this machine, on a terminal."""
+"""`vlmserve pull`, `list` and `rm` on a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlmserve.models.hub import resolve_model
 
 
 def run_pull(model: str, revision: str | None) -> None:
-    """Download a model with progress bars, and print where it is."""
+    """Download a model with progress bars, and print its folder."""
     place = resolve_model(model, revision)
     size = sum(path.stat().st_size for path in (place.rglob("*") if place.is_dir() else [place]) if path.is_file())
     Console().print(f"{model}: {_gigabytes(size)} GB in {place}", highlight=False, soft_wrap=True)
@@ -23,7 +23,7 @@ def run_pull(model: str, revision: str | None) -> None:
 
 
 def show_downloads() -> None:
-    """Print a line for each model in the cache."""
+    """Print a line for each cached model."""
     rows = [
         (one.name, _gigabytes(one.num_bytes), time.strftime("%Y-%m-%d %H:%M", time.localtime(one.used)))
         for one in downloads()
@@ -34,7 +34,7 @@ def show_downloads() -> None:
 
 
 def run_rm(models: list[str], *, sure: bool) -> None:
-    """Remove models from the cache, after a question on a terminal unless `sure`."""
+    """Remove models from the cache. Ask on a terminal unless `sure`."""
 
     def confirm(download: Download) -> bool:
         if not sys.stdin.isatty():

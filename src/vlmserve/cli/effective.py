@@ -1,4 +1,4 @@
-"""The settings that count, as a table, as JSON and as a file that gives the same again. Secrets are in none of them."""
+"""Prints the settings in effect as a table, JSON or a config file. Never prints secrets."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from vlmserve.settings.base import Settings, is_secret
 
 DEFAULT = Origin("default", "default")
 WIDE = 200
-"""Columns if the output is not a terminal: no line is broken."""
+"""Columns if the output is not a terminal, so that no line wraps."""
 
 
 def show(settings: Mapping[str, Settings], origins: Origins) -> None:
-    """Print a table with a line for each setting."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -40,7 +39,7 @@ def show(settings: Mapping[str, Settings], origins: Origins) -> None:
 
 
 def as_json(settings: Mapping[str, Settings], origins: Origins) -> str:
-    """``{"server": {"port": {"value": 8000, "source": "flag", "from": "--port"}, …}, …}``; sizes are bytes."""
+    """``{"server": {"port": {"value": 8000, "source": "flag", "from": "--port"}, …}, …}``; sizes in bytes."""
     sections = {}
     for section, config in settings.items():
         entries: dict[str, Any] = {}
@@ -52,7 +51,7 @@ def as_json(settings: Mapping[str, Settings], origins: Origins) -> str:
 
 
 def as_toml(settings: Mapping[str, Settings], origins: Origins) -> str:
-    """A file with every setting. Comments stand for what TOML cannot say, that there is no value, and for secrets."""
+    """A file with every setting. Settings without a value, and secrets, are comments."""
     sections = []
     for section, config in settings.items():
         lines = [f"[{section}]"]

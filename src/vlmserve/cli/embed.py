@@ -1,4 +1,4 @@
-"""``vlmserve embed``: vectors of images and rows."""
+"""``vlmserve embed``: embeddings of images and rows."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def embed(
     engine: EngineConfig,
     media: MediaConfig,
     source: Annotated[
-        str, typer.Argument(metavar="INPUT", help="A folder of images and documents, or another input of batch.")
+        str, typer.Argument(metavar="INPUT", help="Folder of images and documents, or another input of batch.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Vectors: .parquet or .jsonl.")],
-    prompt: Annotated[
-        str, typer.Option(help="Text of each row; {name} stands for the column of that name. Default: none.")
-    ] = "",
-    system: Annotated[str | None, typer.Option(help="A system message: the model's instruction.")] = None,
+    prompt: Annotated[str, typer.Option(help="Text of each row; {name} inserts a column (default: none).")] = "",
+    system: Annotated[str | None, typer.Option(help="System message: the model's instruction.")] = None,
     dimensions: Annotated[
         int | None, typer.Option(metavar="INT", min=1, help="Leading elements of vectors to keep (default: all).")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of vectors.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite the vectors.")] = False,
 ) -> None:
-    """Write the vector of each image of a folder, or of each row of a file.
+    """Embed each image of a folder, or each row of a file.
 
-    For example: vlmserve embed photos --output vectors.parquet. The exit status is 1 if a row failed.
+    The exit status is 1 if a row failed.
+
+    Example: vlmserve embed photos --output vectors.parquet
     """
     from vlmserve.cli.vectors import run
 

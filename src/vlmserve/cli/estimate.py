@@ -1,4 +1,4 @@
-"""The memory that a model would take, on a terminal."""
+"""Prints the memory that a model would take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vlmserve.settings.quantization import QuantizationConfig
 
 
 def show_estimate(engine: EngineConfig, how: QuantizationConfig) -> None:
-    """Print a row for each scheme and one for what the flags say."""
+    """Print a row for each scheme, and one for the scheme in the flags."""
     folder = resolve_model(engine.model, engine.revision, engine.mmproj)
     estimate = MemoryEstimate(folder, find_device("auto"), engine.kernels)
     length = min(USUAL_TOKENS, estimate.max_position)
@@ -42,7 +42,7 @@ def show_estimate(engine: EngineConfig, how: QuantizationConfig) -> None:
 
 
 def _schemes(estimate: MemoryEstimate, asked: QuantizationConfig) -> Iterator[tuple[str, QuantizationConfig | None]]:
-    """What there is, without the sizes of groups that do not divide the inputs of a layer, and what the flags say."""
+    """All schemes whose group size divides every layer's inputs, and the scheme in the flags."""
     check_groups(estimate.model, asked)
     usual = asked.model_copy(update={"layers": (), "weight_memory": None})
     yield "plain", None

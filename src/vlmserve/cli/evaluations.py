@@ -1,5 +1,3 @@
-"""The commands of `vlmserve eval`."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -14,7 +12,7 @@ from vlmserve.cli.spellings import SettingsCommand
 from vlmserve.errors import ConfigurationError
 from vlmserve.settings.config import EngineConfig, MediaConfig
 
-evaluations = group(help="Measure how well a model answers.")
+evaluations = group(help="Measure how well a model answers.\n\nExample: vlmserve eval pixie")
 
 
 @evaluations.command("pixie", cls=SettingsCommand)
@@ -23,11 +21,14 @@ def eval_pixie(
     engine: EngineConfig,
     media: MediaConfig,
     per_task: Annotated[int, typer.Option(metavar="INT", min=1, help="Held-out examples of each task.")] = 200,
-    task: Annotated[list[str] | None, typer.Option(help="Only this task; may be repeated.")] = None,
-    mistakes: Annotated[int, typer.Option(metavar="INT", min=0, help="Wrong answers to show of each task.")] = 0,
-    write: Annotated[bool, typer.Option("--write", help="Write the table into the model's card, README.md.")] = False,
+    task: Annotated[list[str] | None, typer.Option(help="Only this task (repeatable).")] = None,
+    mistakes: Annotated[int, typer.Option(metavar="INT", min=0, help="Wrong answers to show per task.")] = 0,
+    write: Annotated[bool, typer.Option("--write", help="Write the table into the model's README.md.")] = False,
 ) -> None:
-    """Measure the exact-match accuracy of pixie, or of a model like it, on held-out images."""
+    """Measure pixie's exact-match accuracy on held-out images.
+
+    Example: vlmserve eval pixie --per-task 20
+    """
     from rich.console import Console
     from rich.progress import Progress
 
@@ -67,12 +68,13 @@ def eval_calibration(
     engine: EngineConfig,
     media: MediaConfig,
     per_task: Annotated[int, typer.Option(metavar="INT", min=2, help="Held-out images for each task.")] = 100,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a reliability plot: .svg or .html.")] = None,
-    write: Annotated[
-        bool, typer.Option("--write", help="Store the temperature in the model's folder, for decisions.")
-    ] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot reliability: .svg or .html.")] = None,
+    write: Annotated[bool, typer.Option("--write", help="Store the fitted temperature with the model.")] = False,
 ) -> None:
-    """Compare probabilities of decisions with known answers, and fit a temperature."""
+    """Compare probabilities of decisions with known answers, and fit a temperature.
+
+    Example: vlmserve eval calibration --plot reliability.svg
+    """
     from vlmserve.cli.reliability import run_calibration
 
     run_calibration(engine, media, per_task, plot, write=write)
@@ -83,12 +85,15 @@ def eval_calibration(
 def eval_routing(
     engine: EngineConfig,
     adapter: Annotated[str, typer.Argument(help="An X-LoRA checkpoint: local folder or Hugging Face id.")],
-    question: Annotated[str, typer.Argument(help="What to ask.")],
-    image: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="About this image; may be repeated.")] = None,
-    tokens: Annotated[int, typer.Option(metavar="INT", min=1, help="Most tokens of the answer.")] = 64,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the scalings of all tokens: an SVG.")] = None,
+    question: Annotated[str, typer.Argument(help="The question.")],
+    image: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="An image (repeatable).")] = None,
+    tokens: Annotated[int, typer.Option(metavar="INT", min=1, help="Maximum tokens of the answer.")] = 64,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the scalings of all tokens: .svg.")] = None,
 ) -> None:
-    """Show which adapters X-LoRA gives the tokens of a question, its images and its answer."""
+    """Show how X-LoRA weighs adapters for each token of a question and its answer.
+
+    Example: vlmserve eval routing my-adapter "What is this?" --image photo.jpg
+    """
     from vlmserve.adapters.location import find_adapter
     from vlmserve.tools.routing import Router
 
@@ -110,16 +115,17 @@ def eval_perplexity(
     scheme: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="none|int8|int4", help="May be repeated; the first is what others are compared with; default: all."
+            metavar="none|int8|int4", help="Quantization (repeatable; default: all); the first is the baseline."
         ),
     ] = None,
-    text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A text file; default: the manual that comes with Python.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(metavar="INT", min=2, help="Number of tokens of the text to use.")] = 32768,
-    window: Annotated[int, typer.Option(metavar="INT", min=2, help="Size of the context window in tokens.")] = 1024,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Text file (default: Python's manual).")] = None,
+    tokens: Annotated[int, typer.Option(metavar="INT", min=2, help="Tokens of the text to use.")] = 32768,
+    window: Annotated[int, typer.Option(metavar="INT", min=2, help="Context window in tokens.")] = 1024,
 ) -> None:
-    """Measure perplexity on a text, and what quantization costs."""
+    """Measure perplexity on a text, and how quantization changes it.
+
+    Example: vlmserve eval perplexity pixie --scheme none --scheme int4
+    """
     from vlmserve.cli.perplexity import run_perplexity
 
     run_perplexity(engine, schemes(scheme), text, tokens, window)
@@ -130,33 +136,34 @@ def eval_perplexity(
 def eval_quality(
     engine: EngineConfig,
     models: Annotated[list[str], typer.Argument(help="Quantized models: local folders or Hugging Face ids.")],
-    against: Annotated[str, typer.Option(metavar="MODEL", help="The model that they were made of.")],
+    against: Annotated[str, typer.Option(metavar="MODEL", help="The unquantized model.")],
     tokens: Annotated[
-        int, typer.Option(metavar="INT", min=2, help="Tokens of the samples to compare on, those of images included.")
+        int, typer.Option(metavar="INT", min=2, help="Tokens to compare, image tokens included.")
     ] = 32768,
     conversations: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Prompts with answers to compare on: a line of JSON for each, see docs."),
+        typer.Option(metavar="FILE", help="Prompts with answers to compare on, as JSON lines."),
     ] = None,
     per_task: Annotated[
-        int, typer.Option(metavar="INT", min=0, help="Questions of each of pixie's tasks to ask as well.")
+        int, typer.Option(metavar="INT", min=0, help="Questions to ask for each of pixie's tasks.")
     ] = 0,
     questions: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Questions with answers to ask as well: a line of JSON for each, see docs."),
+        typer.Option(metavar="FILE", help="Questions with known answers to ask, as JSON lines."),
     ] = None,
     speed: Annotated[
-        int, typer.Option(metavar="INT", min=0, help="How often to measure how fast each model is; medians are shown.")
+        int, typer.Option(metavar="INT", min=0, help="Speed measurements per model; medians are shown.")
     ] = 0,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw KL against memory and, with --speed, speed: an SVG.")
+        Path | None, typer.Option(metavar="FILE", help="Plot KL divergence, memory and --speed: .svg.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure what quantized models lose: perplexity, KL divergence, agreement.
+    """Measure what quantization costs: perplexity, KL divergence, agreement.
 
-    Models that take images are compared on conversations about drawn images, others on the manual that comes with
-    Python. Of conversations the tokens of answers are counted, of texts all tokens.
+    Vision-language models are compared on answers about drawn images, language models on Python's manual.
+
+    Example: vlmserve eval quality my-model --against qwen3-vl:2b
     """
     from vlmserve.cli.quality import run_quality
 

@@ -1,4 +1,4 @@
-"""What a setting is called in each place where it can be given, and how its type and its values are written."""
+"""Names of a setting as flag, variable and key, and how its type and values are written."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.settings.quantization import QuantizationConfig, engine_name
 
 SECTIONS: Mapping[str, type[Settings]] = {"server": ServerConfig, "engine": EngineConfig, "media": MediaConfig}
-"""All settings of a server, by their section in a file. No two fields of different sections have one name."""
+"""All settings of a server, by section of the config file. Field names are unique across sections."""
 
 LOCAL_FIELDS = (
     "model", "revision", "mmproj", "engine", "device", "dtype", "model_impl", "chat_template", "quantize",
     "max_model_len", "kv_cache_memory", "kv_cache_dtype", "num_threads",
 )  # fmt: skip
-"""Settings that matter where one person asks one thing at a time."""
+"""Settings for commands where one person asks one question at a time."""
 
 
 QUANTIZATION_FIELDS = tuple(name for name in QuantizationConfig.model_fields if name != "scheme")
 QUANTIZATION_DETAILS = tuple(name for name in map(engine_name, QUANTIZATION_FIELDS) if name.startswith("quantize_"))
-"""Settings of quantization but for the scheme, as `vlmserve quantize` and as the engine's settings name them."""
+"""Fields of `vlmserve quantize` besides the scheme, by their names in the engine's settings."""
 
 PREFIX = "VLMSERVE_"
 HIDDEN = "********"
@@ -45,32 +45,30 @@ def variable(name: str) -> str:
 
 
 def section_of(name: str) -> str | None:
-    """The section that has the field `name`; None if there is no such setting."""
+    """The section of a field; None if it is not a setting."""
     return next((section for section, kind in SECTIONS.items() if name in kind.model_fields), None)
 
 
 def is_size(field: FieldInfo) -> bool:
-    """Whether the value is a number of bytes, which may have a unit."""
+    """Whether the value is a number of bytes, optionally with a unit."""
     return _is_read_by(field, parse_size)
 
 
 def is_json(field: FieldInfo) -> bool:
-    """Whether the value is settings of its own, written as JSON on a command line."""
+    """Whether the value is a nested object, written as JSON on a command line."""
     return _is_read_by(field, parse_json)
 
 
 def is_list(field: FieldInfo) -> bool:
-    """Whether the setting has several values."""
     return any(get_origin(part) is tuple for part in annotation_parts(field))
 
 
 def is_switch(field: FieldInfo) -> bool:
-    """Whether the value is yes or no."""
     return field.annotation is bool
 
 
 def plain_type(field: FieldInfo) -> Any:
-    """The type that a command line parses; ranges and patterns are the settings' own business."""
+    """The type that the command line parses; the settings check ranges and patterns."""
     if is_size(field) or is_json(field):
         return str
     annotation: Any = field.annotation
@@ -84,7 +82,7 @@ def plain_type(field: FieldInfo) -> Any:
 
 
 def type_name(field: FieldInfo) -> str:
-    """The type as people call it, with its bounds."""
+    """The type in words, with its bounds."""
     kind = plain_type(field)
     if is_size(field):
         return "size"
@@ -100,14 +98,14 @@ def type_name(field: FieldInfo) -> str:
 
 
 def metadata(field: FieldInfo) -> list[Any]:
-    """What `Annotated` and `Field` say of a field's values."""
+    """Metadata from `Annotated` and `Field`."""
     nested = [data for part in get_args(field.annotation) for data in getattr(part, "__metadata__", ())]
     flat = [inner for data in nested for inner in (data.metadata if isinstance(data, FieldInfo) else (data,))]
     return [*field.metadata, *flat]
 
 
 def size_text(size: int) -> str:
-    """Bytes with the largest unit that leaves a whole number."""
+    """Bytes with the largest unit that leaves an integer."""
     for unit, factor in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
         if size and size % factor == 0:
             return f"{size // factor}{unit}"
@@ -115,7 +113,7 @@ def size_text(size: int) -> str:
 
 
 def plain_value(field: FieldInfo, value: Any, *, sizes_as_text: bool = False) -> Any:
-    """A setting's value as JSON and TOML have it; what is secret is hidden."""
+    """A setting's value for JSON and TOML; secrets are hidden."""
     if value is None or (is_secret(field) and not _secret_text(value)):
         return None
     if is_secret(field):
@@ -128,14 +126,14 @@ def plain_value(field: FieldInfo, value: Any, *, sizes_as_text: bool = False) ->
 
 
 def toml(value: Any) -> str:
-    """A plain value in TOML. A dict becomes an inline table, whose entries are never None."""
+    """A plain value in TOML. A dict becomes an inline table; its values must not be None."""
     if isinstance(value, dict):
         entries = ", ".join(f"{key} = {toml(entry)}" for key, entry in value.items())
         return f"{{ {entries} }}" if entries else "{}"
     if isinstance(value, list):
         return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, str):
-        # JSON's strings are TOML's, but for the one control character that JSON leaves as it is.
+        # JSON strings are TOML strings, except one control character that JSON does not escape.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
 

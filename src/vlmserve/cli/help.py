@@ -1,8 +1,7 @@
 """Help pages and usage errors of all commands.
 
-Help is plain text: a long flag has a line of its own, and lines break at spaces only, so that no name is ever cut,
-however narrow the terminal is. A command with many flags shows the common ones, and all of them with
-``--help-all``. An error is one red line, wherever it was found.
+Help is plain text. Long flags have a line of their own, and lines break at spaces only, so that no name is cut. A
+command with many flags shows the common ones; ``--help-all`` shows all. An error is one red line.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from vlmserve.cli.messages import WRONG_USE, report
 from vlmserve.settings.validation import did_you_mean, problem_text, value_text
 
 SHOW_ALL = "vlmserve.show_all"
-"""Where a command's context keeps that all flags are asked for."""
+"""Key of a command's context: show all flags."""
 
 WIDEST = 120
-"""Columns of a help page on a terminal that is wider."""
+"""Maximum columns of a help page."""
 
 OTHER_VERBS = {
     "ps": "each server serves one model; vlmserve list shows downloaded models",
@@ -40,15 +39,15 @@ OTHER_VERBS = {
     "run-batch": "type vlmserve batch requests.jsonl --output results.jsonl",
     "complete": "type vlmserve ask",
 }
-"""Commands of Ollama, vLLM and other programs, with what to type instead."""
+"""Commands of Ollama, vLLM and other programs, with vlmserve's command."""
 
 _UsageError: Any = typer.BadParameter.__base__
-"""Base of what the parser raises for a wrong command line. Typer has its own copy of click and exports only this."""
+"""The parser's base error. Typer has its own copy of click and exports only this."""
 
 
 @contextmanager
 def usage_errors(context: Any) -> Iterator[None]:
-    """Report a wrong command line like any other error, with where to look up what is right, and exit."""
+    """Report a wrong command line in one line, name the help to read, and exit."""
     try:
         yield
     except _UsageError as error:
@@ -60,7 +59,7 @@ def usage_errors(context: Any) -> Iterator[None]:
 
 
 def _usage_text(error: Any, context: Any) -> str:
-    """What is wrong, beginning with the flag as errors of settings do."""
+    """The error, beginning with the flag, as errors of settings do."""
     if (name := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
         flags = [flag for param in context.command.params for flag in (*param.opts, *param.secondary_opts)]
         return f"there is no flag {name}{did_you_mean(name, flags)}"
@@ -75,19 +74,18 @@ def _usage_text(error: Any, context: Any) -> str:
 
 
 class _Page:
-    """The text of a help page. Lines break at spaces only, never inside a name."""
+    """The text of a help page. Lines break at spaces only."""
 
     def __init__(self, usage: str) -> None:
         self._width = min(shutil.get_terminal_size().columns, WIDEST)
         self.text = f"Usage: {usage}\n"
 
     def paragraphs(self, text: str) -> None:
-        """Write a docstring."""
         for paragraph in inspect.cleandoc(text).split("\n\n"):
             self.text += f"\n{self._wrap(' '.join(paragraph.split()), indent=2)}\n"
 
     def section(self, heading: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Write names and what they mean; a long name has a line of its own."""
+        """Write names and meanings; a long name gets its own line."""
         column = min(max(len(name) for name, _ in rows) + 4, self._width * 2 // 5)
         self.text += f"\n{heading}:\n"
         for name, meaning in rows:
@@ -104,15 +102,15 @@ class _Page:
 
 
 class HelpfulCommand(typer.core.TyperCommand):
-    """A command whose help names its flags in groups."""
+    """A command whose help groups its flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the line. Ends with a message and status 2 for a wrong one."""
+        """Parse the line. Exits with status 2 if it is wrong."""
         with usage_errors(ctx):
             return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write usage, arguments and flags by group; those of settings only if all are asked for."""
+        """Write usage, arguments and flags by group. `--help` omits uncommon settings."""
         visible: Iterable[Any] = self.get_params(ctx)
         params = [param for param in visible if not getattr(param, "hidden", False)]
         page = _Page(" ".join((ctx.command_path, "[OPTIONS]", *_arguments(params))))
@@ -134,7 +132,7 @@ class HelpfulCommand(typer.core.TyperCommand):
 
 
 def _arguments(params: Iterable[Any]) -> Iterator[str]:
-    """Each argument as usage names it, in brackets if it may be left out."""
+    """Arguments as usage shows them; optional ones are in brackets."""
     for param in params:
         if param.param_type_name == "argument":
             name = param.metavar or param.name.upper()
@@ -150,15 +148,15 @@ def _flag_text(param: Any) -> str:
 
 
 class HelpfulGroup(typer.core.TyperGroup):
-    """A group of commands whose help gives each a whole sentence."""
+    """A group of commands whose help shows whole sentences."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words before a command. Ends with a message and status 2 for wrong ones."""
+        """Parse the words before a command. Exits with status 2 if they are wrong."""
         with usage_errors(ctx):
             return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command. Ends with a message and status 2 if there is none of that name."""
+        """Find the command. Exits with status 2 if it is unknown."""
         if ctx.parent is None and args[0] not in self.commands and args[0] in OTHER_VERBS:
             report(f"there is no command {args[0]}: {OTHER_VERBS[args[0]]}")
             raise typer.Exit(WRONG_USE)
@@ -184,7 +182,6 @@ class HelpfulGroup(typer.core.TyperGroup):
 
 
 def group(**settings: Any) -> typer.Typer:
-    """A group of commands with plain help."""
     return typer.Typer(
         cls=HelpfulGroup,
         no_args_is_help=True,

@@ -1,4 +1,4 @@
-"""``vlmserve keys``: who may use a server."""
+"""``vlmserve keys``: API keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from vlmserve.cli.help import HelpfulCommand, group
 from vlmserve.cli.options import command
 
-keys = group(help="Add, list and remove API keys.")
+keys = group(help="Add, list and remove API keys.\n\nExample: vlmserve keys add alice")
 
 KeysFile = Annotated[
     Path,
@@ -18,11 +18,11 @@ KeysFile = Annotated[
         "--api-keys-file",
         metavar="FILE",
         envvar="VLMSERVE_API_KEYS_FILE",
-        help="File with the hashes of the keys; start the server with the same file.",
+        help="Hashed keys; give the server the same file.",
     ),
 ]
 Name = Annotated[str, typer.Argument(help="Name of the key's owner, for logs and limits.")]
-Limit = Annotated[int | None, typer.Option(min=1, metavar="INT", help="Rate limit; default: no limit.")]
+Limit = Annotated[int | None, typer.Option(min=1, metavar="INT", help="Requests per minute (default: no limit).")]
 
 DEFAULT_FILE = Path("api-keys.jsonl")
 
@@ -33,27 +33,28 @@ def add(
     name: Name,
     api_keys_file: KeysFile = DEFAULT_FILE,
     max_concurrency: Annotated[
-        int | None, typer.Option(min=1, metavar="INT", help="Largest number of concurrent requests; default: no limit.")
+        int | None, typer.Option(min=1, metavar="INT", help="Concurrent requests (default: no limit).")
     ] = None,
     requests_per_minute: Limit = None,
     tokens_per_minute: Annotated[
         int | None,
-        typer.Option(min=1, metavar="INT", help="Rate limit, of prompts and answers together; default: no limit."),
+        typer.Option(min=1, metavar="INT", help="Prompt and answer tokens/min (default: no limit)."),
     ] = None,
-    cache_salt: Annotated[
-        str | None, typer.Option(help="Keys with the same salt share cached prompts; default: keys share nothing.")
-    ] = None,
-    admin: Annotated[bool, typer.Option("--admin", help="The key may load and unload adapters.")] = False,
+    cache_salt: Annotated[str | None, typer.Option(help="Keys of equal salt share caches (default: none).")] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="Allow loading and unloading adapters.")] = False,
     storage_url: Annotated[
         str | None,
-        typer.Option(metavar="URL", envvar="VLMSERVE_STORAGE_URL", help="The server's database."),
+        typer.Option(metavar="URL", envvar="VLMSERVE_STORAGE_URL", help="Server's database."),
     ] = None,
     storage_path: Annotated[
         str | None,
-        typer.Option(metavar="FILE", envvar="VLMSERVE_STORAGE_PATH", help="The server's SQLite file."),
+        typer.Option(metavar="FILE", envvar="VLMSERVE_STORAGE_PATH", help="Server's SQLite file."),
     ] = None,
 ) -> None:
-    """Add a key and print it; only its hash is stored."""
+    """Add a key and print it; only its hash is stored.
+
+    Example: vlmserve keys add alice
+    """
     from vlmserve.server.keys import add_key
 
     key = add_key(
@@ -71,7 +72,7 @@ def add(
 
 
 def _warn_of_history(name: str, storage_url: str | None, storage_path: str | None) -> None:
-    """Say so if a removed key of this name has left something behind: a history belongs to the name."""
+    """Warn if a removed key of this name left a history: histories belong to names."""
     from vlmserve.cli.messages import note
     from vlmserve.errors import ConfigurationError, StorageError
     from vlmserve.server.accounts import owner_of_key
@@ -94,7 +95,10 @@ def _warn_of_history(name: str, storage_url: str | None, storage_path: str | Non
 @keys.command("list", cls=HelpfulCommand)
 @command()
 def list_all(api_keys_file: KeysFile = DEFAULT_FILE) -> None:
-    """Show the names and limits of all keys."""
+    """List the names and limits of all keys.
+
+    Example: vlmserve keys list
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -112,7 +116,10 @@ def list_all(api_keys_file: KeysFile = DEFAULT_FILE) -> None:
 @keys.command("remove", cls=HelpfulCommand)
 @command()
 def remove(name: Name, api_keys_file: KeysFile = DEFAULT_FILE) -> None:
-    """Remove a key; a running server applies it within a second."""
+    """Remove a key; a running server applies it within a second.
+
+    Example: vlmserve keys remove alice
+    """
     from vlmserve.server.keys import remove_key
 
     remove_key(api_keys_file, name)

@@ -1,4 +1,4 @@
-"""A load test on a terminal: progress while it runs, then the report."""
+"""Runs a load test on a terminal: progress, then the report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def run_loadtest(config: TestConfig, paths: list[Path], *, detailed: bool) -> bool:
-    """Test, show the report and write it. Returns whether any request succeeded."""
+    """Test, print the report and write it. Return whether any request succeeded."""
     check_paths(paths)
     with _bar() as bar, _fast_loop() as runner:
         report = runner.run(perform(config, bar, detailed=detailed))
@@ -38,7 +38,6 @@ def run_loadtest(config: TestConfig, paths: list[Path], *, detailed: bool) -> bo
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the report."""
     console.print(Text(f"{report.model} at {report.url}", style="bold"))
     console.print("   ".join(f"{name} [bold]{value}[/]" for name, value in headline(report)), highlight=False)
     for table in tables(report):
@@ -53,7 +52,7 @@ def show(report: Report, console: Console) -> None:
 
 
 class _Bar:
-    """The progress bar. It is drawn only when the test says how far it is, not by a thread of its own."""
+    """A progress bar, drawn when the test reports progress instead of by a thread."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

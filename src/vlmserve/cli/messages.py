@@ -1,4 +1,4 @@
-"""What commands tell the person at the terminal beside their results, and with what status they end."""
+"""Messages to the person at the terminal, and exit statuss."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ WRONG_USE = 2
 
 
 def exit_status(error: VLMServeError) -> int:
-    """The status that a command ends with after an error: `WRONG_USE` if its line is wrong on any machine."""
+    """The exit status after an error: `WRONG_USE` if the command line is wrong on any machine."""
     is_wrong = isinstance(error, ConfigurationError) and not isinstance(error, CapacityError)
     return WRONG_USE if is_wrong else FAILED
 
 
 def report(message: str) -> None:
-    """One red line on the error stream; of a server whose log is JSON, one more line of that."""
+    """Print a red line to stderr, or a JSON line if the server logs JSON."""
     if log_format_in_use() == "json":
         logging.getLogger("vlmserve").critical(message)
         return
@@ -26,7 +26,7 @@ def report(message: str) -> None:
 
 
 def note(message: str) -> None:
-    """One yellow line on the error stream, of something that a person should know."""
+    """Print a yellow line to stderr."""
     _line(f"Note: {message}", "yellow")
 
 

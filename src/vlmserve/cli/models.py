@@ -1,4 +1,4 @@
-"""`vlmserve models`: what it shows on a terminal."""
+"""`vlmserve models` on a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from vlmserve.settings.config import BUILT_IN_MODEL
 
 
 def show_models(*, as_markdown: bool, families: bool) -> None:
-    """Print the short names, or the families."""
     if as_markdown:
         print(catalogue.markdown(), end="")
         return
@@ -60,5 +59,5 @@ def _free_memory() -> int:
 
 
 def _say(text: str) -> None:
-    """A sentence for a person, apart from what a program reads."""
+    """Print a sentence to stderr, apart from what programs read."""
     Console(stderr=True, highlight=False).print(text, style="dim")

@@ -1,8 +1,7 @@
-"""Command line flags made from the settings, so that each is described in one place.
+"""Makes command line flags from settings, so that each is described once.
 
-A command takes whole settings (``engine: EngineConfig``); `command` shows a flag for every field instead, reads and
-checks them, together with what the environment and a file say of the same fields, and turns the errors that vlmserve
-raises on purpose into one red line and an exit code.
+A command's parameter with a whole settings class (``engine: EngineConfig``) becomes a flag for each field. `command`
+reads and checks flags, environment and file together, and turns vlmserve's errors into one red line and an exit status.
 """
 
 from __future__ import annotations
@@ -30,22 +29,21 @@ SHORT = {"model": ("-m",)}
 
 
 class Workers(dict[str, dict[str, Any]]):
-    """Of each worker that the settings' file describes, its settings by the names of the command's parameters; empty if
-    ``--worker`` names one of them."""
+    """Settings of each worker in the config file, by the command's parameter names; empty if ``--worker`` names one."""
 
 
 def command(
     fields: Collection[str] | None = None,
     common: Collection[str] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a typer command: expand parameters that are settings into flags, add ``--debug``, report errors.
+    """Decorate a typer command: expand settings into flags, add ``--debug``, report errors.
 
-    Settings that are no server's, and so in no section, have flags alone.
+    Settings without a section of the config file come from flags only.
 
-    fields: the only ones that get a flag, and that the environment and a file are asked for; default: all. A field with
-    the name of another parameter of the command gets no flag but that parameter's value. A parameter of the type
-    `Origins` gets where the settings come from, one of the type `Workers` those of every worker. common: the fields
-    whose flags ``--help`` shows, in this order; the others need ``--help-all``. Default: it shows all.
+    fields: restrict flags, environment and file to these fields (default: all). A field named like another parameter of
+    the command gets that parameter's value instead of a flag. A parameter of type `Origins` gets the settings' sources,
+    one of type `Workers` those of every worker. common: fields that ``--help`` shows, in this order (default: all);
+    ``--help-all`` shows the others.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -94,7 +92,7 @@ def command(
                 report(str(error))
                 raise typer.Exit(exit_status(error)) from None
             except OSError as error:
-                if debug or error.filename is None:  # it is about no file that somebody named
+                if debug or error.filename is None:  # it is about a file that nobody named
                     raise
                 report(f"{error.filename}: {error.strerror}")
                 raise typer.Exit(FAILED) from None
@@ -110,8 +108,7 @@ def command(
 
 
 def schemes(names: list[str] | None) -> tuple[str, ...]:
-    """The ways of quantizing that were named, or all that round no inputs. Raises ConfigurationError for one that does
-    not exist."""
+    """The named schemes, or all that keep inputs unrounded. Raises ConfigurationError for an unknown scheme."""
     known = get_args(Quantize)
     for name in names or ():
         if name not in known:
@@ -120,7 +117,7 @@ def schemes(names: list[str] | None) -> tuple[str, ...]:
 
 
 def panel(kind: type[Settings]) -> str:
-    """The heading above the flags of a section."""
+    """The heading above a section's flags."""
     meaning = (kind.__doc__ or "").partition("\n")[0].rstrip(".")
     return f"{SECTION_OF[kind].capitalize()}: {meaning[:1].lower()}{meaning[1:]}" if kind in SECTION_OF else meaning
 
@@ -137,10 +134,10 @@ def _read(
     written: Mapping[str, str],
     found: Mapping[str, Found],
 ) -> tuple[dict[str, Settings], Origins]:
-    """A command's settings by its parameters' names, and where they come from.
+    """Return settings by the command's parameter name, and their sources.
 
-    typed: values on the command line. known: the fields that the command has. written: how they were typed if it was
-    not as our flag. found: values from elsewhere.
+    typed: values on the command line. known: the command's fields. written: flags typed in another spelling. found:
+    values from elsewhere.
     """
     origins, settings = Origins(), {}
     for parameter, kind in kinds.items():
@@ -157,7 +154,6 @@ def _read(
 
 
 def _parameter(kind: type[Settings], name: str, field: FieldInfo, *, is_common: bool) -> inspect.Parameter:
-    """An optional flag."""
     option = typer.Option(
         *SHORT.get(name, ()),
         f"{flag(name)}/{flag('no_' + name)}" if field.annotation is bool else flag(name),
@@ -172,18 +168,18 @@ def _parameter(kind: type[Settings], name: str, field: FieldInfo, *, is_common: 
 
 
 def _typed(field: FieldInfo) -> Any:
-    """The type that the command line is parsed as: the settings read all other types from text."""
+    """The type that the command line parses; the settings parse other types from text."""
     return bool if is_switch(field) else list[str] if is_list(field) else str
 
 
 def _choices(field: FieldInfo) -> list[str]:
-    """The only values that a setting may have; empty: there is no list of them."""
+    """The allowed values of a `Literal` setting."""
     kind = plain_type(field)
     return [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else []
 
 
 def _completion(choices: Collection[str]) -> Callable[[str], list[str]] | None:
-    """Completes a partly typed value in a shell."""
+    """Completes a value in a shell."""
     if not choices:
         return None
 
@@ -199,7 +195,7 @@ def _help(field: FieldInfo) -> str:
 
 
 def _metavar(field: FieldInfo) -> str | None:
-    """What help shows in place of a value."""
+    """The placeholder of a value in help."""
     if is_size(field) or is_json(field):
         return "SIZE" if is_size(field) else "JSON"
     if choices := _choices(field):
@@ -209,7 +205,7 @@ def _metavar(field: FieldInfo) -> str | None:
 
 
 def _default(field: FieldInfo) -> Any:
-    """What the help shows; a value that was not typed never gets into the settings."""
+    """The default that help shows; it never reaches the settings."""
     if is_list(field) or is_secret(field) or is_json(field):
         return None
     if field.default is None or is_switch(field):

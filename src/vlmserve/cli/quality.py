@@ -1,4 +1,4 @@
-"""Quality of quantized models on a terminal."""
+"""Quality of quantized models, on a terminal."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.tools.bench import bench
 
 PROMPT = 1000
-"""Tokens of the prompt whose speed is measured."""
+"""Prompt tokens of the speed measurement."""
 STEPS = 64
-"""Tokens of an answer that are timed."""
+"""Answer tokens of the speed measurement."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A model of the table.
-
-    megabytes: of its tensors in files. core, further: of pixie's tasks, 0 to 1; None: not asked. right: of the
-    questions of a file, 0 to 1; None: there was none. prompt_rate, answer_rate: tokens a second of a prompt of `PROMPT`
-    tokens and of one answer; None: not measured.
-    """
+    """One model in the table."""
 
     model: str
     megabytes: float
+    """Of its tensors in files."""
     quality: Quality | None
     core: float | None
+    """Accuracy in pixie's core tasks, 0 to 1."""
     further: float | None
+    """Accuracy in pixie's extra tasks, 0 to 1."""
     right: float | None
+    """Accuracy on the questions of a file, 0 to 1."""
     prompt_rate: float | None
+    """Tokens/s of a prompt of `PROMPT` tokens."""
     answer_rate: float | None
+    """Tokens/s of one answer."""
 
 
 def run_quality(
@@ -64,7 +65,7 @@ def run_quality(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Compare models with one, and print a table or JSON. turns: how often speeds are measured."""
+    """Compare models with `against`; print a table or JSON. turns: speed measurements per model."""
     asked = [] if questions is None else read_questions(questions)
     folder = resolve_model(against, config.revision)
     rows = []
@@ -97,8 +98,9 @@ def run_quality(
 def _speeds(
     config: EngineConfig, names: Sequence[str], turns: int, progress: Progress
 ) -> list[tuple[float, float] | tuple[None, None]]:
-    """Of each model, medians over all turns: tokens a second of a prompt and of one answer. Each is measured once in a
-    turn, so that what else the machine does meets all of them."""
+    """Median prompt and answer tokens/s of each model. Measurements are interleaved, so that other load affects all
+    models.
+    """
     if not turns:
         return [(None, None)] * len(names)
     bar = progress.add_task("Speed", total=turns * len(names))

@@ -1,4 +1,4 @@
-"""Quantizing a checkpoint on a terminal."""
+"""Quantizes a checkpoint, on a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTES_SHOWN = 8
 
 
 def run_quantize(engine: EngineConfig, how: QuantizationConfig, out: Path) -> None:
-    """Write the quantized checkpoint, with a progress bar, and say what it saves and what went wrong."""
+    """Write the quantized checkpoint with a progress bar; report savings and problems."""
     folder = resolve_model(engine.model, engine.revision, engine.mmproj)
     set_threads(engine.num_threads)
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The page that lists all settings, docs/settings.md: ``vlmserve config --reference > docs/settings.md``."""
+"""Writes docs/settings.md: ``vlmserve config --reference > docs/settings.md``."""
 
 from __future__ import annotations
 
@@ -102,7 +102,6 @@ LLAMA = """\
 
 
 def reference_page() -> str:
-    """The whole page, in Markdown."""
     parts = [INTRODUCTION]
     for section, kind in SECTIONS.items():
         meaning = (kind.__doc__ or "").partition("\n")[0]
@@ -139,7 +138,7 @@ def _vllm() -> Iterable[str]:
 def _flags(
     program: str, entries: Collection[tuple[str, vllm.Entry]], values: Iterable[tuple[str, str, str]] = ()
 ) -> Iterable[str]:
-    """Tables of another program's flags. values: rows about values that it writes otherwise."""
+    """Tables of another program's flags. values: rows about values with other spellings."""
     renamed = [
         (f"`{name}`", ", ".join(f"`{flag(target)}`" for target in entry.fields), entry.note)
         for name, entry in entries
@@ -158,7 +157,7 @@ def _flags(
 
 
 def _together(entries: Iterable[tuple[str, EntryT]]) -> Iterable[tuple[str, EntryT]]:
-    """Neighbours with one entry as one row."""
+    """Merge neighbours that share an entry into one row."""
     for _, group in groupby(entries, key=lambda pair: id(pair[1])):
         rows = list(group)
         yield ", ".join(f"`{name}`" for name, _ in rows), rows[0][1]

@@ -1,10 +1,10 @@
-"""Where settings come from beside flags: environment variables over one file in TOML.
+"""Settings from environment variables and one TOML file. Variables override the file.
 
-Nothing is read that nobody named: there is no file that counts because of the folder in which a command runs. Every
-variable and every key must be known, since a setting that is misspelled would otherwise silently not count.
+vlmserve reads a file only if a flag or variable names it. Unknown variables and keys are errors, so that misspelled
+settings are never ignored.
 
-A file may describe several servers of one machine, which are called workers: what all of them have stands in the
-sections of the settings, what one of them has beside or instead of it in a section of its own, ``[worker.NAME]``.
+A file may describe several servers of one machine, called workers. Sections of settings apply to all workers,
+``[worker.NAME]`` to one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OTHER_VARIABLES: Mapping[str, str] = {
     WORKER: "Worker section to apply, like `--worker`.",
     "VLMSERVE_SANITIZE": "Builds the native kernels with AddressSanitizer and UBSan.",
 }
-"""Variables that are no settings, by what they are for."""
+"""Variables that are not settings, by purpose."""
 
 MAX_FILE_BYTES = 2**20
 _WORKERS = "worker"
@@ -40,29 +40,26 @@ _KUBERNETES_URL = re.compile(r"(tcp|udp|sctp)://")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from. name: as a person wrote it, like ``--port``, ``VLMSERVE_PORT`` or a file's key."""
+    """The source of a value. name: as typed, like ``--port``, ``VLMSERVE_PORT`` or a file's key."""
 
     kind: Literal["default", "flag", "environment", "file"]
     name: str
 
 
 class Origins(dict[str, Origin]):
-    """Where the settings come from that are not their defaults, by their fields' names."""
+    """Sources of the settings that differ from their defaults, by field name."""
 
 
 class Found(NamedTuple):
-    """A value and where it was found."""
-
     value: Any
     origin: Origin
 
 
 def read_sources(path: Path | None, worker: str | None, environ: Mapping[str, str]) -> dict[str, Found]:
-    """Settings from the environment and from the file at `path`, or that `CONFIG` names, by their fields' names.
+    """Read the environment and the file at `path` or named by `CONFIG`; return settings by field name.
 
-    worker: whose section of the file is applied; None: the one that `WORKER` names, if any.
-    Raises ConfigurationError for a file that cannot be read, for variables and keys that are no settings, and for a
-    worker that the file does not describe.
+    worker: whose section to apply; None: the worker that `WORKER` names, if any.
+    Raises ConfigurationError for an unreadable file, unknown variables or keys, and an unknown worker.
     """
     path, named = _file(path, environ)
     called = "--worker"
@@ -79,23 +76,20 @@ def read_sources(path: Path | None, worker: str | None, environ: Mapping[str, st
 
 
 def described_workers(path: Path | None, environ: Mapping[str, str]) -> list[str]:
-    """The names of the workers that the file describes, in its order; none without a file.
-
-    Raises ConfigurationError as `read_sources` does.
-    """
+    """Names of the workers in the file, in its order. Raises ConfigurationError as `read_sources` does."""
     path, named = _file(path, environ)
     return [] if path is None else list(_from_file(path, named)[1])
 
 
 def _file(path: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:
-    """The file with settings if there is one, and what names it."""
+    """The config file, if any, and what names it."""
     if path is None and environ.get(CONFIG):
         return expanded(environ[CONFIG]), CONFIG
     return path, "--config"
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Found]:
-    """Every variable with our prefix. An empty one is not set: compose files pass on as empty what is not there."""
+    """All variables with our prefix. Empty ones count as unset: compose files pass missing variables as empty."""
     settings = {variable(name): name for name in _names()}
     found, problems = {}, []
     for key, text in environ.items():
@@ -112,21 +106,21 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Found]:
 
 
 def _is_kubernetes(key: str, text: str) -> bool:
-    """Whether Kubernetes made a variable because a Service is called vlmserve: its ``VLMSERVE_PORT`` is a URL."""
+    """Whether Kubernetes made this variable for a Service called vlmserve: its ``VLMSERVE_PORT`` is a URL."""
     rest = key.removeprefix(PREFIX)
     is_url = rest.endswith("PORT") and _KUBERNETES_URL.match(text) is not None
     return is_url or _KUBERNETES.fullmatch(rest) is not None
 
 
 def _from_file(path: Path, named: str) -> tuple[dict[str, Found], dict[str, dict[str, Found]]]:
-    """What all servers have, and what each worker has by itself."""
+    """Settings of all servers, and of each worker."""
     shared: dict[str, Found] = {}
     workers: dict[str, dict[str, Found]] = {}
     problems: list[str] = []
 
     def read(section: str, table: Mapping[str, Any], known: Collection[str]) -> Iterator[tuple[str, Found]]:
         for key, value in table.items():
-            # A section below a worker's; the setting that is called engine as well is no table.
+            # A section below a worker's. Only tables: a setting is also called "engine".
             is_nested = section not in SECTIONS and key in SECTIONS and isinstance(value, dict)
             place = f"{path} [{section}] {key}"
             if key in known and not is_nested:
@@ -153,7 +147,7 @@ def _from_file(path: Path, named: str) -> tuple[dict[str, Found], dict[str, dict
 
 
 def _of_worker(name: str, workers: Mapping[str, dict[str, Found]], place: str) -> dict[str, Found]:
-    """The settings of one worker. Raises ConfigurationError, which begins with `place`, if there is none."""
+    """The settings of one worker. Raises ConfigurationError, starting with `place`, for an unknown worker."""
     if name in workers:
         return workers[name]
     if not workers:
@@ -164,7 +158,7 @@ def _of_worker(name: str, workers: Mapping[str, dict[str, Found]], place: str) -
 
 
 def _header(section: str, worker: str = "NAME") -> str:
-    """What stands in brackets above a section's settings."""
+    """The TOML header of a section."""
     if section != _WORKERS:
         return section
     return f"{section}.{worker if _BARE_KEY.fullmatch(worker) else toml(worker)}"

@@ -1,7 +1,7 @@
-"""Command lines as users of vLLM and llama.cpp write them, turned into our own flags before they are read.
+"""Translates flags of vLLM and llama.cpp into vlmserve's before they are parsed.
 
-Besides other names of flags, they may write ``--max_model_len`` for ``--max-model-len``, several words after a flag
-with several values (``--served-model-name a b``), and single keys of JSON (``--mm-processor-kwargs.max_pixels 900``).
+Also accepts ``--max_model_len`` for ``--max-model-len``, several words after a list flag (``--served-model-name a b``),
+and single keys of JSON (``--mm-processor-kwargs.max_pixels 900``).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from vlmserve.settings.llama_flags import LLAMA_FLAGS, MODEL_FLAGS
 from vlmserve.settings.vllm_flags import FLAGS, VALUES, Entry, Missing, Renamed, Unused
 
 WRITTEN = "vlmserve.written"
-"""Where a command's context keeps which flags were typed, by the field's name."""
+"""Key of a command's context: the flags typed, by field name."""
 
 
 @dataclass
 class CommandLine:
-    """Our own spelling of a command line.
+    """A translated command line.
 
-    written: by field, the flag that was typed, in our spelling or another. notes: sentences that a person should read.
+    written: by field, the flag as typed. notes: messages for the person.
     """
 
     words: list[str] = field(default_factory=list)
@@ -41,8 +41,8 @@ class CommandLine:
 class Spelling:
     """Reads one command's lines.
 
-    switches, values, lists: its flags without a value, with one, and with one that may be repeated. num_arguments:
-    words that it takes beside flags; None: any number. takes_model: whether one of these is the model.
+    switches, values, lists: its flags without a value, with one, and repeatable ones. num_arguments: words besides
+    flags; None: any number. takes_model: one of these is the model.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Spelling:
         self._takes_model = takes_model
 
     def read(self, words: Sequence[str]) -> CommandLine:
-        """Translate a line into our flags; keep unknown words. Raises ConfigurationError."""
+        """Translate a line; keep unknown words. Raises ConfigurationError."""
         line = CommandLine()
         keys: dict[str, dict[str, Any]] = {}
         rest = list(words)
@@ -104,7 +104,7 @@ class Spelling:
         return name in self._switches or name in self._values or name in self._lists
 
     def _positive(self, name: str) -> str:
-        """The flag that one of our flags is the opposite of, or else itself."""
+        """Remove ``no-`` if the rest is a flag of ours."""
         positive = "--" + name.removeprefix("--no-")
         return positive if name.startswith("--no-") and positive in self._switches else name
 
@@ -113,11 +113,11 @@ class Spelling:
         return base in self._values or (isinstance(entry, Renamed) and self._applies(entry))
 
     def _applies(self, entry: Entry) -> bool:
-        """Whether the command has what the flag is for; flags that mean nothing here mean nothing anywhere."""
+        """Whether the command has the settings that the other program's flag stands for."""
         return not isinstance(entry, Renamed) or all(self._is_own(flag(name)) for name in entry.fields)
 
     def _take(self, name: str, rest: list[str], num_arguments: int) -> list[str]:
-        """The words that belong to one of our flags: several if all others that the command takes have come already."""
+        """The words of one flag. A list flag takes several once the command's other arguments have come."""
         if name in self._switches or not rest:
             return []
         taken = [rest.pop(0)]
@@ -135,7 +135,7 @@ class Spelling:
             line.words += [f"{name}={value}"] if name.startswith("--") else [name, value]
 
     def _prepend(self, line: CommandLine, base: str, value: str) -> None:
-        """At the front, since what is left may end in words that are no flags."""
+        """At the front, because the rest may end in words that are not flags."""
         rest = line.words
         line.words = []
         if base in self._values:
@@ -166,7 +166,6 @@ class Spelling:
 
 
 def _entry(name: str) -> Entry | None:
-    """Look up a flag of another server; None if it is unknown."""
     return FLAGS.get(name) or LLAMA_FLAGS.get(name)
 
 
@@ -181,7 +180,7 @@ def _next(name: str, rest: list[str]) -> str:
 
 
 def _put(entries: dict[str, Any], name: str, path: Sequence[str], text: str) -> None:
-    """Set a key of JSON by its path; the value is JSON if it can be."""
+    """Set a key of JSON by its path. Parse the value as JSON if possible."""
     for key in path[:-1]:
         entries = entries.setdefault(key, {})
         if not isinstance(entries, dict):
@@ -193,11 +192,11 @@ def _put(entries: dict[str, Any], name: str, path: Sequence[str], text: str) -> 
 
 
 class SettingsCommand(HelpfulCommand):
-    """A command whose flags may be spelled in other ways."""
+    """A command that accepts other programs' flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the line. Ends with a message and status 2 for another server's flag without a counterpart."""
-        if ctx.resilient_parsing:  # a shell asks how a half typed line may go on
+        """Parse the line. Exits with status 2 for another program's flag without a counterpart."""
+        if ctx.resilient_parsing:  # a shell asks for completions
             return super().parse_args(ctx, args)
         try:
             line = self._spelling().read(args)

@@ -1,4 +1,4 @@
-"""Tables of names that people copy: whole names, and lines that other programs can read."""
+"""Prints tables with whole names, and tab-separated lines for other programs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rich.table import Table
 
 
 def show_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> None:
-    """Print a table on a terminal, and lines with tabs elsewhere. Nothing is cut off or broken.
+    """Print a table on a terminal, and tab-separated lines elsewhere. Cut or wrap nothing.
 
-    right: headings of columns that are aligned to the right.
+    right: headings of right-aligned columns.
     """
     if not sys.stdout.isatty():
         for row in (headings, *rows):

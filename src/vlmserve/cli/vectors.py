@@ -1,4 +1,4 @@
-"""`vlmserve embed`: what it shows on a terminal."""
+"""`vlmserve embed` on a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(
     dimensions: int | None,
     overwrite: bool,
 ) -> bool:
-    """Embed all rows of `source`; False if some have no vector. Raises ConfigurationError, VLMServeError."""
+    """Embed all rows of `source`; False if any failed. Raises ConfigurationError, VLMServeError."""
     if output.exists() and not overwrite:
         raise ConfigurationError(f"{output} exists; --overwrite replaces it")
     rows, question = read_rows(source), Question(prompt, system)

@@ -1,4 +1,4 @@
-"""A checkpoint beside transformers, on a terminal."""
+"""Compares a checkpoint with Transformers, on a terminal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VERDICTS: Final = {
 
 
 def run_verify(config: EngineConfig, images: Path | None, num_tokens: int) -> bool:
-    """Compare, show what came of it, and return whether both sides agree.
+    """Compare, print the differences, and return whether both sides agree.
 
     Raises ConfigurationError for a folder without images or a model that takes none.
     """
@@ -97,7 +97,7 @@ def _first_difference(name: str, comparison: Comparison, tokenizer: Tokenizer) -
 
 
 def _conversations(folder: Path | None, *, takes_images: bool) -> dict[str, Conversation]:
-    """Questions about images, some with two of them; texts alone."""
+    """Questions about one or two images each, and texts."""
     conversations: dict[str, Conversation] = {text[:24]: [{"role": "user", "content": text}] for text in TEXTS}
     if not takes_images:
         return conversations

@@ -1,4 +1,4 @@
-"""Which device a model runs on. A new kind of device is a module and a row in `KINDS`."""
+"""Chooses a model's device. A new kind of device is a module and a row in `KINDS`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from vlmserve.kernels.choice import check_kernels, multiplies_bfloat16
 
 
 class Open(Protocol):
-    """Opens a device for a model. See `open_device`."""
-
     def __call__(
         self, torch_device: torch.device, kernels: str, stated: torch.dtype, *, automatic: bool
     ) -> tuple[Device, torch.dtype]: ...
@@ -39,17 +37,16 @@ KINDS: dict[str, Open] = {
     "cuda": open_cuda,
     "mps": _of_any_type(MpsDevice),
 }
-"""By torch's names of the types of devices."""
+"""By the type of torch device."""
 
 
 def open_device(
     torch_device: torch.device, kernels: str, stated: torch.dtype, *, automatic: bool
 ) -> tuple[Device, torch.dtype]:
-    """The device and the type that a model runs in.
+    """Open a device; return it and the type that the model runs in.
 
-    kernels: see `choose_kernels`. stated: the type that is asked for, or that the checkpoint has; automatic: the
-    latter, so that the device may take another one that it computes better. Raises ConfigurationError for kernels that
-    this machine does not have, and for kinds of devices that are not implemented.
+    stated: the type in the settings or, if `automatic`, the checkpoint's, which the device may replace by a faster one.
+    Raises ConfigurationError for kernels that this machine lacks, and for unsupported devices.
     """
     if torch_device.type not in KINDS:
         raise ConfigurationError(f"--device {torch_device}: implemented are {', '.join(KINDS)}")
@@ -57,9 +54,9 @@ def open_device(
 
 
 def type_for_torch(torch_device: torch.device, stated: torch.dtype) -> torch.dtype:
-    """The type of a model whose layers are torch's own, for which no `Device` chooses products.
+    """The type of a model on the Transformers backend.
 
-    A CPU without instructions for 16-bit types computes them up to a hundred times slower than float32.
+    A CPU without 16-bit instructions computes 16-bit types up to a hundred times slower than float32.
     """
     fast = torch_device.type != "cpu" or stated not in (torch.bfloat16, torch.float16) or multiplies_bfloat16()
     return stated if fast else torch.float32
@@ -73,7 +70,7 @@ def free_device_memory(device: torch.device) -> int | None:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name; "auto" prefers a GPU. Raises ConfigurationError if the machine lacks it."""
+    """Find a device; "auto" prefers a GPU. Raises ConfigurationError if the machine lacks it."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     device = torch.device(name)

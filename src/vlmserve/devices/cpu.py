@@ -1,4 +1,4 @@
-"""CPUs: by the native kernels for an instruction set, or by torch's operations."""
+"""CPUs, with the native kernels for an instruction set or with torch's operations."""
 
 from __future__ import annotations
 
@@ -60,17 +60,16 @@ from vlmserve.memory import free_memory
 logger = logging.getLogger(__name__)
 
 CACHE_SHARE = 0.5
-"""Share of the memory that is free after loading; the rest is for activations and other processes."""
+"""Fraction of the memory that is free after loading; the rest is for activations and other processes."""
 
 
 def open_cpu(
     torch_device: torch.device, kernels: str, stated: torch.dtype, *, automatic: bool
 ) -> tuple[CpuDevice, torch.dtype]:
-    """A CPU and the type that a model runs in. See `open_device`.
+    """Open a CPU; see `open_device`.
 
-    A CPU never runs float16. The native kernels read bfloat16 weights and compute in float32 where the processor has no
-    bfloat16 products, which costs prompts little and makes answers faster. torch's products of bfloat16 take several
-    times as long there.
+    A CPU never runs float16. Without bfloat16 instructions, the native kernels read bfloat16 weights and compute in
+    float32: about as fast for prompts, faster for decodes. torch's bfloat16 matmuls take several times longer there.
     """
     if stated == torch.float32:
         return _with_kernels(torch_device, choose_kernels(kernels, stated)), stated
@@ -89,7 +88,7 @@ def _with_kernels(torch_device: torch.device, isa: str | None) -> CpuDevice:
 
 
 class CpuDevice(TorchDevice):
-    """A CPU by torch's operations."""
+    """A CPU with torch's operations."""
 
     overcommits = True
     images_per_step = 4
@@ -98,7 +97,7 @@ class CpuDevice(TorchDevice):
     bucket_cost = BUCKET_COST
 
     def work_clock(self) -> Clock:
-        """See `Device.work_clock`. Processor time of this process, divided among its threads."""
+        """CPU time of this process, divided by its threads."""
         threads = torch.get_num_threads()
         return HostClock(lambda: time.process_time() / threads)
 
@@ -108,12 +107,13 @@ class CpuDevice(TorchDevice):
         return torch_linear(weight, bias, epilogue, dtype)
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
-        """Leave plain tables unpacked: oneDNN cannot return single rows of a packed one."""
+        """Keep unquantized tables unpacked: oneDNN cannot return single rows of a packed table."""
         return torch_linear(weight, None, Epilogue(float_output=True), dtype)
 
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
-        """See `Device.cache_budget`. A share of what is free, whatever `fraction` says; pages that are never written
-        take no memory, so nothing is reserved."""
+        """A fraction of free memory, whatever `fraction` says. Unwritten pages take no memory, so nothing is
+        reserved.
+        """
         return self.expected_cache(fraction, self.mapped_bytes)
 
     def expected_cache(self, fraction: float, weights: int) -> int:
@@ -121,14 +121,14 @@ class CpuDevice(TorchDevice):
 
 
 def can_reorder(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN takes rearranged weights here: on a CPU, in a torch that has it, in a type that it computes."""
+    """Whether oneDNN packs weights of this type on this device."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16())
 
 
 class NativeCpuDevice(CpuDevice):
-    """A CPU by the native kernels, where these can do what a layer does. kernels: their instruction set."""
+    """A CPU with the native kernels, and torch for what they do not support. kernels: their instruction set."""
 
     keeps_packed = True
     chooses_experts = True
@@ -140,14 +140,13 @@ class NativeCpuDevice(CpuDevice):
 
     @property
     def draw(self) -> Draw:
-        """See `Device.draw`. Sorts nothing."""
         return cpu_sampling.draw
 
     def multiplies(self, weight: QuantizedWeight) -> bool:
         return weight.is_supported or weight.is_in_byte_groups or weight.is_in_coded_groups
 
     def multiplies_superblocks(self, input_bits: int | None) -> bool:
-        """See `Operations.multiplies_superblocks`. Inputs get 8 bits, as in llama.cpp."""
+        """Inputs are rounded to 8-bit, as in llama.cpp."""
         if input_bits == 16 or not extension().has_superblocks():
             return False
         return self.kernels in SUPERBLOCK_ISAS or superblocks_are_as_fast(self.kernels)
@@ -218,7 +217,7 @@ class NativeCpuDevice(CpuDevice):
         *,
         cache_type: CacheType = "auto",
     ) -> AttentionBackend:
-        """See `Device.attention`. The native backend where it serves all layers."""
+        """The native backend, if it serves all layers."""
         if cache_type == "fp8":
             raise ConfigurationError(
                 "--kv-cache-dtype fp8: native CPU kernels store no 8-bit floats; use int8, or add --kernels torch"
@@ -234,14 +233,14 @@ class NativeCpuDevice(CpuDevice):
         return ProgramExecutor()
 
     def logits_buffer(self, rows: int, vocab_size: int) -> Tensor | None:
-        """See `Device.logits_buffer`. Pages of fresh memory would cost more than all of sampling."""
+        """One buffer for all steps: page faults of fresh memory would take longer than sampling."""
         if rows * vocab_size > len(self._logits):
             self._logits = torch.empty(rows * vocab_size)
         return self._logits[: rows * vocab_size].view(rows, vocab_size)
 
 
 class ProgramExecutor:
-    """Runs all layers in one call, if native kernels support all of their operations. A `LayerExecutor`."""
+    """Runs all layers in one call if native kernels support every operation. A `LayerExecutor`."""
 
     def __init__(self) -> None:
         self._recorded: tuple[weakref.ref[LayerCache], weakref.ref[LayerCache | StateCache], Program | None] | None = (
@@ -249,7 +248,7 @@ class ProgramExecutor:
         )
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
-        # A program has no place for factors of queries, nor for what adapters change beside its kernels.
+        # A program supports neither query scales nor adapters that its kernels do not compute.
         beside = step.adapters is not None and step.adapters.has_unpacked
         program = None if beside or step.query_scale is not None else self.program(layers, x, caches, step)
         if program is None:
@@ -263,7 +262,7 @@ class ProgramExecutor:
         return ProgramExecutor()
 
     def program(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:
-        """The layers over these caches as one program; None if a layer has an operation without a native kernel."""
+        """Record the layers over these caches as one program; None if an operation has no native kernel."""
         first = caches[0] if not step.states else step.states[0]
         if self._recorded is None or self._recorded[0]() is not caches[0] or self._recorded[1]() is not first:
             self._recorded = weakref.ref(caches[0]), weakref.ref(first), record(layers, x, caches, step)

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, and AMD GPUs with ROCm, which torch calls "cuda" as well."""
+"""NVIDIA GPUs, and AMD GPUs with ROCm, which torch also calls "cuda"."""
 
 from __future__ import annotations
 
@@ -58,34 +58,34 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BLOCK_ELEMENTS = 2**24
-"""Quantized weights that are dequantized at a time: larger blocks take fewer launches."""
+"""Quantized weights dequantized at a time. Larger blocks need fewer launches."""
 STAGED_BYTES = 2**22
-"""What a step's arrays may take before their memory has to grow, and steps that were captured with it are lost."""
+"""Bytes of a step's arrays before their buffer must grow, which invalidates captured steps."""
 ROW_BYTES = 16
-"""That rows of a product's operands are multiples of, for the tensor memory accelerator and for wide loads."""
+"""Row alignment of a matmul's operands in bytes, for the tensor memory accelerator and wide loads."""
 PADDED_INPUTS = 64
-"""Those of other lengths become multiples of it, of which tensor cores take that many at a time."""
+"""Unaligned inputs are padded to a multiple of this, a tile of tensor cores."""
 LEAST_CAPABILITY = (8, 0)
-"""Of GPUs that the kernels are compiled for: bfloat16 products came with the A100."""
+"""Minimum compute capability: bfloat16 matmuls came with the A100."""
 
 NOT_AS_STORED = "inputs or outputs of some weights are in another order"
 
 OVERLAP_CAPABILITY = (9, 0)
-"""Of GPUs where a kernel can be launched before the one before it has ended: see `kernels.triton.dependent`."""
+"""Minimum compute capability for launching a kernel before its predecessor ends: see `kernels.triton.dependent`."""
 
 
 def open_cuda(
     torch_device: torch.device, kernels: str, stated: torch.dtype, *, automatic: bool
 ) -> tuple[CudaDevice, torch.dtype]:
-    """A GPU and the type that a model runs in, which is the stated one. See `open_device`.
+    """Open a GPU, in the stated type; see `open_device`.
 
-    Kernels in Triton run unless torch's are asked for, or cannot run here; the log says which.
+    Uses Triton kernels unless torch's were chosen or Triton cannot run. The log says which.
     """
     if torch_device.index is not None:
         torch.cuda.set_device(torch_device)
     reason = "--kernels torch" if kernels == "torch" else no_triton(torch_device)
     if reason is None:
-        from vlmserve.kernels.triton.launching import Kernel  # Triton need not be there.
+        from vlmserve.kernels.triton.launching import Kernel  # Triton may be missing
 
         Kernel.overlaps = torch.cuda.get_device_capability(torch_device) >= OVERLAP_CAPABILITY
         return TritonDevice(torch_device), stated
@@ -94,7 +94,7 @@ def open_cuda(
 
 
 def no_triton(torch_device: torch.device) -> str | None:
-    """Why kernels in Triton cannot run on a GPU, None if they can."""
+    """Why Triton kernels cannot run on a GPU; None if they can."""
     if torch.version.hip is not None:
         return "those in Triton were made for NVIDIA's GPUs"
     if importlib.util.find_spec("triton") is None:
@@ -106,7 +106,7 @@ def no_triton(torch_device: torch.device) -> str | None:
 
 
 def no_int4(torch_device: torch.device) -> str | None:
-    """Return why torch's 4-bit matmul cannot run on a GPU, None if it can."""
+    """Why torch's 4-bit matmul cannot run on a GPU; None if it can."""
     if torch.version.hip is not None:
         return "torch's product of 4 bits was made for NVIDIA's GPUs"
     capability = torch.cuda.get_device_capability(torch_device)
@@ -116,10 +116,10 @@ def no_int4(torch_device: torch.device) -> str | None:
 
 
 class CudaDevice(TorchDevice):
-    """A GPU by torch's operations. It computes while the host goes on."""
+    """A GPU with torch's operations. It computes asynchronously."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        """Make it before the model is loaded: the memory that is free now is what the model and its caches may take."""
+        """Make it before the model is loaded: it measures the free memory."""
         super().__init__(torch_device)
         self._free_before = torch.cuda.mem_get_info(torch_device)[0]
         self._allocated_before = torch.cuda.memory_allocated(torch_device)
@@ -138,7 +138,7 @@ class CudaDevice(TorchDevice):
         return f"GPU-{torch.cuda.get_device_properties(self.torch_device).uuid}"
 
     def multiplies(self, weight: QuantizedWeight) -> bool:
-        """See `Operations.multiplies`. float8 where torch multiplies with it."""
+        """float8, if torch multiplies in it."""
         if not weight.is_float8:
             return super().multiplies(weight)
         if torch.version.hip is not None:
@@ -154,7 +154,7 @@ class CudaDevice(TorchDevice):
         return torch.cuda.get_device_capability(self.torch_device) >= torch_float8.ROWS_CAPABILITY
 
     def product_inputs(self, in_features: int, dtype: torch.dtype) -> int:
-        """See `Operations.product_inputs`. Rows that begin at whole 16 bytes, as cuBLAS's fast kernels need them."""
+        """Rows start at multiples of 16 bytes, as cuBLAS's fast kernels require."""
         if in_features * dtype.itemsize % ROW_BYTES == 0:
             return in_features
         return -(-in_features // PADDED_INPUTS) * PADDED_INPUTS
@@ -182,33 +182,32 @@ class CudaDevice(TorchDevice):
         return super().table(weight, dtype)
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """See `Device.upload`. Through pinned memory, which is copied while the host goes on."""
+        """Copies asynchronously from pinned memory."""
         if self._staging is None:
             self._staging = Staging(self.torch_device, reserve=STAGED_BYTES)
         return self._staging.upload(arrays)
 
     def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype, levels: Levels | None = None) -> Tensor:
-        """See `Device.upload_pixels`. Through pinned memory, beside what the device computes; numbers become those of
-        the other type there."""
+        """Copies asynchronously from pinned memory, then converts on the device."""
         if self._pixels is None:
             self._pixels = PixelRing(self._copies)
         uploaded = self._pixels.upload(pixels)
         return uploaded.to(dtype) if levels is None else self._normalize(uploaded, levels, dtype)
 
     def host_blocks(self, layers: Sequence[Blocks], count: int, allocate: AllocateBlocks) -> HostBlocks:
-        """See `Device.host_blocks`. In pinned memory."""
+        """In pinned memory."""
         memory = allocate_zeros((count, block_bytes(layers)), torch.uint8, torch.device("cpu"))
         blocks = PinnedBlocks(layers, memory, self._copies)
         error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
         if error:
             logger.warning("--kv-offload-memory: the memory is not pinned (CUDA error %d), so steps wait for it", error)
         else:
-            # Memory that the system gives away while it is registered makes calls fail that have nothing to do with it.
+            # If the system frees registered memory, unrelated CUDA calls fail.
             weakref.finalize(blocks, _unregister, memory, self.torch_device).atexit = False
         return blocks
 
     def download(self, tensor: Tensor) -> Callable[[], list[int]]:
-        """See `Device.download`. To pinned memory, which torch keeps for the next copies."""
+        """Copies to pinned memory, which torch reuses."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -221,17 +220,16 @@ class CudaDevice(TorchDevice):
         return values
 
     def clock(self) -> Clock:
-        """See `Device.clock`. Each step has one: what is launched in it goes to this device, whatever thread steps.
-        Kernels in Triton and graphs take the thread's own, not that of the memory that they read."""
+        """Each step makes a clock, so this also selects the device for all launches of the step, in any thread. Triton
+        and CUDA graphs use the thread's current device, whatever memory they read.
+        """
         if self.torch_device.index is not None:
             torch.cuda.set_device(self.torch_device)
         return EventClock(self.torch_device)
 
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
-        """See `Device.cache_budget`.
-
-        Weights, activations and caches together take `fraction` of the GPU's memory, as in vLLM: what other processes
-        hold counts only where less than that is left.
+        """Weights, activations and caches together take `fraction` of the GPU's memory, as in vLLM. Memory of other
+        processes matters only if less than that is free.
         """
         device = self.torch_device
         torch.cuda.reset_peak_memory_stats(device)
@@ -256,13 +254,13 @@ class CudaDevice(TorchDevice):
 
 
 class TritonDevice(CudaDevice):
-    """A GPU by kernels in Triton, where these can do what a layer does, and graphs of steps of few rows."""
+    """A GPU with Triton kernels where they support a layer, and CUDA graphs for small steps."""
 
     kernels = "triton"
     padding_blocks = 1
     chooses_experts = True
     captures_repeats: ClassVar[bool] = False
-    """See `Captures.repeats`; a class's, for measuring."""
+    """See `Captures.repeats`. A class attribute, for benchmarks."""
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
@@ -338,7 +336,7 @@ class TritonDevice(CudaDevice):
     def experts(
         self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertProducts]
     ) -> ExpertsKernel | None:
-        """See `Operations.experts`. Without the kernels, the host chooses experts, which no graph holds."""
+        """Without these kernels, the host routes tokens, and no graph holds the layer."""
         from vlmserve.kernels.triton.experts import TritonExperts, unsupported_reason
 
         reason = NOT_AS_STORED if router is None else unsupported_reason(router, experts)
@@ -363,7 +361,7 @@ class TritonDevice(CudaDevice):
         *,
         cache_type: CacheType = "auto",
     ) -> AttentionBackend:
-        """See `Device.attention`. The backend in Triton where it serves all layers."""
+        """The Triton backend, if it serves all layers."""
         from vlmserve.kernels.triton.attention import TritonAttention, unsupported_reason
 
         reason = unsupported_reason(layers, dtype)
@@ -375,7 +373,7 @@ class TritonDevice(CudaDevice):
         return TritonAttention(cache_type=cache_type)
 
     def executor(self) -> LayerExecutor:
-        """See `Device.executor`. Layers whose attention reads lengths on the host run one by one."""
+        """Layers whose attention reads lengths on the host run one by one."""
         if not self._captures_layers:
             return EagerExecutor()
         self._repeats = True
@@ -394,7 +392,7 @@ class TritonDevice(CudaDevice):
         return captured_decodes(most) if self._captures.is_on and self._repeats else []
 
     def graph_bytes(self, run: Callable[[], None]) -> int:
-        """See `Device.graph_bytes`. Runs on the stream of captures, where libraries allocate another workspace."""
+        """Measures on the capture stream, where libraries allocate another workspace."""
         if not self._captures.is_on:
             return 0
         device = self.torch_device
@@ -416,7 +414,7 @@ class CudaCapture:
 
     @cached_property
     def stream(self) -> torch.cuda.Stream:
-        """The stream of all captures: graphs of a pool reuse memory only if the same stream allocated it."""
+        """The stream of all captures: graphs share a pool's memory only if the same stream allocated it."""
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     @cached_property
@@ -426,13 +424,13 @@ class CudaCapture:
     def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         self.stream.wait_stream(current)
-        # This also restores the current stream if the capture fails to end, which `torch.cuda.graph` does not.
+        # Unlike `torch.cuda.graph`, this also restores the current stream if ending the capture fails.
         with torch.cuda.stream(self.stream):
-            # Run once before: a capture cannot record what the first call compiles or allocates.
+            # Run once first: a capture cannot record what the first call compiles or allocates.
             try:
                 run()
             finally:
-                # If it fails, the step is computed otherwise, after all that it has launched.
+                # If capturing fails, the step runs without a graph, after everything launched here.
                 current.wait_stream(self.stream)
             # Other threads may allocate memory and wait for events meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
@@ -447,7 +445,7 @@ class CudaCapture:
 
 
 class _Bytes:
-    """Memory of a GPU in the form that libraries exchange."""
+    """GPU memory in the form that libraries exchange."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -456,7 +454,7 @@ class _Bytes:
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """A contiguous tensor over the same memory, which it does not keep: other graphs of a pool may take it."""
+    """A contiguous view that does not own its memory, so that other graphs of the pool may reuse it."""
     return torch.as_tensor(_Bytes(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
@@ -467,7 +465,7 @@ def _unregister(memory: Tensor, device: torch.device) -> None:
 
 
 class EventClock:
-    """Times of events that the device records. A `Clock`."""
+    """Times of CUDA events. A `Clock`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Steps of few rows that are recorded once and repeated over the same memory."""
+"""CUDA graphs of small steps: captured once, replayed over the same memory."""
 
 from __future__ import annotations
 
@@ -22,31 +22,29 @@ from vlmserve.layers.step import StepContext
 logger = logging.getLogger(__name__)
 
 MOST_ROWS = 512
-"""Larger batches of decodes are not captured: what launches cost is little beside what they compute."""
+"""Larger batches of decodes are not captured: launches take little of their time."""
 MOST_CHUNK_ROWS = 1024
-"""Rows of prompt chunks that are captured: more have the device computing for longer than the host takes to launch a
-7B model's layers."""
+"""Larger prompt chunks are not captured: the GPU computes longer than the host launches a 7B model's layers."""
 MOST_MIXED_ROWS = 512
-"""The same of chunks beside decodes, which come in more kinds."""
+"""The same for steps with both chunks and decodes, whose shapes vary more."""
 ROWS_OF_SMALL_CHUNKS, ROWS_OF_A_STEP = 128, 64
-"""Chunks of up to so many rows are padded to a power of two, larger ones to a multiple."""
+"""Chunks up to this size are padded to a power of two, larger ones to a multiple."""
 MOST_TILES = 16
-"""More tiles of images go through a tower call by call."""
+"""More image tiles go through a tower call by call."""
 MOST_PIXELS = 2**22
-"""More numbers of pixels of images of any size go through a tower call by call: it has more to compute than the host
-takes for its calls."""
+"""Pixels of images of any size; more go through a tower call by call, since the GPU computes longer than the host
+launches.
+"""
 MOST_SIZES = 32
-"""Captured sizes of such images that are kept; those that were used last."""
+"""Captured layouts of such images to keep, by last use."""
 MOST_GRAPHS, MOST_GRAPH_ROWS = 96, 32768
-"""Captured steps that are kept, and their rows together, each of which has an input and a result; those that were used
-last."""
+"""Captured steps to keep by last use, and the sum of their rows, each with an input and a result."""
 
 
 def captured_rows(num_rows: int, num_decodes: int) -> int | None:
-    """To how many rows a step is padded to be captured; None: it is not captured.
+    """Rows to pad a step to before capturing it; None: do not capture it.
 
-    Decodes are padded to 1, 2, 4, 8 or a multiple of 16 rows, chunks and steps with both to a power of two or a
-    multiple of 64.
+    Decodes are padded to 1, 2, 4, 8 or a multiple of 16; other steps to a power of two or a multiple of 64.
     """
     if num_decodes == num_rows:
         return _padded(num_rows, 1) if num_rows <= MOST_ROWS else None
@@ -64,13 +62,12 @@ def captured_decodes(most: int) -> list[int]:
 
 
 def captured_sequences(num_sequences: int) -> int:
-    """To how many sequences a step of decodes and chunks is padded to be captured, by some of no rows."""
+    """Sequences to pad a captured step to; the padding sequences have no rows."""
     return _padded(num_sequences, 4)
 
 
 def captured_width(width: int, *, is_mixed: bool) -> int:
-    """To how many blocks the tables of a step are padded to be captured: a power of two, or of four, where chunks are
-    beside decodes."""
+    """Columns to pad block tables to before capturing: a power of two, or of four with both chunks and decodes."""
     bits = (width - 1).bit_length()
     return 1 << (bits + bits % 2 if is_mixed else bits)
 
@@ -81,9 +78,9 @@ def _padded(count: int, least: int) -> int:
 
 @runtime_checkable
 class CapturablePlan(Protocol):
-    """A plan of an attention backend that reads all lengths on the device.
+    """An attention plan that reads all lengths on the device.
 
-    capture_key: what a step depends on beside the addresses and shapes of its tensors; None: it cannot be captured.
+    capture_key: what a step depends on besides its tensors' addresses and shapes; None: not capturable.
     """
 
     @property
@@ -91,32 +88,30 @@ class CapturablePlan(Protocol):
 
 
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""From a function to one that repeats it over the same memory, to the same result's memory."""
+"""Turns a function into one that replays it, with its result in the same memory."""
 
 
 class Captures:
-    """How a device captures, for as long as there is memory for it."""
+    """Captures while memory lasts."""
 
     def __init__(self, capture: Capture, *, repeats: bool = False) -> None:
         self.is_on = True
-        """Anything more is captured. What was captured before is still repeated."""
+        """Capture new steps. Captured steps are replayed either way."""
         self.repeats = repeats
-        """What was not captured at start is captured when it repeats: for measuring."""
+        """Capture repeating steps that were not captured at start, for benchmarks."""
         self.time: CaptureTime = "repeated"
-        """When a step is captured."""
         self.decodes: set[int] = set()
-        """Sizes of batches of decodes that were captured at start."""
+        """Batch sizes of decodes captured at start."""
         self._capture = capture
 
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
-        """See `Device.padded_rows`."""
         if num_decodes < num_rows and not self.repeats:
             return None
         padded = captured_rows(num_rows, num_decodes)
         return padded if self.is_on or (num_decodes == num_rows and padded in self.decodes) else None
 
     def __call__(self, run: Callable[[], Tensor], what: str) -> Callable[[], Tensor] | None:
-        """See `Capture`; None if memory runs out, after which nothing more is captured. what: it is, for the log."""
+        """Capture `run`; None if memory runs out, which ends all capturing. what: for the log."""
         try:
             repeat = self._capture(run)
         except RuntimeError as error:
@@ -141,7 +136,7 @@ class Captures:
 
 
 def repeat_by_calls(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A `Capture` for devices without graphs: the function is called again."""
+    """A `Capture` for devices without graphs: calls the function again."""
     result = torch.empty(0)
 
     def again() -> Tensor:
@@ -155,13 +150,13 @@ def repeat_by_calls(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 class SharedInput:
-    """Memory for the inputs of captured calls, the same for all of one kind."""
+    """One input buffer for all captured calls of a kind."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
 
     def copy(self, x: Tensor) -> Tensor:
-        """A copy of ``[rows, ...]`` there. Larger inputs, and other kinds of rows, get new memory."""
+        """Copy ``[rows, ...]`` into the buffer. Larger inputs and other row shapes get new memory."""
         memory = self._memory
         if len(memory) < len(x) or (memory.shape[1:], memory.dtype) != (x.shape[1:], x.dtype):
             self._memory = torch.empty_like(x)
@@ -169,22 +164,21 @@ class SharedInput:
 
 
 class _Graph(NamedTuple):
-    """x: where the next step's input goes. step: kept, since its memory is what the graph reads."""
-
     x: Tensor
+    """The next step's input."""
     step: StepContext
+    """Keeps the memory that the graph reads."""
     repeat: Callable[[], Tensor]
 
 
 class GraphExecutor:
-    """Captures the layers of batches of decodes at start, and repeats them from then on. A `LayerExecutor`.
+    """Captures the layers of decode batches at start and replays them. A `LayerExecutor`.
 
-    Other steps, such as prompts and decodes with X-LoRA, run layer by layer. With `Captures.repeats`, they are captured
-    when they come for the second time, and the most recently used graphs are kept.
+    Other steps run layer by layer. With `Captures.repeats`, they are captured when they come a second time.
 
-    A step is the same if all that it reads has the same shapes and addresses. Adapters are among what it reads: any
-    others may be in the slots whose ranks are not above the reserved ones. Steps of other sizes than `captured_rows`,
-    with factors of queries, with cross-attention or with adapters that no kernel computes run layer by layer.
+    A graph fits a step if everything it reads has the same shapes and addresses. Adapter slots may hold other adapters
+    up to the reserved rank. Steps with query scales, cross-attention, adapters without kernels, or sizes other than
+    `captured_rows` run layer by layer.
     """
 
     def __init__(self, captures: Captures) -> None:
@@ -198,7 +192,7 @@ class GraphExecutor:
         return len(self._kept) + sum(graph is not None for graph in self._graphs.values())
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
-        """See `LayerExecutor.run`. The result is valid until the next step."""
+        """The result is valid until the next step."""
         is_prompt = step.metadata.num_decodes < len(x)
         key = None if is_prompt and not self._captures.repeats else _key(x, caches, step)
         if key is None:
@@ -212,7 +206,7 @@ class GraphExecutor:
     def _repeated(
         self, key: Hashable, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext
     ) -> _Graph | None:
-        """The graph of a step that was not captured at start; None: its layers are to be called."""
+        """The graph of a step that was not captured at start; None: run it layer by layer."""
         if self._captures.time == "never":
             return None
         if self._captures.time == "first":
@@ -230,7 +224,7 @@ class GraphExecutor:
         return graph
 
     def for_part(self) -> LayerExecutor:
-        """See `LayerExecutor.for_part`. Steps with images are not repeated."""
+        """Steps with images are not captured."""
         return EagerExecutor()
 
     def _captured(
@@ -239,8 +233,8 @@ class GraphExecutor:
         if not self._captures.is_on:
             return None
         own, slots, states = self._input.copy(x), step.metadata.slot_mapping, step.metadata.states
-        # A capture runs the step once before it records it. That writes to the padding block, the last one, and to the
-        # padding slot of states, so that only the replay applies the step to its sequences.
+        # A capture first runs the step. That run writes to the padding block (the last one) and the padding slot, so
+        # that only the replay changes sequences.
         padding = [(slots, (len(caches[0].keys) - 1) * caches[0].block_size)]
         padding += [] if states is None else [(states.sources, PADDING_SLOT), (states.targets, PADDING_SLOT)]
         kept = [tensor.clone() for tensor, _ in padding]
@@ -264,19 +258,18 @@ class GraphExecutor:
 
 
 class _ImageGraph(NamedTuple):
-    """pixels: where the next images' go. layout: kept, since its memory is what the graph reads."""
-
     pixels: list[Tensor]
+    """The next images' pixels."""
     layout: object
+    """Keeps the memory that the graph reads."""
     repeat: Callable[[], Tensor]
 
 
 class TowerGraphs:
     """Captures a tower over 1, 2, 4, 8 and 16 tiles at start. A `TowerExecutor`.
 
-    Any number up to `MOST_TILES` is made of these. More go through the tower call by call, since the device computes
-    for longer than the host launches. With `Captures.repeats`, what was not captured at start is when it repeats:
-    tiles, and the images of any size of a step, in their order.
+    Up to `MOST_TILES` are composed of these; more run call by call. With `Captures.repeats`, other tile counts and the
+    any-size images of a step are captured when they repeat.
     """
 
     tile_counts: Sequence[int] = tuple(1 << power for power in reversed(range(MOST_TILES.bit_length())))
@@ -353,12 +346,12 @@ def _key(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable
     if plan_key is None or step.query_scale is not None or metadata.cross:
         return None
     if metadata.states is not None and len(metadata.states.sources) > metadata.num_decodes:
-        return None  # where chunks, also of one row, are cut is known on the host only
+        return None  # only the host knows where chunks are cut
     if adapters is not None and adapters.has_unpacked:
         return None
     if captured_rows(len(x), metadata.num_decodes) != len(x):
         return None
-    # Plans say whether the width of block tables matters.
+    # The plan's key says whether the block tables' width matters.
     tensors = [metadata.query_starts, metadata.context_lens, metadata.slot_mapping]
     tensors += [] if metadata.decodes is None else [metadata.decodes]
     tensors += [tensor for rope in step.ropes for tensor in rope.sources]
@@ -377,5 +370,5 @@ def _reserving(adapters: AdapterRows | None) -> AbstractContextManager[None]:
 
 
 def _afresh(step: StepContext) -> StepContext:
-    """The step, with nothing computed of it yet: what layers share is part of what is captured."""
+    """The step without cached values: what layers share belongs into the capture."""
     return dataclasses.replace(step, ropes=[rope.afresh() for rope in step.ropes])

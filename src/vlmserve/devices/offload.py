@@ -1,4 +1,4 @@
-"""Blocks of the KV cache, and slots of states, in host memory."""
+"""KV blocks and state slots in host memory."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from vlmserve.kernels.transfers import to_device
 
 ALIGNMENT = 16
 STAGED_BYTES = 2**25
-"""Of blocks that are gathered on the device before they are copied; there is memory for twice as many."""
+"""Bytes of blocks gathered on the device before a copy; there are two such buffers."""
 
 
 class HostBlocks(Protocol):
-    """Copies blocks of all layers to host memory and back. Each block is in a call at most once."""
+    """Copies blocks of all layers to host memory and back. A call names each block at most once."""
 
     def save(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """From blocks of the device to those of the host."""
+        """Copy device blocks to host blocks."""
         ...
 
     def load(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """From blocks of the host to those of the device."""
+        """Copy host blocks to device blocks."""
         ...
 
 
 class PlainBlocks:
-    """A cache in host memory, which the host waits for. `HostBlocks`."""
+    """Blocks in host memory, copied synchronously. A `HostBlocks`."""
 
     def __init__(self, layers: Sequence[Blocks], host: Sequence[Blocks]) -> None:
-        """layers, host: of the model's layers, on its device and in host memory."""
+        """layers, host: the model's layers on its device and in host memory."""
         self._layers, self._host = layers, host
 
     def save(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -57,16 +57,15 @@ class _Staged:
 
 
 class PinnedBlocks:
-    """Blocks that cross beside what the device computes. `HostBlocks`.
+    """Blocks copied while the device computes. A `HostBlocks`.
 
-    A block is one piece of host memory, all layers behind each other. Those that are saved are gathered on the device,
-    where they may be overwritten from then on, and copied; those that are loaded are copied and then scattered. All
-    copies are made by one stream, in order, so that none reads a block of the host that another one still writes; and
-    the host never reads them.
+    A host block holds all layers, concatenated. Saving gathers blocks on the device, which may then be overwritten, and
+    copies them; loading copies and scatters. One stream makes all copies in order, so that none reads a host block that
+    is still being written. The host never reads them.
     """
 
     def __init__(self, layers: Sequence[Blocks], memory: Tensor, stream: CopyStream) -> None:
-        """memory: pinned, uint8 ``[blocks, block_bytes]``, see `block_bytes`."""
+        """memory: pinned, uint8 ``[blocks, block_bytes]``."""
         self._parts = [_in_words(tensor) for layer in layers for tensor in layer.tensors]
         self._starts = _starts(layers)
         self._memory, self._stream = memory, stream
@@ -108,7 +107,7 @@ class PinnedBlocks:
             yield one[start : start + self._at_once], other[start : start + self._at_once]
 
     def _next(self) -> _Staged:
-        """The memory that was used less recently."""
+        """The least recently used buffer."""
         if len(self._staged) < 2:
             self._staged.append(_Staged(self._stream.empty((self._at_once, self._starts[-1]), torch.uint8)))
         else:
@@ -119,32 +118,32 @@ class PinnedBlocks:
         return to_device(torch.tensor(blocks), self._parts[0].device)
 
     def _slices(self, staged: _Staged, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each tensor of the cache, ``[blocks, words]``, and its staging memory for `count` blocks."""
+        """Yield each cache tensor, ``[blocks, words]``, with its staging memory for `count` blocks."""
         for part, start in zip(self._parts, self._starts, strict=False):
             num_bytes = part.shape[1] * part.element_size()
             yield part, staged.memory[:count, start : start + num_bytes].view(part.dtype)
 
 
 def block_bytes(layers: Sequence[Blocks]) -> int:
-    """What a block of all layers takes in the memory of `PinnedBlocks`."""
+    """Bytes of a block of all layers in `PinnedBlocks`."""
     return _starts(layers)[-1]
 
 
 def _starts(layers: Sequence[Blocks]) -> list[int]:
-    """Where each tensor's part of a block begins, and where the last one ends."""
+    """Offsets of each tensor in a block, and the block's size."""
     sizes = (tensor[:1].nbytes for layer in layers for tensor in layer.tensors)
     return list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
 
 
 def _in_words(tensor: Tensor) -> Tensor:
-    """``[blocks, words]``: the widest integers that a block of the tensor consists of."""
+    """View as ``[blocks, words]`` of the widest integers that divide a block."""
     flat = tensor.view(len(tensor), -1).view(torch.uint8)
     kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
     return flat.view(next(kind for kind in kinds if flat.shape[1] % kind.itemsize == 0))
 
 
 def runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of indices at which places follow each other one by one."""
+    """Ranges of indices with consecutive places."""
     first = 0
     for index in range(1, len(places) + 1):
         if index == len(places) or places[index] != places[index - 1] + 1:

@@ -1,4 +1,4 @@
-"""Recognizes errors that mean that a device has too little memory."""
+"""Recognizes out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PHRASES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether the error, its cause or its context reports too little memory.
+    """Whether the error, its cause or its context reports too little memory.
 
     torch raises `OutOfMemoryError` only from its allocator. CUDA's own failures are `AcceleratorError` or
-    `RuntimeError`, and the end of a failed capture raises an error of its own.
+    `RuntimeError`, and the end of a failed capture raises another error.
     """
     seen: set[int] = set()
     current: BaseException | None = error

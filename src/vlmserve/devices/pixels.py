@@ -1,4 +1,4 @@
-"""Pixels to a device, and their levels to what a tower reads there."""
+"""Uploads pixels and normalizes them on the device."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from vlmserve.devices.streams import CopyEvent, CopyStream
 from vlmserve.levels import Levels
 
 BLOCK_ELEMENTS = 2**24
-"""Levels that are looked up at a time, for each of which memory of an index is taken."""
+"""Pixels looked up at a time; each takes an index in memory."""
 RING_BUFFERS = 4
-"""Of pinned memory: images of that number may be on their way at once."""
+"""Pinned buffers, and so images in flight."""
 FIRST_BYTES = 2**22
-"""Of each of these buffers, before larger images come."""
+"""Initial bytes of each buffer."""
 
 
 class Normalizer:
-    """Looks levels up in tables, so that on every device they become the very numbers that transformers' processors
-    make of them."""
+    """Normalizes pixels by lookup tables, so that all devices get exactly the numbers of Transformers' processors."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,7 +26,7 @@ class Normalizer:
         self._channels: Tensor | None = None
 
     def __call__(self, pixels: Tensor, levels: Levels, dtype: torch.dtype) -> Tensor:
-        """uint8 ``[tiles, 3, height, width]`` on the device to another type."""
+        """Normalize uint8 ``[tiles, 3, height, width]`` on the device."""
         if self._channels is None:
             self._channels = torch.arange(0, 3 * 256, 256, dtype=torch.int32, device=self._device).view(3, 1, 1)
         if (levels, dtype) not in self._tables:
@@ -41,19 +40,17 @@ class Normalizer:
 
 
 class PixelRing:
-    """Images to a device through a few buffers of pinned memory, which are filled in turn.
-
-    They are copied by a stream of their own: while the device still computes the step before, the images of the next
-    one arrive.
+    """Uploads images through a ring of pinned buffers, on a separate stream: the next step's images arrive while the
+    device computes.
     """
 
     def __init__(self, stream: CopyStream, *, count: int = RING_BUFFERS, pinned: bool = True) -> None:
-        """count: of buffers. pinned: False where there is no GPU."""
+        """count: buffers. pinned: False without a GPU."""
         self._stream, self._pinned = stream, pinned
         self._buffers: list[tuple[Tensor, CopyEvent | None]] = [(torch.empty(0, dtype=torch.uint8), None)] * count
 
     def upload(self, pixels: np.ndarray) -> Tensor:
-        """The array on the device, for what is computed there from now on."""
+        """Copy an array for work launched after this call."""
         buffer, copied = self._buffers.pop(0)
         if copied is not None:
             copied.synchronize()

@@ -1,4 +1,4 @@
-"""Exchanges between ranks by `torch.distributed`: gloo on CPUs, NCCL on NVIDIA's GPUs."""
+"""Communication between ranks through `torch.distributed`: gloo on CPUs, NCCL on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from vlmserve.errors import ConfigurationError
 
 TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others: one may read its weights from a slow disk."""
+"""A rank may load weights from a slow disk while the others wait."""
 
 
 class ProcessRanks:
-    """Processes of one machine. A `Ranks`. The group is an object of its own, not torch's global one."""
+    """Ranks as processes on one machine. A `Ranks`. Does not use torch's global group."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         """group: a `ProcessGroupGloo` or `ProcessGroupNCCL`, whose methods torch's stubs lack."""
@@ -39,10 +39,7 @@ class ProcessRanks:
 
 
 def device_of_rank(device: torch.device, rank: int, size: int) -> torch.device:
-    """The device of one of several ranks: each has a GPU of its own, or all share the CPU.
-
-    Raises ConfigurationError where there are too few.
-    """
+    """The device of a rank: its own GPU, or the CPU that all share. Raises ConfigurationError for too few GPUs."""
     if device.type == "cpu":
         return device
     if str(device) != "cuda":
@@ -55,12 +52,12 @@ def device_of_rank(device: torch.device, rank: int, size: int) -> torch.device:
 
 
 def meeting_place(file: Path, size: int) -> Any:
-    """Where so many ranks find each other: a store of torch in a file, which the first of them makes."""
+    """A torch store in a file through which ranks find each other."""
     return dist.FileStore(str(file), size)  # type: ignore[attr-defined]
 
 
 def join(store: Any, rank: int, size: int, device: torch.device) -> ProcessRanks:
-    """Meet the other ranks in a store of torch; returns when all are there. device: of this rank."""
+    """Wait for all ranks. device: this rank's."""
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
@@ -71,7 +68,7 @@ def join(store: Any, rank: int, size: int, device: torch.device) -> ProcessRanks
 
 
 def _loopback(gloo: Any) -> Any:
-    """gloo listens where no other machine can reach it."""
+    """Restrict gloo to the loopback interface."""
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = TIMEOUT

@@ -1,4 +1,4 @@
-"""Arrays to a device in one transfer, always through the same memory."""
+"""Uploads arrays in one transfer, always through the same memory."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes; kernels load so many at a time."""
+"""Bytes per vector load of the kernels."""
 FIRST_BYTES = 2**16
 
 
 class Staging:
-    """Two buffers in host memory, which are filled in turn, and one on the device.
+    """Two alternating host buffers and one device buffer.
 
-    Arrays of the same shapes and types arrive at the same addresses, as long as no larger ones came between: so a step
-    that was captured finds the next one's numbers where it looks for them. What was uploaded is valid until the next
-    upload, in the order of the device's stream.
+    Arrays of the same shapes and types get the same addresses until larger arrays come, so that captured steps read the
+    next step's values. An upload is valid until the next one, in stream order.
     """
 
     def __init__(self, device: torch.device, *, reserve: int = FIRST_BYTES) -> None:
-        """reserve: bytes to begin with."""
+        """reserve: initial bytes."""
         self._device = device
         self._reserve(reserve)
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """The arrays on the device. Those of the host may change as soon as this returns."""
+        """Upload arrays. The caller may change them as soon as this returns."""
         ends = list(itertools.accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays))
         total = ends[-1] if ends else 0
         if total > len(self._on_device):
@@ -36,7 +35,7 @@ class Staging:
         host, copied = self._hosts[0]
         self._hosts.reverse()
         if copied is not None:
-            copied.synchronize()  # Of the upload before the last one, which has long arrived.
+            copied.synchronize()  # the upload before the last one, which has long arrived
         tensors = []
         bytes_of_host = host.numpy()
         for start, array in zip([0, *ends], arrays, strict=False):

@@ -1,4 +1,4 @@
-"""Copies between host and device beside what the device computes, on a stream of their own."""
+"""Copies between host and device on a separate stream, while the device computes."""
 
 from __future__ import annotations
 
@@ -9,50 +9,46 @@ from torch import Tensor
 
 
 class CopyEvent(Protocol):
-    """A point in a stream."""
-
     def synchronize(self) -> None:
-        """Have the host wait until the device has passed it."""
+        """Make the host wait until the device has passed this point."""
         ...
 
 
 class CopyStream(Protocol):
-    """A stream of copies, which are made in order, and its order beside the stream that computes."""
+    """A stream for ordered copies, synchronized with the compute stream."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory on the device that copies are made to and the other stream reads."""
+        """Allocate device memory that copies write and the compute stream reads."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy, once the stream has come to it. Memory of the host must be pinned, and stay as it is until then."""
+        """Enqueue a copy. Host memory must be pinned, and unchanged until the copy runs."""
         ...
 
     def record(self) -> CopyEvent:
-        """Behind all copies so far."""
+        """An event after all copies so far."""
         ...
 
     def record_computed(self) -> CopyEvent:
-        """Behind all that was given to the device to compute so far."""
+        """An event after all computation so far."""
         ...
 
     def wait(self, computed: CopyEvent) -> None:
-        """Make no further copy before what was computed."""
+        """Delay further copies until the computation has passed the event."""
         ...
 
     def let_compute_wait(self, copied: CopyEvent) -> None:
-        """Compute nothing further before what was copied."""
+        """Delay further computation until the copies have passed the event."""
         ...
 
 
 class CudaCopyStream:
-    """A `CopyStream` of a GPU."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See `CopyStream.empty`. It is not given away again before the computing stream has read it."""
+        """Not reused before the compute stream has read it."""
         with torch.cuda.stream(self._stream):
             memory = torch.empty(shape, dtype=dtype, device=self._device)
         memory.record_stream(torch.cuda.current_stream(self._device))

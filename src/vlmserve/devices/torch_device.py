@@ -1,4 +1,4 @@
-"""Devices that compute by torch's operations."""
+"""Devices that use torch's operations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from vlmserve.levels import Levels
 
 
 class TorchDevice:
-    """A `Device` that uses torch's operations only; subclasses override what they do differently."""
+    """A `Device` with torch's operations only; subclasses override some."""
 
     kernels = "torch"
     keeps_packed = False
@@ -64,8 +64,9 @@ class TorchDevice:
     stage_rows = 128
     padding_blocks = 0
     bucket_cost = 2**15
-    """See `torch_decodes.BUCKET_COST`. An estimate for GPUs: the launches of a bucket take as long as reading tens of
-    thousands of tokens."""
+    """See `torch_decodes.BUCKET_COST`. Estimate for GPUs: launching a bucket takes as long as reading tens of thousands
+    of tokens.
+    """
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -152,7 +153,7 @@ class TorchDevice:
         return [torch.from_numpy(array).to(self.torch_device) for array in arrays]
 
     def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype, levels: Levels | None = None) -> Tensor:
-        # Not from_numpy: it warns of read-only arrays, and images' pixels are read-only, since requests share them.
+        # Not from_numpy: it warns about read-only arrays, such as pixels that requests share.
         if levels is None:
             return torch.tensor(pixels, device=self.torch_device, dtype=dtype)
         return self._normalize(torch.tensor(pixels, device=self.torch_device), levels, dtype)
@@ -163,8 +164,7 @@ class TorchDevice:
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
         return None
 
-    def enforce_eager(self) -> None:
-        """See `Device.enforce_eager`."""
+    def enforce_eager(self) -> None: ...
 
     def decode_sizes(self, most: int) -> list[int]:
         return []
@@ -192,8 +192,6 @@ class TorchDevice:
 
 
 class MpsDevice(TorchDevice):
-    """Apple GPUs."""
-
     def attention(
         self, layers: Sequence[AttentionSpec], dtype: torch.dtype, *, cache_type: CacheType = "auto"
     ) -> AttentionBackend:
@@ -202,8 +200,7 @@ class MpsDevice(TorchDevice):
         return super().attention(layers, dtype, cache_type=cache_type)
 
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
-        """See `Device.cache_budget`. What Metal's driver holds after the largest step is the step's peak: torch keeps
-        freed memory for later."""
+        """Metal's driver allocation after the largest step is its peak: torch keeps freed memory."""
         largest_step()
         torch.mps.synchronize()
         held = torch.mps.driver_allocated_memory()

@@ -1,1 +1,1 @@
-"""The frontend: request preparation and the engine client."""
+"""Request preparation and the engine client."""

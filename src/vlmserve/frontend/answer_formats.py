@@ -1,4 +1,4 @@
-"""How a model's answers are written and read: text, reasoning, tool calls and grammars."""
+"""Formats of a model's answers: text, reasoning, tool calls, grammars."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 
 class AnswerFormats:
-    """Formats of the answers of one checkpoint. Thread-safe."""
-
     def __init__(
         self,
         folder: Path,
@@ -36,22 +34,22 @@ class AnswerFormats:
         tool_template: ChatTemplate | None,
         engine: EngineConfig,
     ) -> None:
-        """tool_template: for requests with tools."""
+        """tool_template: chat template for requests with tools."""
         self._tokenizer = tokenizer
         self._trials = GrammarTrials(folder, engine)
-        """Compiles grammars under limits, and keeps none of them."""
+        """Compiles grammars in a limited process and discards them."""
         form = choose_form(tool_template, tokenizer, engine.tool_call_parser)
         self.tool_form = replace(form, bounds=JSONBounds.of(engine))
         self.reasoning = choose_reasoning(template, tokenizer, engine.reasoning_parser)
         self.token_bytes = token_bytes(tokenizer)
-        """The bytes that a token stands for, by its id."""
+        """Bytes of each token, indexed by token id."""
 
     def text(
         self, params: SamplingParams, thoughts: Thoughts | None = None, shown_ids: frozenset[int] = frozenset()
     ) -> AnswerText:
-        """Make what turns tokens of one answer into text, with the request's stop strings.
+        """Make the detokenizer of one answer, with the request's stop strings.
 
-        thoughts: reasoning that it may begin with. shown_ids: control tokens to show.
+        thoughts: reasoning that the answer may begin with. shown_ids: control tokens to show.
         """
         shown_ids = shown_ids if params.skip_special_tokens else self._tokenizer.special_ids
         text = Detokenizer(
@@ -69,7 +67,7 @@ class AnswerFormats:
         return AnswerText(text, thought, Thinking.of(thoughts, params), strips=strips, title=title)
 
     def with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """Parameters with the token ids of their bad words, as a word of its own and inside of one."""
+        """Add the token ids of the bad words, both at the start of a word and inside one."""
         if not params.bad_words:
             return params
         words: dict[tuple[int, ...], None] = {}
@@ -82,16 +80,15 @@ class AnswerFormats:
         return msgspec.structs.replace(params, bad_token_ids=tuple(words))
 
     def knows_grammar(self, grammar: Grammar) -> bool:
-        """`check_grammar` passes at once."""
+        """Whether `check_grammar` would return at once."""
         return self._trials.passed(grammar)
 
     def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None, *, quick: bool = False) -> list[str]:
-        """Compile a grammar in a process with limits, and return the schema keywords that answers need not obey.
+        """Compile a grammar in a limited process. Return the schema keywords that answers may violate.
 
-        tools: the tools whose calls obey the grammar. quick: wait only briefly.
+        tools: tools whose calls obey the grammar. quick: wait only briefly.
 
-        Raises InvalidRequestError that says what is wrong, and in which of the tools; SlowGrammarError, a subclass, for
-        a grammar that takes too long.
+        Raises InvalidRequestError, naming the tool, or its subclass SlowGrammarError if compiling takes too long.
         """
         is_new = not self._trials.passed(grammar)
         try:

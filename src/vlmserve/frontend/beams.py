@@ -1,4 +1,4 @@
-"""The answers of a beam search as streams, one for each."""
+"""The answers of a beam search as streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmserve.types import MAX_BIASES, BeamSearch, EngineOutput, EngineRequest, 
 
 
 class BeamStream:
-    """One of a search's answers as a stream of outputs, of which there is one. Closing any of them ends the search."""
+    """One answer of a beam search, as a stream with one output. Closing any of the streams cancels the search."""
 
     def __init__(self, search: asyncio.Task[list[EngineOutput]], place: int) -> None:
         self._search = search
@@ -31,7 +31,7 @@ class BeamStream:
         return outputs[self._place]
 
     def close(self) -> None:
-        """Give up the search, unless it has ended."""
+        """Cancel the search unless it has ended."""
         self._ended = True
         self._search.cancel()
 
@@ -39,10 +39,9 @@ class BeamStream:
 def start_beam_search(
     client: EngineClient, request: EngineRequest, search: BeamSearch, num_answers: int, max_logprobs: int
 ) -> list[BeamStream]:
-    """The `num_answers` best answers to a request, the best first. max_logprobs: of the engine.
+    """Search for the `num_answers` best answers; return their streams, best first.
 
-    Raises InvalidRequestError for what cannot be searched for. The streams raise what `EngineClient.submit_together`
-    does.
+    Raises InvalidRequestError for unsupported parameters. The streams raise what `EngineClient.submit_together` does.
     """
     _check_params(request.params)
     needed = search.num_choices(len(search.end_token_ids(request.params, client.info.end_token_ids)))
@@ -54,7 +53,7 @@ def start_beam_search(
             param="best_of",
         )
     task = asyncio.ensure_future(_search(client, msgspec.structs.replace(request, beams=search), num_answers))
-    # The streams are closed: nobody reads the error.
+    # Closed streams leave the error unread.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return [BeamStream(task, place) for place in range(num_answers)]
 
@@ -82,7 +81,7 @@ async def _search(client: EngineClient, request: EngineRequest, num_answers: int
 
 
 def _check_params(params: SamplingParams) -> None:
-    """Raises InvalidRequestError, naming the field, for what a search has no use for."""
+    """Raise InvalidRequestError, naming the field, for parameters that beam search does not support."""
     if len(params.allowed_token_ids or ()) > MAX_BIASES:
         raise InvalidRequestError(
             f"allowed_token_ids must have at most {MAX_BIASES} token ids with use_beam_search",

@@ -9,5 +9,5 @@ from vlmserve.types import TokenLogprobs
 
 
 def mean_logprob(logprobs: Sequence[TokenLogprobs]) -> float:
-    """Mean of an answer's logprobs, minus infinity without tokens. The best of several answers has the highest."""
+    """Mean logprob of an answer's tokens; minus infinity without tokens."""
     return sum(token.logprob for token in logprobs) / len(logprobs) if logprobs else -math.inf

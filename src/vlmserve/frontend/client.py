@@ -47,7 +47,7 @@ _LOAD_TIMEOUT = 3600.0
 _LOAD_NOTICE = 10.0
 _EXIT_TIMEOUT = 5.0
 LONGEST_TURN = 0.002
-"""Seconds in which the engine's messages may be handled without a break for other tasks."""
+"""Seconds that the engine's messages may be handled without a break for other tasks."""
 _LAST_WORDS = 1.0
 """Seconds to wait for the message that says why the engine process exited."""
 _OUT_OF_MEMORY = (
@@ -59,8 +59,8 @@ _OUT_OF_MEMORY = (
 class KeptContext(zmq.asyncio.Context):
     """A context that only `term` terminates.
 
-    ZeroMQ terminates a context once its sockets are closed. The garbage collector may find a client that was never
-    closed, and finalize the context before the sockets: it would wait for them in whatever thread collects.
+    ZeroMQ's contexts terminate themselves when the garbage collector finalizes them. That waits for their sockets, in
+    whatever thread collects.
     """
 
     def __del__(self) -> None:
@@ -80,7 +80,6 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self.outbox = Outbox(self._loop, self._socket, self._end)
         self.calls = EngineCalls(self.outbox.send, self._gone)
-        """Calls about the engine's state and its adapters."""
         self._ready: asyncio.Future[ModelInfo] = self._loop.create_future()
         self._last_words: asyncio.Future[VLMServeError] = self._loop.create_future()
         self._exited = asyncio.Event()
@@ -89,17 +88,16 @@ class EngineClient:
         self._idle = asyncio.Event()
         self._idle.set()
         self.death: str | None = None
-        """Why the engine process is gone."""
+        """Why the engine process exited."""
         self._hang: str | None = None
         self.heartbeat = HeartbeatListener(self._context, process.endpoint)
         self._closing = False
         self.stats = EngineStats()
-        """The engine's latest snapshot."""
         self.on_step: Callable[[EngineStats, EngineStats], None] | None = None
         """Called after every step with the stats before and after it."""
         self._on_progress: Callable[[str], None] | None = None
         self.load_seconds = 0.0
-        """How long the engine took to load the model."""
+        """Seconds that the engine took to load the model."""
 
     @classmethod
     async def start(
@@ -111,11 +109,12 @@ class EngineClient:
         timeout: float = _LOAD_TIMEOUT,
         on_progress: Callable[[str], None] | None = None,
     ) -> Self:
-        """Start an engine process, or take one that was launched, and wait until its model is loaded.
+        """Start an engine process, or adopt a launched one, and wait until its model is loaded.
 
-        folder: the checkpoint, if `config.model` is resolved already. timeout: seconds to wait. on_progress: gets lines
-        about how much was loaded.
-        Raises ModelLoadError or ConfigurationError as the engine did; EngineDeadError if it just exited.
+        folder: the checkpoint, if `config.model` is already resolved. timeout: seconds. on_progress: gets lines about
+        loading progress.
+        Raises ModelLoadError or ConfigurationError as the engine did, and EngineDeadError if it exited without a
+        reason.
         """
         client = cls(process or EngineProcess.launch(config, folder))
         client._on_progress = on_progress
@@ -135,7 +134,7 @@ class EngineClient:
         return self._gone() is None
 
     def kill(self, reason: str) -> None:
-        """Kill an engine that hangs. reason: for the error that waiting requests get."""
+        """Kill a hanging engine. reason: for the error of waiting requests."""
         self._hang = reason
         self.process.kill()
 
@@ -144,12 +143,12 @@ class EngineClient:
         return len(self._streams)
 
     async def submit_together(self, requests: Sequence[EngineRequest]) -> list[EngineStream]:
-        """Send requests in one message, which holds each image once, and wait until the engine took them, at most one
-        step. If the engine rejects one request, the others are aborted.
+        """Send requests in one message, which holds each image once. Wait at most one step until the engine has added
+        them.
 
-        The streams must be closed. The id of an aborted request must not be used again: outputs in flight would be
-        taken for outputs of the new request. Raises what `VLMEngine.add` does, EngineDeadError, and UnavailableError
-        while closing.
+        If the engine rejects one request, the others are aborted. Close the streams. Never reuse the id of an aborted
+        request: outputs in flight would reach the new request.
+        Raises what `VLMEngine.add` does, EngineDeadError, and UnavailableError while closing.
         """
         if (error := self._gone()) is not None:
             raise error
@@ -179,7 +178,7 @@ class EngineClient:
             self._forget(stream.request_id)
 
     async def fail_waiting(self, request_ids: Collection[str], error: Callable[[], VLMServeError]) -> None:
-        """Abort these requests if the engine has begun none of them; their streams raise this error.
+        """Abort these requests if the engine has started none of them; their streams raise this error.
 
         Raises as `EngineCalls.inspect` does.
         """
@@ -192,7 +191,7 @@ class EngineClient:
                     self._forget(request_id)
 
     async def close(self, grace: float = 0.0) -> None:
-        """Take no more requests, give running ones `grace` seconds, then stop the process."""
+        """Reject new requests, give running ones `grace` seconds, then stop the process."""
         self._closing = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
@@ -230,11 +229,11 @@ class EngineClient:
 
     def _wait_for_exit(self) -> None:
         self.process.wait()
-        with contextlib.suppress(RuntimeError):  # the event loop is closed already
+        with contextlib.suppress(RuntimeError):  # the event loop is already closed
             self._loop.call_soon_threadsafe(self._exited.set)
 
     async def _watch(self) -> None:
-        """Fail everything as soon as the process is gone."""
+        """Fail all requests once the process has exited."""
         await self._exited.wait()
         if self._closing:
             return
@@ -271,7 +270,7 @@ class EngineClient:
             if receiving.done() and time.monotonic() - began < LONGEST_TURN:
                 frames = receiving.result()
             else:
-                if receiving.done():  # awaiting it would yield to no other task
+                if receiving.done():  # awaiting it would not yield to other tasks
                     await asyncio.sleep(0)
                 frames = await receiving
                 began = time.monotonic()
@@ -325,14 +324,14 @@ class EngineClient:
             self._idle.set()
 
     def _gone(self) -> VLMServeError | None:
-        """The error of requests that the engine cannot answer; None: it can."""
+        """The error of requests that the engine cannot answer."""
         if self.death is not None:
             return EngineDeadError(self.death)
         return UnavailableError("The engine is being closed") if self._closing else None
 
 
 def _check_task(process: EngineProcess, task: asyncio.Task[None]) -> None:
-    """Stop the engine if a task failed without which no request would be answered."""
+    """Kill the engine if this task failed: without it, requests would wait forever."""
     if not task.cancelled() and task.exception() is not None:
         logger.error("The engine's messages cannot be read", exc_info=task.exception())
         process.kill()

@@ -1,4 +1,4 @@
-"""Checked messages to tokens: the chat template, the model's form of tools and reasoning, and the tokenizer."""
+"""Turns checked messages into tokens with the chat template, the tool form and the tokenizer."""
 
 from __future__ import annotations
 
@@ -17,33 +17,31 @@ from vlmserve.types import MediaKind, Thoughts
 
 
 class ConversationOptions(TypedDict, total=False):
-    """What a request may say of its conversation."""
-
     add_generation_prompt: bool
     """End with the beginning of an answer (default)."""
     continue_final_message: bool
-    """Let the answer continue the last message, which is the assistant's and has text. Overrides
-    `add_generation_prompt`."""
+    """Continue the last message, an assistant message with text. Overrides `add_generation_prompt`."""
     allow_local: bool
-    """Also take ``{"type": "image", "image": …}`` parts with any `ImageSource`, and paths, videos of such frames, and
-    ``{"type": "document", "document": …}`` with any `DocumentSource`. For callers in the same process, never for what
-    came over HTTP."""
+    """Also accept ``{"type": "image", "image": …}`` with any `ImageSource`, paths, videos of such frames, and
+    ``{"type": "document", "document": …}`` with any `DocumentSource`. Only for callers in the same process, never for
+    HTTP.
+    """
     cache_salt: str
-    """Images are only shared with requests of the same salt."""
+    """Requests share images only if their salts are equal."""
     tools: ToolUse | None
-    """That the model may call."""
+    """Tools that the model may call."""
     template_settings: Mapping[str, Any] | None
-    """Values that the chat template may know by name."""
+    """Variables of the chat template."""
     mm_processor_kwargs: Mapping[str, Any] | None
-    """Budget of all images, and fps of all videos, that say nothing themselves."""
+    """Default budget of images and default fps of videos."""
 
 
 _THINKING_SETTINGS = ("enable_thinking", "thinking")
-"""Names of the switch for thinking in chat templates: of Qwen and GLM, of DeepSeek and Granite."""
+"""Variables of chat templates that switch thinking: Qwen and GLM, DeepSeek and Granite."""
 
 
 def thinking_settings(thinks: bool, known: Collection[str]) -> dict[str, Any]:
-    """The chat template's setting for whether to think, if the template has one."""
+    """The chat template's variable for whether to think, if the template has one."""
     return {name: thinks for name in _THINKING_SETTINGS if name in known}
 
 
@@ -59,8 +57,8 @@ class Rendered:
 class Renderer:
     """Renders conversations with a checkpoint's chat template.
 
-    adds_special_tokens: the tokenizer adds what the template leaves out. Like transformers: its processors do, its
-    tokenizers do not.
+    adds_special_tokens: the tokenizer adds special tokens that the template omits. In Transformers, processors do this
+    and tokenizers do not.
     """
 
     template: ChatTemplate
@@ -73,9 +71,9 @@ class Renderer:
     def render(
         self, messages: Sequence[Message], counts: Mapping[MediaKind, int], options: ConversationOptions
     ) -> Rendered:
-        """The tokens of checked messages. counts: of the media in the messages.
+        """Return the tokens of checked messages. counts: media in the messages, by kind.
 
-        Raises InvalidRequestError if the template does not show all media, and as `ChatTemplate.render` does.
+        Raises InvalidRequestError if the template omits media, and as `ChatTemplate.render` does.
         """
         tools = options.get("tools")
         template, form = self.template if tools is None else self.tool_template, self.answers.tool_form
@@ -104,7 +102,7 @@ class Renderer:
 
 
 def texts(*values: Any) -> Iterator[str]:
-    """All texts in what a chat template is given."""
+    """All strings among a chat template's variables."""
     for value in values:
         match value:
             case str():

@@ -1,4 +1,4 @@
-"""Questions about one content: a prompt for each, its possible answers, and their probabilities."""
+"""Questions about the same content: a prompt for each, its possible answers, and their probabilities."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ Parts = list[dict[str, Any]]
 
 
 class Question(NamedTuple):
-    """A question about a content, and its possible answers."""
-
     parts: Parts
     """Parts of a user's message."""
     rule: str
     """How to answer."""
     answers: Sequence[str]
     rule_first: bool = False
-    """True: the rule comes before the parts. Questions with the same rule then share more of their prompts."""
+    """Put the rule before the parts, so that questions with the same rule share a longer prefix."""
 
     @classmethod
     def predicate(cls, instructions: str | Parts) -> Question:
@@ -51,12 +49,12 @@ class Question(NamedTuple):
     def score(
         cls, instructions: str | Parts, levels: Sequence[str], about: Sequence[str | None] | None = None
     ) -> Question:
-        """Ask for one of several levels, the lowest first. about: a description of each."""
+        """Ask for one of several levels, lowest first. about: a description of each."""
         rule = f"Answer only with one of these levels, lowest first:\n{_described(levels, about)}"
         return cls(_as_parts(instructions), rule, levels)
 
     def after(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The conversation that asks it."""
+        """The conversation with this question at its end."""
         rule = [{"type": "text", "text": self.rule}]
         return asked(messages, [*rule, *self.parts] if self.rule_first else [*self.parts, *rule])
 
@@ -71,10 +69,10 @@ def _described(answers: Sequence[str], about: Sequence[str | None] | None) -> st
 
 
 class Decider:
-    """Writes answers as the model itself would."""
+    """Tokenizes answers as the model itself would write them."""
 
     def __init__(self, preparer: RequestPreparer) -> None:
-        """Raises InvalidRequestError for a model without a chat template, or without the head that writes answers."""
+        """Raises InvalidRequestError for a model without a chat template or without a language model head."""
         made = preparer.vectors.instead_of_text
         if made is not None:
             raise InvalidRequestError(f"this model cannot decide: it makes {made}; serve a chat model", param="model")
@@ -89,7 +87,7 @@ class Decider:
         self._end = _end_of_turn(preparer)
 
     def task(self, answers: Sequence[str]) -> Score:
-        """Score each answer with the token that ends it."""
+        """Score each answer including the token that ends it."""
         tails = [self._tokenizer.encode_quoted(self._quotation.quote(answer), self._quotation) for answer in answers]
         return Score(tuple((*tail, *self._end) for tail in tails))
 
@@ -112,7 +110,7 @@ def answers_as_text(values: Sequence[str | bool]) -> list[str]:
 
 
 def asked(messages: Sequence[Mapping[str, Any]], question: Parts) -> list[dict[str, Any]]:
-    """Add a question to a conversation: to its last message if that is the user's."""
+    """Append a question: to the last message if it is the user's, else as a new message."""
     shown = [dict(message) for message in messages]
     if shown and shown[-1]["role"] == "user":
         last = shown.pop()["content"]
@@ -127,14 +125,14 @@ def asked(messages: Sequence[Mapping[str, Any]], question: Parts) -> list[dict[s
 
 
 def with_shared(prompts: Sequence[Prompt]) -> tuple[Prompt | None, list[Prompt]]:
-    """The longest beginning of several prompts, None if they have none in common, and the prompts that know of it."""
+    """Return the shared prefix of several prompts, and the prompts with its length."""
     shared = shared_prefix(prompts) if len(prompts) > 1 else None
     count = 0 if shared is None else len(shared.token_ids)
     return shared, [msgspec.structs.replace(prompt, thoughts=None, num_shared=count) for prompt in prompts]
 
 
 def shared_prefix(prompts: Sequence[Prompt]) -> Prompt | None:
-    """Return the longest beginning of all prompts; None if they have none in common."""
+    """Return the longest common prefix of all prompts; None if it is empty."""
     first = prompts[0]
     if any(prompt.cross != first.cross for prompt in prompts):
         return None
@@ -158,14 +156,14 @@ def shared_prefix(prompts: Sequence[Prompt]) -> Prompt | None:
 
 
 def probabilities(result: npt.NDArray[np.float32], temperature: float = 1.0) -> list[float]:
-    """Normalize the probabilities of the answers to one question. result: of `Decider.task`."""
+    """Normalize the probabilities of the answers to one question. result: log probabilities from `Decider.task`."""
     sums = result.astype(np.float64) / temperature
     weights = np.exp(sums - sums.max())
     return [float(value) for value in weights / weights.sum()]
 
 
 def confidence(distribution: Sequence[float]) -> float:
-    """Return 1 for a certain answer, 0 if all answers are equally probable: `1 - entropy / ln(n)`."""
+    """Return 1 for a certain answer, 0 for equally probable answers: `1 - entropy / ln(n)`."""
     values = np.array(distribution)
     entropy = -float((values * np.log(values, where=values > 0, out=np.zeros_like(values))).sum())
     return min(1.0, max(0.0, 1 - entropy / float(np.log(len(values)))))

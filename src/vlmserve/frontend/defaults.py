@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def default_sampling(folder: Path) -> SamplingParams:
-    """What the checkpoint's generation_config.json or GGUF file says about sampling; OpenAI's defaults for the rest.
+    """Sampling parameters of generation_config.json or the GGUF file, with OpenAI's defaults for the rest.
 
-    ``"do_sample": false``, written out, means greedy. Values out of range are ignored with a warning. Raises
+    An explicit ``"do_sample": false`` means greedy. Values out of range are ignored with a warning. Raises
     ModelLoadError for a file that is not JSON.
     """
     file = language_model(folder)

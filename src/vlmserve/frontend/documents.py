@@ -1,4 +1,4 @@
-"""Documents of a conversation: each becomes the images of its pages, where it stands."""
+"""Replaces documents in conversations by images of their pages."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def with_pages(
     limits: MediaConfig,
     usual: UsualSizes | None = None,
 ) -> tuple[list[Message], list[Medium]]:
-    """The same conversation with images of pages in the place of documents. Pages are rendered when they are prepared.
+    """Replace documents by images of their pages, which are rendered only when prepared.
 
-    media: of all parts that are no text, in order. usual: sizes by what pages cost; None: any. Raises
-    TooManyImagesError for too many documents, and as `DocumentReader.pages` does, naming the place.
+    media: all parts that are not text, in order. usual: page sizes by cost.
+    Raises TooManyImagesError for too many documents, and as `DocumentReader.pages` does, naming the place.
     """
     count = sum(medium.kind == "document" for medium in media)
     if count > limits.max_documents:
@@ -47,7 +47,6 @@ def with_pages(
 
 
 def _pages(document: Medium, reader: DocumentReader, most: int) -> list[Medium]:
-    """The images that a document becomes."""
     try:
         pages = reader.pages(document.source, document.pages, most)
     except InvalidRequestError as error:

@@ -23,14 +23,14 @@ from vlmserve.types import AdapterInfo, BlockMap, EngineSnapshot
 
 
 class EngineCalls:
-    """Calls that wait for a reply of the engine. All raise EngineDeadError and UnavailableError."""
+    """Calls that wait for the engine's reply. All raise EngineDeadError and UnavailableError."""
 
     def __init__(self, send: Callable[[ToEngine], None], gone: Callable[[], VLMServeError | None]) -> None:
-        """gone: makes the error of calls to an engine that is gone; None: it is there."""
+        """gone: returns the error of calls to an engine that has exited, else None."""
         self._send, self._gone = send, gone
         self._queries: dict[type[Inspect | MapBlocks], asyncio.Future[Any]] = {}
         self._changes: dict[int, asyncio.Future[Failure | None]] = {}
-        """Loads and unloads of adapters that have not ended, by number."""
+        """Unfinished loads and unloads of adapters, by number."""
         self._numbers = itertools.count()
         self.adapters: dict[str, AdapterInfo] = {}
         """Adapters that the engine serves, by name."""
@@ -46,19 +46,18 @@ class EngineCalls:
         return blocks
 
     async def load_adapter(self, name: str, path: str, pool: Mapping[str, str] | None = None) -> AdapterInfo:
-        """Have the engine load an adapter and serve it under a name, in place of what it served so.
+        """Load an adapter and serve it under a name, replacing the adapter that had this name.
 
-        pool: see `VLMEngine.load_adapter`. Returns when it is served. Raises AdapterError for a bad one.
+        pool: see `VLMEngine.load_adapter`. Raises AdapterError for an invalid adapter.
         """
         await self._change(LoadAdapter(next(self._numbers), name, path, None if pool is None else dict(pool)))
         return self.adapters[name]
 
     async def unload_adapter(self, name: str) -> None:
-        """Have the engine serve an adapter no more. Raises UnknownModelError for one that it does not serve."""
+        """Stop serving an adapter. Raises UnknownModelError if the engine does not serve it."""
         await self._change(UnloadAdapter(next(self._numbers), name))
 
     def reply(self, message: Inspected | Mapped | AdapterDone) -> None:
-        """Give callers the engine's reply."""
         match message:
             case Inspected(snapshot):
                 self._end_query(Inspect, snapshot)
@@ -74,7 +73,7 @@ class EngineCalls:
         self.adapters = {adapter.name: adapter for adapter in adapters}
 
     def end(self) -> None:
-        """Fail all calls because the engine is gone."""
+        """Fail all calls because the engine has exited."""
         changes, self._changes = self._changes, {}
         for change in changes.values():
             if not change.done() and (error := self._gone()) is not None:
@@ -98,7 +97,7 @@ class EngineCalls:
         if type(message) not in self._queries:
             self._queries[type(message)] = asyncio.get_running_loop().create_future()
             self._send(message)
-        # Callers in the meantime share one query, so that a busy engine does not get a queue of them.
+        # Concurrent callers share one query, so that they do not queue at a busy engine.
         answer = await asyncio.shield(self._queries[type(message)])
         if answer is None:
             self._check()

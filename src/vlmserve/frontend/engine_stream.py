@@ -15,7 +15,7 @@ from vlmserve.types import EngineOutput
 class EngineStream:
     """The outputs of one request, in order. Outputs that arrive between two reads are merged.
 
-    Iterating raises EngineDeadError or UnavailableError when the engine is gone. Close it to abort the request.
+    Iterating raises EngineDeadError or UnavailableError if the engine has exited. Close it to abort the request.
     """
 
     def __init__(self, request_id: str, forget: Callable[[str], None]) -> None:
@@ -40,7 +40,7 @@ class EngineStream:
         return output
 
     def close(self) -> None:
-        """Abort the request in the engine unless it has ended."""
+        """Abort the request unless it has ended."""
         self._ended = True
         self._forget(self.request_id)
 
@@ -59,10 +59,9 @@ class EngineStream:
         self._news.set()
 
     def put(self, output: EngineOutput) -> None:
-        """The engine produced something."""
         if self._pending is not None:
             token_ids, logprobs = self._pending.token_ids, self._pending.logprobs
-            # In place: otherwise the unread tokens would be copied with every token.
+            # In place: `+` would copy all unread tokens for every new token.
             token_ids += output.token_ids
             if logprobs is not None:
                 logprobs += output.logprobs or ()
@@ -77,6 +76,6 @@ class EngineStream:
         self._news.set()
 
     def fail(self, error: Callable[[], VLMServeError]) -> None:
-        """Nothing more will come. error: makes a fresh exception for every place that raises it."""
+        """End the stream. error: makes a new exception for every place that raises it."""
         self._error = error
         self._news.set()

@@ -1,4 +1,4 @@
-"""Videos of a conversation with a model that takes only images: each becomes its frames, with text around them."""
+"""Replaces videos by images of their frames, with text around them, for models that take only images."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from vlmserve.prompt.template import ImagePart, Message, Part
 from vlmserve.settings.config import MediaConfig
 
 _WORDS = 16
-"""Tokens that the text before a frame may take."""
+"""Maximum tokens of the text before a frame."""
 
 
 @dataclass(frozen=True)
 class FrameLimits:
-    """Limits on the number of frames. max_prompt_len: in tokens; None: any. usual: sizes by cost; None: any."""
-
     max_prompt_len: int | None = None
+    """In tokens."""
     usual: UsualSizes | None = None
+    """Frame sizes by cost."""
 
 
 @dataclass(frozen=True)
 class VideosAsImages:
-    """How a model is shown videos. processor: of frames."""
+    """Shows videos to a model that takes only images. processor: of frames."""
 
     form: FrameForm
     processor: ImageProcessor
@@ -41,10 +41,9 @@ class VideosAsImages:
     def show(
         self, messages: Sequence[Message], media: Sequence[Medium], reader: FrameReader, limits: FrameLimits
     ) -> tuple[list[Message], list[Medium]]:
-        """The same conversation with images of frames in the place of videos. All but the first frame of each are
-        decoded when they are prepared.
+        """Replace videos by images of their frames. Only each video's first frame is decoded at once.
 
-        media: of all parts that are no text, in order. Raises VideoTooLargeError for more frames than fit, and as
+        media: all parts that are not text, in order. Raises VideoTooLargeError for more frames than fit, and as
         `FrameReader` does, naming the place.
         """
         count = sum(medium.kind == "video" for medium in media)
@@ -66,8 +65,9 @@ class VideosAsImages:
         return replace_media(messages, media, "video", expand)
 
     def _taken(self, video: Medium, reader: FrameReader, limits: FrameLimits, num_videos: int) -> FrameSequence:
-        """The frames that a video becomes: of a file for which the request says no fps, as many as leave half of the
-        prompt to all else."""
+        """The frames of a video. A file without fps in the request gets as many frames as leave half of the prompt
+        free.
+        """
         processor = self.processor.within(replace(video.budget, low_detail=True))
         if isinstance(video.source, list | tuple):
             taken = reader.of_list(video.source, processor, video.fps or self.form.fps)
@@ -97,7 +97,9 @@ class VideosAsImages:
         return taken
 
     def _most(self, taken: FrameSequence, room: int | None) -> tuple[int, int]:
-        """How many frames like the first fit into so many tokens and the limit of pixels, and the tokens of each."""
+        """Return how many frames like the first fit into `room` tokens and the pixel limit, and the tokens of one
+        frame.
+        """
         first = taken.frames[0].prepare(self.cache)
         most = self.limits.max_video_pixels // max(first.pixels.size // 3, 1)
         return most if room is None else min(most, room // (first.num_tokens + _WORDS)), first.num_tokens

@@ -1,4 +1,4 @@
-"""Calls of functions as Gemma 4 writes them: objects with bare keys, and strings between tokens of their own."""
+"""Gemma 4's tool calls: objects with bare keys, and strings between special tokens."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
 
 @dataclass(frozen=True)
 class GemmaToolForm(ToolForm):
-    """A form in which a call is ``call:NAME{key:value}``. Strings are not escaped.
+    """Writes calls as ``call:NAME{key:value}``. Strings are not escaped.
 
-    Arguments come in the schema's order. The grammar follows types, properties, items, alternatives and references of
-    a schema, and bounds of numbers.
+    Arguments come in the schema's order. The grammar follows a schema's types, properties, items, alternatives,
+    references and number bounds.
     """
 
     call_start: ClassVar[str] = "call:"
@@ -56,12 +56,12 @@ class GemmaToolForm(ToolForm):
 
 
 class GemmaArguments:
-    """Reads a call's arguments as JSON, after the brace that opens them. Long strings are streamed."""
+    """Reads a call's arguments as JSON, after their opening brace. Streams long strings."""
 
     def __init__(self) -> None:
         self._held = ""
         self._open = ["{"]
-        """Brackets that are not closed."""
+        """Unclosed brackets."""
         self._begun = self._in_string = False
         self._wants_key = True
 
@@ -85,7 +85,7 @@ class GemmaArguments:
         return json.dumps(text, ensure_ascii=False)[1:-1] + ('"' if place >= 0 else "")
 
     def _next(self) -> str:
-        """The next piece outside of strings; empty if more text is needed."""
+        """The next piece outside strings; empty if more text is needed."""
         held = self._held
         if held.startswith(_QUOTE):
             self._held, self._in_string = held.removeprefix(_QUOTE), True
@@ -103,7 +103,7 @@ class GemmaArguments:
             self._held, self._wants_key = rest, False
             return f"{json.dumps(key.strip(), ensure_ascii=False)}: "
         match = _WORD.match(held)
-        if match is None:  # what no grammar allows
+        if match is None:  # the grammar allows no such text
             self._held = held[1:]
             return ""
         if match.end() == len(held):
@@ -118,16 +118,16 @@ class GemmaArguments:
             self._open.pop()
         if mark in "{[,}]":
             self._wants_key = mark in "{," and self._open[-1:] == ["{"]
-        elif mark == ":":  # after a key between quotes
+        elif mark == ":":  # after a quoted key
             self._wants_key = False
         return {",": ", ", ":": ": "}.get(mark, mark.strip())
 
 
 class _Rules:
-    """Rules of the grammar of one call.
+    """The grammar rules of one call.
 
-    schema: of the arguments, as `guided` returns it. quote: the Lark of what is around strings. token: the id of that
-    mark; None: the tokenizer has no such token.
+    schema: of the arguments, as `guided` returns it. quote: the string mark in Lark. token: the mark's token id, if the
+    tokenizer has one.
     """
 
     def __init__(self, name: str, function: str, schema: Mapping[str, Any], quote: str, token: int | None) -> None:
@@ -136,14 +136,14 @@ class _Rules:
         self._quote, self._token = quote, token
         self._count = 0
         self._names: dict[str, str] = {}
-        """Rules that several values share, by what they are."""
+        """Rules that several values share, by their content."""
 
     def add(self, name: str, body: str) -> str:
         self.lines.append(f"{name}: {body}")
         return name
 
     def members(self, schema: Mapping[str, Any]) -> str:
-        """The members of an object, between its braces."""
+        """Return the rule for an object's members, between its braces."""
         if "properties" not in schema and isinstance(reference := schema.get("$ref"), str):
             schema = found if isinstance(found := self._referred(reference), dict) else schema
         properties = schema.get("properties")
@@ -153,7 +153,7 @@ class _Rules:
         required = schema.get("required") or []
         if not isinstance(required, list):
             raise self._unusable("required", required, "a list of names")
-        # "first" is what is left where no member came yet, "other" where one did.
+        # `first` matches what remains while no member has been written, `other` what remains after one.
         first = other = ""
         for key, value in reversed(properties.items()):
             if _NO_KEY.search(key):
@@ -177,7 +177,6 @@ class _Rules:
         return first
 
     def value(self, schema: Any) -> str:
-        """A value of a schema."""
         if not isinstance(schema, dict):
             return self._anything()
         if isinstance(reference := schema.get("$ref"), str):
@@ -243,7 +242,7 @@ class _Rules:
         def body() -> str:
             lazy = self._new()
             self.lines.append(f"{lazy}[lazy]: TEXT {literal(_QUOTE)}")
-            # A special token ends the text before it, which need not be lazy.
+            # A special token ends the text before it, so that text need not be lazy.
             return f"{self._quote} ({lazy}{'' if self._token is None else f' | TEXT <[{self._token}]>'})"
 
         return self._shared("string", body)
@@ -291,7 +290,7 @@ def _written(value: Any) -> str:
 
 
 def _scalar(word: str) -> str:
-    """A word as JSON: a string if it is none."""
+    """A word as JSON; a word that is not JSON becomes a string."""
     word = _JSON_WORDS.get(word, word)
     try:
         value = json.loads(word)

@@ -1,4 +1,4 @@
-"""Listening to the engine's heartbeat."""
+"""Listens to the engine's heartbeat."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _PATIENCE = 2 * INTERVAL
 
 
 class HeartbeatListener:
-    """silence: seconds without a beat of the engine or one of its ranks. step_seconds: how long the step loop had been
-    at its step at the last beat."""
+    """silence: seconds since the last beat of the engine or one of its ranks. step_seconds: age of the running step at
+    the last beat.
+    """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
         self.silence = self.step_seconds = 0.0
@@ -24,13 +25,13 @@ class HeartbeatListener:
         self._socket.bind(beat_endpoint(endpoint))
 
     async def run(self) -> None:
-        """Listen until it is cancelled. Begin when the engine is ready: while it loads it has no heartbeat."""
+        """Listen until cancelled. Start once the engine is ready: it has no heartbeat while it loads."""
         while True:
             try:
                 async with asyncio.timeout(_PATIENCE):
                     frame = await self._socket.recv()
             except TimeoutError:
-                # Not by the clock: while this process itself is suspended, no heartbeat arrives.
+                # Count waits instead of reading the clock: while this process is suspended, no heartbeat arrives.
                 self.silence += _PATIENCE
             else:
                 beat = msgspec.msgpack.decode(frame, type=Beat)

@@ -1,4 +1,4 @@
-"""Images, videos and documents of requests: their limits, and their pixels."""
+"""Prepares images, videos and documents of requests and checks their limits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vlmserve.types import ImageInput, ModelInfo
 logger = logging.getLogger(__name__)
 
 KnownMedia: TypeAlias = dict[tuple[Any, ...], tuple[Medium, ImageInput]]
-"""Prepared media. The key tells what they are and what is wanted of them."""
+"""Prepared media, by `_identity` and the request's wishes."""
 
 _SMALL_IMAGE = (64, 64)
 _NO_TOWER = ": it is a GGUF file without a vision tower; if that has a file of its own, give it with --mmproj"
@@ -37,7 +37,7 @@ _LARGE_ENCODER_CACHE = 64 * 1024**2
 
 
 class MediaPreparer:
-    """Prepares media as one checkpoint takes them. Thread-safe."""
+    """Prepares media for one checkpoint. Thread-safe."""
 
     def __init__(
         self, config: MediaConfig, processor: ImageProcessor | None, encoder_cache_memory: int, *, in_one_file: bool
@@ -47,16 +47,15 @@ class MediaPreparer:
         self._processor, self._encoder_cache_memory = processor, encoder_cache_memory
         self.video_processor: VideoProcessor | None = None
         self.videos_as_images: VideosAsImages | None = None
-        """Shows videos to a model that takes images only."""
+        """Shows videos to a model that takes only images."""
         self.usual: UsualSizes | None = None
-        """Sizes by what images cost, once the engine has said so."""
+        """Image sizes by cost, once the engine has reported its limits."""
         self.image_cache = ImageCache(config.image_cache_memory, config.decode_memory, config.threads)
         self.page_counts = PageCounts()
         self._blind = _NO_TOWER if in_one_file else ""
 
     def fit(self, info: ModelInfo) -> None:
-        """Take over the engine's limits. Raises CapacityError if not even a small image fits into its encoder
-        cache."""
+        """Adopt the engine's limits. Raises CapacityError if its encoder cache does not hold even a small image."""
         self.usual = UsualSizes.of(self.config, info.image_cost)
         if self._processor is not None and self.usual is not None:
             usual = self._processor.within(self.usual.for_images(NO_BUDGET))
@@ -82,11 +81,11 @@ class MediaPreparer:
 
     @property
     def supports_videos(self) -> bool:
-        """The model takes videos, or images of their frames instead."""
+        """Whether the model takes videos, natively or as images of their frames."""
         return self.video_processor is not None or self.videos_as_images is not None
 
     def check(self, media: Sequence[Medium]) -> None:
-        """As many of each kind as the model and the limits allow; of pages it is not known yet how many there are."""
+        """Check the number of media of each kind. Page counts are unknown at this point."""
         kinds = Counter(medium.kind for medium in media)
         if kinds["document"] and not self.supports_images:
             raise TooManyImagesError(
@@ -114,7 +113,7 @@ class MediaPreparer:
             )
 
     def prepare_all(self, media: Sequence[Medium], salt: str, known: KnownMedia | None = None) -> list[ImageInput]:
-        """Prepare media. known: what was prepared before with the same salt; it grows.
+        """Prepare media. known: media prepared earlier with the same salt; this call adds to it.
 
         Raises the first error, or all errors if a caller in this process gave the media.
         """
@@ -161,7 +160,7 @@ class MediaPreparer:
 
 
 def check_sources(sources: Sequence[tuple[str, Any]]) -> None:
-    """Raises InvalidRequestError for paths at which there is no file. sources: with their places in the request."""
+    """Raise InvalidRequestError for paths without a file. sources: (place in the request, source) pairs."""
     errors: list[InvalidRequestError] = []
     for place, source in sources:
         try:
@@ -174,8 +173,9 @@ def check_sources(sources: Sequence[tuple[str, Any]]) -> None:
 
 
 def _identity(medium: Medium) -> tuple[Any, ...]:
-    """The key of a medium while its source exists: URLs, paths, pages and frames by their names, others by the
-    object."""
+    """A key that is valid while the medium's source exists: the name of a URL, path, page or frame, else the object's
+    id.
+    """
     source = medium.source
     if isinstance(source, Frame):
         named: Any = source.opened.key
@@ -185,6 +185,5 @@ def _identity(medium: Medium) -> tuple[Any, ...]:
 
 
 def _raise(errors: Sequence[InvalidRequestError]) -> None:
-    """All of them, if there are any."""
     if errors:
         raise errors[0] if len(errors) == 1 else InvalidRequestsError(errors)

@@ -1,4 +1,4 @@
-"""Chat messages in OpenAI's form, checked: every refusal names the place in the request."""
+"""Checks chat messages in OpenAI's form. Every error names the place in the request."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ _ROLES: dict[str, Role] = {
 }
 
 _LOCAL_IMAGES = ("image", "image_pil")
-"""Parts that only a caller in this process may give."""
+"""Message parts that only callers in this process may give."""
 MAX_DEPTH = 100
-"""Of JSON that calls and descriptions of functions hold."""
+"""Maximum depth of JSON in tool calls and function descriptions."""
 
 
 @dataclass(frozen=True)
 class Medium:
-    """An image, video or document of a request. place: in the request. budget, fps, pages: what the request wants of
-    it. is_local: whether a caller in this process gave it."""
+    """An image, video or document of a request."""
 
     kind: MediaKind
     place: str
+    """In the request."""
     source: Any
     budget: ImageBudget = NO_BUDGET
     fps: float | None = None
     is_local: bool = False
+    """A caller in this process gave it."""
     pages: str | None = None
 
 
 def with_kwargs(media: Sequence[Medium], kwargs: Any) -> list[Medium]:
-    """The same where a request has ``mm_processor_kwargs``: what it wants of every one that says nothing itself.
+    """Apply ``mm_processor_kwargs`` to all media that have no settings of their own.
 
     Raises InvalidRequestError for anything but an object with `BUDGET_FIELDS` and ``fps``.
     """
@@ -68,8 +69,11 @@ def replace_media(
     kind: MediaKind,
     expand: Callable[[Medium], tuple[Sequence[Part], Sequence[Medium]]],
 ) -> tuple[list[Message], list[Medium]]:
-    """The same conversation with other parts in the place of all media of a kind. media: of all parts that are no text,
-    in order. expand: the parts that one becomes, and the media among them."""
+    """Replace all media of a kind by other parts.
+
+    media: all parts that are not text, in order. expand: returns the parts that replace a medium, and the media among
+    them.
+    """
     rest = iter(media)
     shown: list[Message] = []
     expanded: list[Medium] = []
@@ -88,7 +92,7 @@ def replace_media(
 
 
 def check_conversations(messages: Any) -> None:
-    """Raise InvalidRequestError for what is neither a conversation nor a list or an iterator of conversations."""
+    """Raise InvalidRequestError for anything but a conversation or a list or iterator of conversations."""
     several = isinstance(messages, Iterable) and not isinstance(messages, str | bytes | Mapping)
     looked_at = messages if isinstance(messages, Sequence) else ()
     if not several or any(isinstance(message, str | bytes) for message in looked_at):
@@ -100,11 +104,10 @@ def check_conversations(messages: Any) -> None:
 
 
 def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], list[Medium]]:
-    """The turns of a conversation, and its images, videos and documents in order. A document is one image among the
-    parts of its message, until its pages are known.
+    """Return the turns of a conversation, and its images, videos and documents in order.
 
-    allow_local: take images, videos and documents that only a caller in this process may give.
-    Raises InvalidRequestError for anything that is not a conversation.
+    A document counts as one image until its pages are known. allow_local: accept media that only a caller in this
+    process may give. Raises InvalidRequestError for anything but a conversation.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise InvalidRequestError(
@@ -141,7 +144,7 @@ def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], 
 
 
 def check_begun(messages: Sequence[Message]) -> None:
-    """Raises InvalidRequestError if the last message is no answer that can be continued."""
+    """Raise InvalidRequestError unless the last message is an answer that can be continued."""
     last, place = messages[-1], f"messages[{len(messages) - 1}]"
     text = last.parts[-1]
     if last.role != "assistant" or last.tool_calls or not isinstance(text, str) or not text:
@@ -151,7 +154,7 @@ def check_begun(messages: Sequence[Message]) -> None:
 
 
 def _reasoning(message: Mapping[str, Any], place: str) -> str | None:
-    """The assistant's reasoning, under any of the names that clients send."""
+    """The assistant's reasoning, under any name that clients send."""
     for name in REASONING_FIELDS:
         text = message.get(name)
         if text is None:
@@ -164,7 +167,7 @@ def _reasoning(message: Mapping[str, Any], place: str) -> str | None:
 
 
 class _IncompleteCall(NamedTuple):
-    """A tool call that the token limit cut in the middle. arguments: the part of them that exists."""
+    """A tool call that the token limit cut off. arguments: the text written so far."""
 
     id: str
     name: str
@@ -176,7 +179,6 @@ class _IncompleteCall(NamedTuple):
 
 
 def _with_incomplete_calls(content: Any, texts: Sequence[str]) -> Any:
-    """A message's content, followed by its incomplete tool calls as text."""
     if not texts:
         return content
     if isinstance(content, str):
@@ -185,7 +187,7 @@ def _with_incomplete_calls(content: Any, texts: Sequence[str]) -> Any:
 
 
 def _tool_calls(calls: Any, place: str) -> tuple[ToolCall | _IncompleteCall, ...]:
-    """Calls in OpenAI's form; their arguments may also be an object. Raises InvalidRequestError for anything else."""
+    """Parse calls in OpenAI's form; arguments may also be an object. Raises InvalidRequestError."""
     if calls is None:
         return ()
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
@@ -221,7 +223,7 @@ def _tool_calls(calls: Any, place: str) -> tuple[ToolCall | _IncompleteCall, ...
 
 
 def _result(turn: Message, call_id: Any, names: Mapping[str, str], place: str) -> Message:
-    """The message of a call's result. names: of the functions called before, by the calls' ids."""
+    """The message of a call's result. names: function names by call id."""
     if not isinstance(call_id, str):
         raise InvalidRequestError(
             f"{place}.tool_call_id must name the call whose result this is", param=f"{place}.tool_call_id"
@@ -231,7 +233,7 @@ def _result(turn: Message, call_id: Any, names: Mapping[str, str], place: str) -
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether a JSON value has more than `MAX_DEPTH` levels of lists and objects."""
+    """Whether a JSON value nests more than `MAX_DEPTH` lists and objects."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -246,7 +248,7 @@ def is_too_deep(value: Any) -> bool:
 
 
 def check_unicode(text: str, place: str) -> None:
-    """Raises InvalidRequestError for a string with half a surrogate pair, which JSON can write but is no text."""
+    """Raise InvalidRequestError for an unpaired surrogate, which JSON can express but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -254,7 +256,7 @@ def check_unicode(text: str, place: str) -> None:
 
 
 def check_cache_salt(salt: Any) -> str:
-    """`salt`, or "" for None. Raises InvalidRequestError for what is no salt."""
+    """Return `salt`, or "" for None. Raises InvalidRequestError for an invalid salt."""
     if salt is None:
         return ""
     if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_CACHE_SALT:
@@ -266,7 +268,7 @@ def check_cache_salt(salt: Any) -> str:
 
 
 def check_remote(source: Any, place: str) -> str:
-    """`source`, if it is a URL. Raises InvalidRequestError for all that only a caller in this process may give."""
+    """Return `source` if it is a URL, else raise InvalidRequestError."""
     if not isinstance(source, str) or not is_url(source):
         raise InvalidRequestError(f"{place} must be a URL that begins with http://, https:// or data:", param=place)
     return source
@@ -331,7 +333,7 @@ def _url(part: Mapping[str, Any], kind: str, place: str, allow_local: bool) -> t
 
 
 def _image(part: Mapping[str, Any], kind: str, place: str) -> tuple[str, ImageSource]:
-    """An image of a caller in this process, under vLLM's names or those of transformers' templates."""
+    """An image of a caller in this process, in vLLM's form or that of Transformers' templates."""
     name = next((name for name in (kind, "image", "url", "path") if not _is_nothing(part.get(name))), None)
     if name is None:
         raise InvalidRequestError(f"{place}.{kind} must be an image, a path or a URL", param=f"{place}.{kind}")
@@ -343,7 +345,7 @@ def _is_nothing(source: object) -> bool:
 
 
 def _file(part: Mapping[str, Any], place: str) -> tuple[str, str]:
-    """A document's URL. file_data may also be base64 alone."""
+    """A document's URL. file_data may also be plain base64."""
     file, place = part.get("file"), f"{place}.file"
     for name in ("file_data", "file_url"):
         value = file.get(name) if isinstance(file, Mapping) else None
@@ -369,7 +371,7 @@ def _pages(part: Mapping[str, Any], place: str) -> str | None:
 
 
 def _video(part: Mapping[str, Any], place: str, allow_local: bool) -> tuple[str, VideoSource]:
-    """A file, for callers in this process, or the list of a video's frames."""
+    """A video file (only from callers in this process), or the list of its frames."""
     source, place = frames_of(part.get("video")), f"{place}.video"
     if isinstance(source, list | tuple) and source:
         if not allow_local:

@@ -13,26 +13,26 @@ from vlmserve.engine.messages import Abort, Add, ToEngine, encode
 from vlmserve.errors import InvalidRequestError, VLMServeError
 
 Fail = Callable[[str, Callable[[], VLMServeError]], None]
-"""Ends a request, by its id, with an error."""
+"""Fails a request, by its id, with an error."""
 
 
 class Outbox:
-    """Sends messages in order, without waiting until the engine takes them."""
+    """Sends messages in order, without waiting for the engine."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, socket: zmq.asyncio.Socket, fail: Fail) -> None:
-        """fail: is told of each request that cannot be encoded."""
+        """fail: called for each request that cannot be encoded."""
         self._loop, self._socket, self._fail = loop, socket, fail
         self._messages: list[ToEngine] = []
         self._sending: set[asyncio.Future[Any]] = set()
 
     def send(self, message: ToEngine) -> None:
-        """Send a message soon. Its images are not copied."""
+        """Queue a message; it is sent soon. Images are not copied."""
         if not self._messages:
             self._loop.call_soon(self._flush)
         self._messages.append(message)
 
     def _flush(self) -> None:
-        """Send collected messages together: under load, a message costs more than its content."""
+        """Send the queued messages together: under load, a message costs more than its content."""
         messages, self._messages = self._messages, []
         if self._socket.closed:
             return
@@ -41,7 +41,7 @@ class Outbox:
                 self._transmit(message)
 
     def _transmit(self, message: ToEngine) -> None:
-        """A request that cannot be encoded, because of what a caller in this process put into it, fails alone."""
+        """Send one message. A request that cannot be encoded fails alone."""
         try:
             frames = encode(message)
         except (TypeError, ValueError, OverflowError) as error:
@@ -60,7 +60,7 @@ class Outbox:
 
 
 def _merged(kind: type, messages: list[Any]) -> list[ToEngine]:
-    """The same in fewer messages. All are of that kind."""
+    """Merge messages of the same kind."""
     if kind is Add:
         return [Add([request for message in messages for request in message.requests])]
     if kind is Abort:

@@ -50,10 +50,11 @@ def transformers_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfi
 
 
 def image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageProcessor:
-    """Processor for vlmserve's own model. Raises ModelLoadError for a checkpoint without settings, ConfigurationError
-    for a budget that it cannot keep."""
+    """Processor for vlmserve's own models. Raises ModelLoadError if the checkpoint lacks settings, and
+    ConfigurationError for an impossible budget.
+    """
     processor = _own_processor(folder, tokenizer, media)
-    if isinstance(processor, AnySizeProcessor):  # whose budget may be larger than the checkpoint's
+    if isinstance(processor, AnySizeProcessor):  # its budget may exceed the checkpoint's
         return processor
     with _of_server():
         return processor.within(server_budget(media))
@@ -112,7 +113,7 @@ def video_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> V
 def videos_as_images(
     folder: Path, tokenizer: Tokenizer, media: MediaConfig, processor: ImageProcessor, cache: ImageCache
 ) -> VideosAsImages:
-    """Videos for a model that takes only images. processor: the model's image processor."""
+    """Shows videos to a model that takes only images. processor: the model's image processor."""
     fps = media.mm_processor_kwargs.fps
     settings = _settings(folder, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
     if isinstance(processor, SliceProcessor) and processor.on_canvas:
@@ -124,7 +125,7 @@ def videos_as_images(
     form = SmolVLMFrames.from_settings(settings, fps) if isinstance(processor, SplitProcessor) else None
     if form is None:
         return VideosAsImages(TimedFrames(fps), processor, media, cache)
-    # The size that a frame gets before it becomes a tile need not be that of images.
+    # The size of a frame before it becomes a tile may differ from an image's.
     size = settings.get("size") or (settings.get("video_sampling") or {}).get("video_size")
     frames = {**settings, "size": size, "do_image_splitting": False}
     files = replace(_image_files(folder, tokenizer, media), settings=frames, processor_config={})
@@ -132,7 +133,7 @@ def videos_as_images(
 
 
 def _settings(folder: Path, section: str, *files: str) -> dict[str, Any]:
-    """A section of processor_config.json, or else the first file of older checkpoints that exists."""
+    """A section of processor_config.json, else the first of `files` (of older checkpoints) that exists."""
     settings = read_json(folder / "processor_config.json").get(section)
     if isinstance(settings, dict):
         return settings

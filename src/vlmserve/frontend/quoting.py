@@ -1,4 +1,4 @@
-"""Messages and JSON of users with all that could be read as a control token quoted."""
+"""Quotes users' messages and JSON, so that nothing in them becomes a control token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from vlmserve.prompt.untrusted import Quotation
 
 
 def quoted_message(message: Message, quotation: Quotation) -> Message:
-    """A message with all texts in it quoted."""
     parts = (quotation.quote(part) if isinstance(part, str) else part for part in message.parts)
     calls = [
         ToolCall(*(quoted_json(value, quotation) for value in (call.id, call.name, call.arguments)))
@@ -25,7 +24,6 @@ def quoted_message(message: Message, quotation: Quotation) -> Message:
 
 
 def quoted_json(value: Any, quotation: Quotation) -> Any:
-    """A JSON value with all texts in it quoted."""
     if isinstance(value, str):
         return quotation.quote(value)
     if isinstance(value, dict):

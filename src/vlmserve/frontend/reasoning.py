@@ -1,6 +1,6 @@
-"""Thoughts of models: which markers are around them, whether an answer begins in them, and how they are told apart.
+"""Separates a model's reasoning from its answer.
 
-Markers are single tokens, so that what the model writes in their letters is text.
+Markers are single tokens. If the model writes the same letters with other tokens, they are text.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from vlmserve.types import Thoughts
 
 @dataclass(frozen=True)
 class ReasoningForm:
-    """What stands around thoughts.
+    """The markers around reasoning.
 
-    always_begun: whether every answer begins with thoughts, also where neither prompt nor answer has `start`.
-    title: text after `start` that is no part of thoughts.
+    always_begun: every answer begins with reasoning, even without `start`. title: text after `start` that is not
+    reasoning.
     """
 
     name: str
@@ -40,20 +40,19 @@ _FORMS = {
         ReasoningForm("qwen3", "<think>", "</think>"),
         ReasoningForm("glm45", "<think>", "</think>"),
         ReasoningForm("deepseek_r1", "<think>", "</think>", always_begun=True),
-        # Of Magistral and Ministral 3: https://docs.mistral.ai/capabilities/reasoning/
+        # Magistral and Ministral 3: https://docs.mistral.ai/capabilities/reasoning/
         ReasoningForm("mistral", "[THINK]", "[/THINK]"),
         ReasoningForm("gemma4", "<|channel>", "<channel|>", title="thought\n"),
     )
 }
 _BLANKS = ("\n", "\n\n", " ")
-"""What models write before the marker, as GLM does."""
+"""Whitespace that models such as GLM write before the marker."""
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """The form of a model's thoughts.
-
-    start_id, end_id: the tokens that its markers are. blank_ids: tokens of space that may stand before `start_id`.
+    """The form of a model's reasoning, with the token ids of its markers. blank_ids: whitespace that may precede
+    `start_id`.
     """
 
     form: ReasoningForm
@@ -62,8 +61,11 @@ class Reasoning:
     blank_ids: tuple[int, ...] = ()
 
     def after(self, prompt: str, begun_answer: str | None = None) -> Thoughts | None:
-        """The thoughts of answers to a prompt, which is what a chat template has written; None if it has ended them
-        already, as templates do where thinking is switched off. begun_answer: the text that the answer continues."""
+        """The reasoning state of answers to a prompt; None if the template has already closed the reasoning (thinking
+        off).
+
+        prompt: as the chat template rendered it. begun_answer: the text that the answer continues.
+        """
         if begun_answer is not None:
             is_inside = begun_answer.rfind(self.form.start) > begun_answer.rfind(self.form.end)
             return Thoughts(self.start_id, self.end_id, begun=True) if is_inside else None
@@ -75,9 +77,9 @@ class Reasoning:
 
 
 def choose_reasoning(template: ChatTemplate | None, tokenizer: Tokenizer, wanted: ReasoningParser) -> Reasoning | None:
-    """How a model writes thoughts: as `wanted`, or else as its chat template does; None: it has none.
+    """Choose a model's reasoning form: `wanted`, else the form of its chat template; None if it has none.
 
-    Raises ConfigurationError if the tokenizer lacks the markers that are wanted.
+    Raises ConfigurationError if the tokenizer lacks the markers of `wanted`.
     """
     if wanted == "none":
         return None
@@ -96,19 +98,19 @@ def choose_reasoning(template: ChatTemplate | None, tokenizer: Tokenizer, wanted
 
 
 class Said(NamedTuple):
-    """What is new in an answer: of its thoughts, and of the answer itself."""
+    """New text of an answer: reasoning and the answer proper."""
 
     thought: str
     text: str
 
 
 class AnswerText:
-    """Turns one answer's token ids into its thoughts and its text.
+    """Turns one answer's token ids into its reasoning and its text.
 
-    text: makes the answer's text, and looks for its stop strings, of which thoughts have none. thought: makes that of
-    thoughts. thinking: where the answer stands in them; None: it has none. strips: whether space between thoughts and
-    text is left out; space at the beginning and the end of thoughts always is. title: see `ReasoningForm`.
-    num_reasoning_tokens: those of the thoughts, with markers of theirs that are part of the answer.
+    text: detokenizes the answer and finds its stop strings. thought: detokenizes the reasoning, which has no stop
+    strings. thinking: the reasoning state; None if there is none. strips: omit whitespace between reasoning and text;
+    whitespace around the reasoning is always omitted. title: see `ReasoningForm`. num_reasoning_tokens: reasoning
+    tokens, including markers that the model wrote.
     """
 
     def __init__(
@@ -126,12 +128,12 @@ class AnswerText:
         self._thinking = thinking
         self._strips = strips
         self._waiting: list[int] = []
-        """Space before the first token that says whether there are thoughts."""
+        """Whitespace before the first token that shows whether there is reasoning."""
         self._gap = ""
-        """Space in the middle of thoughts, if something follows it."""
+        """Whitespace in the reasoning, shown once more reasoning follows."""
         self._has_thought = False
         self._begins = False
-        """Whether the text follows thoughts and has not begun."""
+        """The text follows reasoning and has not begun."""
         self.num_reasoning_tokens = 0
 
     @property
@@ -140,26 +142,26 @@ class AnswerText:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that was completed; nothing follows it."""
+        """The stop string that ended the answer."""
         return self._text.stop_string
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer and its thoughts: all that came up to the one that completed a stop string."""
+        """Tokens of reasoning and answer, up to the token that completed a stop string."""
         return self.num_reasoning_tokens + len(self._waiting) + self._text.num_tokens
 
     @property
     def num_decoded(self) -> int:
-        """Characters that the tokens of the text so far stand for."""
+        """Characters that the text's tokens stand for."""
         return self._text.num_decoded
 
     @property
     def num_shown(self) -> int:
-        """Those of them that are text by now, or were left out."""
+        """Characters shown or omitted so far."""
         return self._text.num_shown
 
     def push(self, token_ids: Sequence[int]) -> Said:
-        """What is safe to show now that these ids came."""
+        """Add tokens; return the text that is safe to show."""
         thinking, thought, count = self._thinking, "", 0
         while thinking is not None and not thinking.is_over and count < len(token_ids):
             token_id = token_ids[count]
@@ -175,14 +177,14 @@ class AnswerText:
         return Said(thought, self._stripped(self._text.push(said)) if said else "")
 
     def finish(self, end_token_id: int | None = None) -> Said:
-        """What was held back. Nothing may be pushed afterwards. end_token_id: as of `Detokenizer.finish`."""
+        """Return held-back text. Push nothing afterwards. end_token_id: see `Detokenizer.finish`."""
         is_inside = self._thinking is not None and self._thinking.is_inside
         thought = self._end_thoughts() if is_inside else ""
         said, self._waiting = self._text.push(self._waiting), []
         return Said(thought, self._stripped(said + self._text.finish(end_token_id)))
 
     def _think(self, thinking: Thinking, token_id: int) -> str:
-        """New text of thoughts for a token of them."""
+        """New reasoning text for a token."""
         self.num_reasoning_tokens += len(self._waiting) + 1
         self._text.num_tokens_before = self.num_reasoning_tokens
         self._waiting = []
@@ -200,7 +202,7 @@ class AnswerText:
         return self._held(self._thought.finish(), is_last=True)
 
     def _held(self, new: str, *, is_last: bool = False) -> str:
-        """New text of thoughts without their title and the space around them all."""
+        """New reasoning text without its title and surrounding whitespace."""
         new = self._gap + new
         if not self._has_thought:
             new = new.lstrip()

@@ -1,4 +1,4 @@
-"""Messages and texts to prompts: validation, chat template, tokenizer, images. Synchronous and thread-safe."""
+"""Turns messages and texts into prompts: validation, chat template, tokenizer, images. Synchronous and thread-safe."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ logger = logging.getLogger(__name__)
 class RequestPreparer:
     """Makes prompts for the checkpoint in `folder`.
 
-    implementation: of the model, which decides how images become pixels. chat_template: instead of the checkpoint's
-    own, the path of one or one itself. engine: what its settings say of grammars and tool calls.
+    implementation: the model's implementation, which decides how images become pixels. chat_template: a template or its
+    path, instead of the checkpoint's. engine: settings for grammars and tool calls.
 
-    Raises ModelLoadError or UnsupportedModelError if the folder's tokenizer, template or image processor is unusable.
+    Raises ModelLoadError or UnsupportedModelError for an unusable tokenizer, template or image processor.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class RequestPreparer:
         template = files.chat_template if chat_template is None else read_template(chat_template)
         self._folder = folder
         self.max_prompt_len: int | None = None
-        """Tokens that fit into a prompt, once the engine has said so; None: any number."""
+        """Maximum tokens of a prompt, once the engine has reported it; None: no limit."""
         self.tokenizer = Tokenizer.from_folder(folder, files)
         self._one_image = one_image_prompts(read_config(folder))
         supports_images = self.tokenizer.image_token_id is not None or self._one_image is not None
         theirs = implementation == "transformers" or (implementation == "auto" and not files.has_own_preprocessing)
         choose = transformers_processor if theirs else image_processor
-        # Before the template, which writes the mark that the processor reads.
+        # Before the template: it adds the placeholder that the processor reads.
         processor = choose(folder, self.tokenizer, media) if supports_images else None
         self.media = MediaPreparer(media, processor, engine.encoder_cache_memory, in_one_file=folder.is_file())
         self._template = None if template is None else _compile(template, self.tokenizer)
@@ -103,7 +103,7 @@ class RequestPreparer:
         if self._template is not None and with_tools is not None:
             self._renderer = Renderer(self._template, with_tools, self.tokenizer, self.answers, supports_images)
         video_token = self.tokenizer.video_token
-        # A chat template may know nothing of the videos that the model takes.
+        # The chat template may not know the videos that the model takes.
         supports_videos = video_token is not None and not theirs and (template is None or video_token in template)
         if supports_videos:
             self.media.video_processor = video_processor(folder, self.tokenizer, media)
@@ -112,13 +112,12 @@ class RequestPreparer:
             self.media.videos_as_images = videos_as_images(folder, self.tokenizer, media, processor, cache)
 
     def fit(self, info: ModelInfo) -> None:
-        """Take over the engine's limits. Raises CapacityError if not even a small image fits into its encoder
-        cache."""
+        """Adopt the engine's limits. Raises CapacityError if its encoder cache does not hold even a small image."""
         self.max_prompt_len = info.max_prompt_len
         self.media.fit(info)
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """The checkpoint's tokenizer_config.json, with the chat template and special tokens in use."""
+        """tokenizer_config.json with the chat template and special tokens in use."""
         template = None if self._template is None else self._template.source
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -133,7 +132,6 @@ class RequestPreparer:
 
     @property
     def can_chat(self) -> bool:
-        """Whether there is a way to write a conversation as a prompt."""
         return self._template is not None or self._one_image is not None
 
     @property
@@ -142,23 +140,23 @@ class RequestPreparer:
 
     @property
     def template_settings(self) -> frozenset[str]:
-        """Names of values that the chat templates know beside the conversation."""
+        """Variables of the chat templates, besides the conversation's."""
         renderer = self._renderer
         return frozenset() if renderer is None else renderer.template.settings | renderer.tool_template.settings
 
     def chat(self, messages: Sequence[Any], **options: Unpack[ConversationOptions]) -> Prompt:
-        """The prompt of a conversation in OpenAI's form.
+        """Make the prompt of a conversation in OpenAI's form.
 
-        Text stays text: a placeholder or another control token in it has no effect.
-        Raises InvalidRequestError, naming the place in `messages`, or one of its subclasses for an image and for text
-        that is far too long; CancelledWorkError.
+        Placeholders and other control tokens in texts have no effect.
+        Raises InvalidRequestError, naming the place in `messages`, or a subclass for an image or for much too long
+        text; CancelledWorkError.
         """
         return self.conversation(messages, **options).prompt()
 
     def conversation(
         self, messages: Sequence[Any], known: KnownMedia | None = None, **options: Unpack[ConversationOptions]
     ) -> Conversation:
-        """Return the same in steps, all still to do. known: see `MediaPreparer.prepare_all`."""
+        """Like `chat`, in steps that the caller runs. known: see `MediaPreparer.prepare_all`."""
         return Conversation(self, messages, options, known)
 
     def text(
@@ -171,11 +169,11 @@ class RequestPreparer:
         cache_salt: str = "",
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """The prompt that `text` is, with the model's placeholder written out where each image and video stands.
+        """Make a prompt of text that contains the model's placeholder for each image and video.
 
-        For a model that takes one image and one text it is that text, which may be empty. allow_local, cache_salt,
-        mm_processor_kwargs: as for `chat`. Raises as `chat` does, and InvalidRequestError if there are not as many
-        placeholders as images and videos.
+        For a model that takes one image and one text, `text` is this text and may be empty. allow_local, cache_salt,
+        mm_processor_kwargs: as for `chat`. Raises as `chat` does, and InvalidRequestError if placeholders and media
+        differ in number.
         """
         if not isinstance(text, str) or not (text or self._one_image):
             raise InvalidRequestError("the prompt must be a non-empty string", param="prompt")
@@ -201,13 +199,14 @@ class RequestPreparer:
         return self._expand(ids, media[:count], media[count:], cache_salt)
 
     def check_files(self, messages: Sequence[Any]) -> None:
-        """What can be said of a conversation of a caller in this process before anything is prepared: that it has the
-        form of one, and that there are files at its paths. Raises as `chat` does."""
+        """Check a local caller's conversation before preparing it: its form, and that files exist. Raises as `chat`
+        does.
+        """
         _, media = parse_messages(messages, allow_local=True)
         check_sources([(medium.place, medium.source) for medium in media])
 
     def prompt_text(self, prompt: Prompt) -> str:
-        """A prompt as text, with one placeholder for each of its images."""
+        """The text of a prompt, with one placeholder for each image."""
         ids: list[int] = []
         start = 0
         for span in prompt.images:
@@ -216,7 +215,7 @@ class RequestPreparer:
         return self.tokenizer.decode([*ids, *prompt.token_ids[start:]], skip_special_tokens=False)
 
     def tokens(self, token_ids: Sequence[int]) -> Prompt:
-        """The prompt of token ids, without images. Raises InvalidRequestError where one would have to be."""
+        """Make a prompt of token ids without images. Raises InvalidRequestError for an image placeholder."""
         if self._one_image is not None:
             raise InvalidRequestError("this model takes one image with each request", param="prompt")
         if self.max_prompt_len is not None and len(token_ids) > self.max_prompt_len:
@@ -226,9 +225,9 @@ class RequestPreparer:
     def encode(
         self, text: str, pair: str | None = None, *, add_special_tokens: bool = True, param: str = "prompt"
     ) -> list[int]:
-        """Token ids of a text, control tokens in it included. Raises InvalidRequestError for what is no text.
+        """Tokenize a text, including control tokens. Raises InvalidRequestError for invalid text.
 
-        pair: a second text, which the tokenizer joins to the first one. param: the field that errors name.
+        pair: a second text, which the tokenizer joins to the first. param: the field that errors name.
         """
         check_unicode(text, param)
         check_unicode(pair or "", param)
@@ -238,12 +237,12 @@ class RequestPreparer:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, control tokens included. Raises InvalidRequestError for one that is none."""
+        """The text of token ids, including control tokens. Raises InvalidRequestError for an unknown id."""
         self.token_texts(token_ids)
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary writes them. Raises InvalidRequestError for an id that is none."""
+        """Tokens as the vocabulary writes them. Raises InvalidRequestError for an unknown id."""
         texts = []
         for index, token_id in enumerate(token_ids):
             text = self.tokenizer.token(token_id)
@@ -257,8 +256,7 @@ class RequestPreparer:
     def _read_conversation(
         self, messages: Sequence[Any], options: ConversationOptions, documents: DocumentReader, frames: FrameReader
     ) -> tuple[Sequence[Message], Sequence[Medium]]:
-        """Checked messages, and their media, with images in the place of documents and of videos that the model is
-        shown as images."""
+        """Check messages, and replace documents by images, and videos too if the model takes only images."""
         parsed, media = parse_messages(messages, allow_local=options.get("allow_local", False))
         if options.get("continue_final_message"):
             check_begun(parsed)
@@ -317,7 +315,7 @@ class RequestPreparer:
         salt: str,
         known: KnownMedia | None = None,
     ) -> Prompt:
-        """The prompt of token ids in which each placeholder stands once. All is checked before an image is read.
+        """Make a prompt of token ids with one placeholder for each medium. Check everything before reading an image.
 
         known: see `MediaPreparer.prepare_all`.
         """
@@ -346,19 +344,17 @@ class _Media:
         self.known: KnownMedia = {} if known is None else known
 
     def close(self) -> None:
-        """Close what is open."""
         self.documents.close()
         self.frames.close()
 
     def forget(self) -> None:
-        """Let go of all that was read and prepared."""
+        """Release everything read and prepared."""
         self.documents.forget()
         self.known = {}
 
 
 class Conversation:
-    """Makes the prompt of a conversation. No call repeats the work of an earlier one, except after `forget`. For one
-    thread at a time."""
+    """Makes the prompt of a conversation. No call repeats earlier work, except after `forget`. Not thread-safe."""
 
     def __init__(
         self,
@@ -376,11 +372,11 @@ class Conversation:
         self._media = shared or _Media(preparer.media, self._salt, known)
         self._closing = contextlib.nullcontext if shared is not None else partial(contextlib.closing, self._media)
         self._read: tuple[Sequence[Message], Sequence[Medium]] | None = None
-        """The messages, and what they show. Pages and frames stand for documents and videos."""
+        """Messages and media. Pages and frames replace documents and videos."""
         self._rendered: Rendered | None = None
 
     def forget(self) -> None:
-        """Let go of the files of opened documents and videos. The next call opens them again."""
+        """Close documents and videos. The next call reopens them."""
         self._read = None
         self._media.forget()
 
@@ -395,7 +391,7 @@ class Conversation:
             self._render()
 
     def prompt(self) -> Prompt:
-        """The prompt, once `render` and its images are done. Raises as `render` does."""
+        """Render, prepare the images and return the prompt. Raises as `render` does."""
         with self._closing():
             self._render()
             messages, media = self._open()
@@ -421,16 +417,15 @@ class Conversation:
 def chats_of(
     preparer: RequestPreparer, conversations: Iterable[Sequence[Any]], **options: Unpack[ConversationOptions]
 ) -> list[Prompt]:
-    """Make the prompts of conversations that show the same images, videos and documents. Each is read once.
-
-    Raises as `RequestPreparer.chat` does.
+    """Make the prompts of conversations that share media; each medium is read once. Raises as `RequestPreparer.chat`
+    does.
     """
     with contextlib.closing(_Media(preparer.media, options.get("cache_salt", ""))) as media:
         return [Conversation(preparer, messages, options, shared=media).prompt() for messages in conversations]
 
 
 def embedded_text(preparer: RequestPreparer, text: str) -> Prompt:
-    """Make the prompt of a text that becomes a vector. Raises as `RequestPreparer.text` and `chat` do."""
+    """Make the prompt of a text to embed. Raises as `RequestPreparer.text` and `chat` do."""
     options = preparer.vectors.message_options
     if options is None:
         return preparer.text(text)

@@ -1,4 +1,4 @@
-"""Scores of documents for a query: by a reranker's yes or no, or by the similarity of vectors."""
+"""Scores documents for a query by a reranker's yes or no, or by vector similarity."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ if TYPE_CHECKING:
 Side: TypeAlias = str | Sequence[Mapping[str, Any]]
 """A query or a document: text, or parts of a message."""
 Asked: TypeAlias = str | Prompt | list[dict[str, Any]]
-"""A text, a prompt or a conversation."""
 Result: TypeAlias = npt.NDArray[np.float32]
 """The values of a `TaskResult`, in the shape of its task."""
 Item = TypeVar("Item")
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-"""The default of Qwen3-Reranker."""
+"""Qwen3-Reranker's default."""
 _SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".'
@@ -37,15 +36,15 @@ _SYSTEM = (
 _ANSWERS = ("no", "yes")
 _MOST_CLASSES = 2
 _USUAL_CHARACTERS = 8
-"""Characters of a token: how much of a text is tokenized at first to find its first tokens."""
+"""Characters per token, a first guess when cutting a text to its first tokens."""
 
 
 class Scorer(ABC):
-    """Says what to ask the engine about pairs, and what its results mean."""
+    """Makes the prompts of pairs, and turns results into scores."""
 
     task: Task
     compares = False
-    """True: queries and documents have prompts of their own."""
+    """Queries and documents have separate prompts."""
 
     @property
     def chat_options(self) -> Mapping[str, Any]:
@@ -55,7 +54,7 @@ class Scorer(ABC):
     def prompts(
         self, queries: Sequence[Side], documents: Sequence[Side], instruction: str | None = None
     ) -> list[Asked]:
-        """Make what to ask about. One query stands for as many as there are documents.
+        """Make the prompts of pairs. A single query serves all documents.
 
         Raises InvalidRequestError unless there is one query, or one for each document.
         """
@@ -71,18 +70,18 @@ class Scorer(ABC):
     def scores(self, results: Iterable[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
         """Return one score for each document.
 
-        results: one for each prompt, in order; each is used when it comes. bounded: make scores from 0 to 1.
+        results: one for each prompt, in order; consumed one by one. bounded: scale scores to [0, 1].
         """
         take = self.tally(num_queries, bounded=bounded)
         return [score for one in results for score in take(one)]
 
     @abstractmethod
     def tally(self, num_queries: int, *, bounded: bool = False) -> Callable[[Result], list[float]]:
-        """Return a function that takes results in order, and returns a document's score or, for a query, nothing."""
+        """Return a function that takes results in order. It returns a document's scores, and nothing for a query."""
 
 
 class VectorScorer(Scorer):
-    """An embedding model compares vectors: the score is their cosine."""
+    """Scores by the cosine of embeddings."""
 
     task: Embed
     compares = True
@@ -119,14 +118,14 @@ class VectorScorer(Scorer):
         return float(query.astype(np.float64) @ document.astype(np.float64))
 
     def _most(self, query: Result) -> int:
-        """The highest score that a document can have."""
+        """A document's maximum score."""
         return 1
 
 
 class LateScorer(VectorScorer):
-    """Late interaction (https://arxiv.org/abs/2004.12832) compares the vectors of tokens.
+    """Late interaction (https://arxiv.org/abs/2004.12832) compares token vectors.
 
-    Each vector of the query takes its highest cosine with a vector of the document. The score is their sum.
+    The score sums, over the query's vectors, the highest cosine with any vector of the document.
     """
 
     def _query(self, query: Side) -> Asked:
@@ -167,7 +166,7 @@ class JudgeScorer(Scorer):
 
     @property
     def chat_options(self) -> Mapping[str, Any]:
-        """A judgement has no reasoning."""
+        """Judgements have no reasoning."""
         return {"template_settings": thinking_settings(False, self._preparer.template_settings)}
 
     def _asked(self, queries: Sequence[Side], documents: Sequence[Side], instruction: str | None) -> list[Asked]:
@@ -192,7 +191,7 @@ class JudgeScorer(Scorer):
 class ClassScorer(Scorer):
     """A classifier reads the query and the document as a pair.
 
-    The score is its value with one class, and the probability of the second class with two.
+    The score is the classifier's value with one class, and the second class's probability with two.
     """
 
     def __init__(self, preparer: RequestPreparer) -> None:
@@ -218,7 +217,7 @@ class ClassScorer(Scorer):
 
 
 def make_scorer(preparer: RequestPreparer) -> Scorer:
-    """Choose the scorer of a model. Raises InvalidRequestError for a model that has no way to score."""
+    """Choose a model's scorer. Raises InvalidRequestError for a model that cannot score."""
     if preparer.vectors.classes is not None:
         return ClassScorer(preparer)
     if not preparer.vectors.is_declared:
@@ -234,9 +233,9 @@ def shortened(
     instruction: str | None,
     most: int | None,
 ) -> Sequence[Side]:
-    """Cut the ends of text documents so that the prompts of pairs have about `most` tokens; None: keep all, -1: fit.
+    """Cut text documents so that pairs have about `most` tokens; None: keep all, -1: the model's maximum.
 
-    Raises InvalidRequestError if a query leaves no room, or if it shows images.
+    Raises InvalidRequestError if a query leaves no room or contains images.
     """
     if most is None or scorer.compares:
         return documents
@@ -262,7 +261,7 @@ def shortened(
 
 
 def first_tokens(preparer: RequestPreparer, text: str, count: int) -> str:
-    """Return the text of the first `count` tokens, in a time that depends on `count`, not on the text."""
+    """The text of the first `count` tokens. The time depends on `count`, not on the length of the text."""
     size = count * _USUAL_CHARACTERS
     while True:
         token_ids = preparer.encode(text[:size], add_special_tokens=False)
@@ -274,7 +273,6 @@ def first_tokens(preparer: RequestPreparer, text: str, count: int) -> str:
 
 
 def _repeated(queries: Sequence[Item], documents: Sequence[Any]) -> Sequence[Item]:
-    """One query for each document."""
     return [*queries] * len(documents) if len(queries) == 1 else queries
 
 

@@ -1,4 +1,4 @@
-"""Reads the arguments of a call of a function as they are streamed."""
+"""Reads a tool call's arguments as they stream."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ class ArgumentsReader(Protocol):
     """Reads the arguments of one call, which obey a grammar."""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """New JSON of the arguments, and what follows them in `text`; None: they have not ended yet."""
+        """Return new JSON, and the text after the arguments; None while they have not ended."""
 
 
 class JSONArguments:
-    """Arguments that are written as a JSON object."""
-
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = self._escaped = False
@@ -24,7 +22,7 @@ class JSONArguments:
         return (text, None) if end is None else (text[:end], text[end:])
 
     def _ends_with(self, character: str) -> bool:
-        """Whether a character is the last of a JSON object."""
+        """Add a character; return whether it ends the JSON object."""
         if self._escaped:
             self._escaped = False
         elif self._in_string:
@@ -39,5 +37,5 @@ class JSONArguments:
 
 
 def overlap(text: str, beginning: str) -> int:
-    """How many characters at the end of `text` are the first ones of `beginning`."""
+    """Length of the longest end of `text` that starts `beginning`."""
     return next((n for n in range(min(len(text), len(beginning)), 0, -1) if text.endswith(beginning[:n])), 0)

@@ -1,4 +1,4 @@
-"""The forms in which models write calls of functions, and which one a model has."""
+"""The tool call formats of models, and which one a model uses."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vlmserve.settings.config import ToolCallParser
 _HERMES = ToolForm(
     "hermes", "arguments", trigger="<tool_call>", prefix="\n", suffix="\n</tool_call>", separator="\n<tool_call>"
 )
-"""Of Hermes and Qwen: https://github.com/NousResearch/Hermes-Function-Calling"""
+"""Hermes and Qwen: https://github.com/NousResearch/Hermes-Function-Calling"""
 _LLAMA3 = ToolForm("llama3_json", "parameters", separator="; ")
-"""Of Llama 3.1 and 3.2: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/"""
+"""Llama 3.1 and 3.2: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/"""
 _MISTRAL = ToolForm(
     "mistral",
     "arguments",
@@ -27,20 +27,22 @@ _MISTRAL = ToolForm(
     separator=", ",
     call_id_length=9,
 )
-"""Of Mistral: https://docs.mistral.ai/capabilities/function_calling"""
+"""Mistral: https://docs.mistral.ai/capabilities/function_calling"""
 _QWEN3_XML = XMLToolForm(
     "qwen3_xml", "", trigger="<tool_call>", prefix="\n", suffix="\n</tool_call>", separator="\n<tool_call>"
 )
-"""Of Qwen3-Coder and Qwen3.5: https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct"""
+"""Qwen3-Coder and Qwen3.5: https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct"""
 _GEMMA4 = GemmaToolForm("gemma4", "", trigger="<|tool_call>", suffix="<tool_call|>", separator="<|tool_call>")
 """Gemma 4: https://ai.google.dev/gemma/docs"""
 _FORMS = {form.name: form for form in (_HERMES, _LLAMA3, _MISTRAL, _QWEN3_XML, _GEMMA4)} | {"qwen3_coder": _QWEN3_XML}
-"""By vLLM's names, which has two for Qwen3-Coder's."""
+"""By vLLM's names; Qwen3-Coder has two."""
 
 
 def choose_form(template: ChatTemplate | None, tokenizer: Tokenizer, wanted: ToolCallParser) -> ToolForm:
-    """How a model writes calls: as `wanted`, or else as its chat template does. Where the template knows no functions,
-    or writes calls in another way, they and the form of calls are described in the system message."""
+    """Choose a model's tool call format: `wanted`, else the format of its chat template.
+
+    If the template lacks tools or uses another format, the system message describes the tools and the format.
+    """
     source = "" if template is None or not template.knows_tools else template.source
     if wanted != "auto":
         form, native = _FORMS[wanted], bool(source)

@@ -1,4 +1,4 @@
-"""Parses tool calls in an answer's text as it is streamed."""
+"""Parses tool calls in an answer's text as it streams."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ class ContentDelta:
 
 @dataclass(frozen=True)
 class ThoughtDelta:
-    """What the model thinks before it answers."""
-
     text: str
 
 
@@ -36,7 +34,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A part of a tool call's arguments, which are JSON."""
+    """A piece of a tool call's arguments, as JSON."""
 
     index: int
     arguments: str
@@ -48,8 +46,7 @@ Event = ThoughtDelta | ContentDelta | ToolCallStart | ToolCallDelta
 class ToolParser:
     """Reads one answer, which obeys a `ToolForm`'s grammar and may be cut off anywhere.
 
-    anywhere: whether text may stand before the first call. Space there, and nothing else, is no text.
-    num_calls: how many have begun.
+    anywhere: text may precede the first call; whitespace alone is not text. num_calls: calls begun so far.
     """
 
     def __init__(self, form: ToolForm, use: ToolUse, *, anywhere: bool) -> None:
@@ -65,7 +62,6 @@ class ToolParser:
         self.num_calls = 0
 
     def push(self, text: str) -> list[Event]:
-        """The events for new text."""
         events: list[Event] = []
         self._held += text
         while self._held:
@@ -76,7 +72,7 @@ class ToolParser:
         return events
 
     def finish(self) -> list[Event]:
-        """Text that was held back because it might have been the beginning of a call."""
+        """Return text held back as a possible beginning of a call."""
         rest, self._held = self._held, ""
         return [ContentDelta(rest)] if rest and self._state == "text" else []
 
@@ -95,7 +91,7 @@ class ToolParser:
         return self._say(text)
 
     def _read_beginning(self) -> list[Event]:
-        """The first characters decide whether these are calls."""
+        """Decide from the first characters whether calls follow."""
         beginnings = [self._trigger] if self._trigger else list(self._heads)
         for beginning in beginnings:
             if self._held.startswith(beginning):
@@ -111,7 +107,7 @@ class ToolParser:
         return self._say(text)
 
     def _read_between(self) -> list[Event]:
-        """Up to the next call there is nothing but what the form puts there."""
+        """Between calls, only the form's separators occur."""
         start = self._form.call_start
         place = self._held.find(start)
         self._held = self._held[place if place >= 0 else len(self._held) - overlap(self._held, start) :]

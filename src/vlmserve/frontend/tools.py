@@ -1,4 +1,4 @@
-"""Tool calls: how tools are described to the model, how it writes calls, and the grammar that enforces this."""
+"""Tool calls: how prompts describe tools, how the model writes calls, and the grammar that enforces it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from vlmserve.types import Grammar
 
 @dataclass(frozen=True)
 class Function:
-    """A function that can be called. parameters: a JSON schema of its arguments, None for none. strict: unsupported
-    keywords in it are refused instead of ignored."""
+    """A function that can be called. parameters: a JSON schema of its arguments. strict: reject unsupported schema
+    keywords instead of ignoring them.
+    """
 
     name: str
     description: str | None = None
@@ -27,13 +28,13 @@ class Function:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema of its arguments, which are an object whatever else it says."""
+        """The schema of the arguments, which are always an object."""
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {**self.parameters, "type": "object"}
 
     def described(self) -> dict[str, Any]:
-        """As OpenAI and chat templates write it."""
+        """The function in OpenAI's form, which chat templates take."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -42,10 +43,10 @@ class Function:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What an answer may do with functions.
+    """How an answer may use tools.
 
-    must_call: whether it has to call one. parallel: whether it may call more than one. allowed: the names of those that
-    it may call, of all that the prompt describes; None: all.
+    must_call: at least one call. parallel: several calls are allowed. allowed: names of the tools that may be called;
+    None: all in the prompt.
     """
 
     functions: tuple[Function, ...]
@@ -62,56 +63,59 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class ToolForm:
-    """How a model writes calls of functions: each is JSON with `name` and the arguments under `key`.
-
-    trigger: what the first call begins with; empty where an answer's first character decides. opening, closing:
-    around all calls, after the trigger. prefix, suffix: around each. separator: between two. special_ids: the special
-    tokens that are in these, each with its id. native: whether the chat template describes functions and writes calls
-    itself. call_id_length: of the ids of calls that the template accepts. bounds: of what schemas leave open.
-    """
+    """How a model writes tool calls: each is JSON with `name` and the arguments under `key`."""
 
     name: str
     key: str
     trigger: str = ""
+    """Begins the first call; empty if the answer's first character decides."""
     opening: str = ""
+    """Before all calls, after the trigger."""
     closing: str = ""
+    """After all calls."""
     prefix: str = ""
+    """Before each call."""
     suffix: str = ""
+    """After each call."""
     separator: str = ""
+    """Between two calls."""
     special_ids: Mapping[str, int] = field(default_factory=dict)
+    """Special tokens in these texts, with their ids."""
     native: bool = True
+    """The chat template describes tools and writes calls itself."""
     call_id_length: int | None = None
+    """Length of call ids that the template accepts."""
     bounds: JSONBounds = UNBOUNDED
+    """Limits for schemas that set none."""
 
     call_start: ClassVar[str] = "{"
-    """What a call begins with. Nothing of it is in what stands around calls."""
+    """First text of a call; occurs nowhere around calls."""
     marks: ClassVar[tuple[str, ...]] = ()
-    """Texts inside of calls that may be special tokens."""
+    """Texts inside calls that may be special tokens."""
 
     def head(self, function: Function) -> str:
-        """What stands before a function's arguments."""
+        """The text before a function's arguments."""
         return f'{{"name": {json.dumps(function.name)}, "{self.key}": '
 
     def wrapped(self, call: str) -> str:
-        """A call as the only one of an answer."""
+        """A call as an answer's only call."""
         return f"{self.trigger}{self.opening}{self.prefix}{call}{self.suffix}{self.closing}"
 
     def written(self, name: str, arguments: dict[str, Any]) -> str:
-        """A call as the only one of an answer."""
         return self.wrapped(json.dumps({"name": name, self.key: arguments}, ensure_ascii=False))
 
     @property
     def example(self) -> str:
-        """A call as it is described to a model that does not know the form."""
+        """A call as described to a model that does not know the form."""
         return f'{{"name": <function>, "{self.key}": <object>}}'
 
     def reader(self, function: Function) -> ArgumentsReader:
-        """What reads the arguments of a call of a function, behind the call's head."""
+        """The reader of a call's arguments, after the call's head."""
         return JSONArguments()
 
     def call_rules(self, name: str, function: Function) -> list[str]:
-        """The rule of that name, for a call of a function, and those that it needs. Raises InvalidRequestError."""
-        # An agent writes whole files in a string.
+        """The rule `name` for a call of a function, and the rules it needs. Raises InvalidRequestError."""
+        # No length limit: agents write whole files in a string.
         schema = guided(function.schema, function.strict, "tools", replace(self.bounds, length=0))
         return [
             f'{name}: {literal(self.head(function))} arguments_{name} "}}"',
@@ -125,11 +129,11 @@ class ToolForm:
 
     @property
     def shown_ids(self) -> frozenset[int]:
-        """Special tokens that have to be seen in an answer's text."""
+        """Special tokens that must stay visible in an answer's text."""
         return frozenset(self.special_ids.values())
 
     def grammar(self, use: ToolUse, answer: Grammar | None) -> Grammar:
-        """The grammar of an answer that may call functions, and otherwise has the format `answer`.
+        """The grammar of an answer that either calls tools or has the format `answer`.
 
         Raises InvalidRequestError if `answer` cannot be combined with calls.
         """
@@ -153,7 +157,7 @@ class ToolForm:
         return Grammar("lark", "\n".join(rules), source="tools")
 
     def _around(self, text: str) -> str:
-        """What stands around calls, in Lark: each special token in it may also be spelled."""
+        """The Lark of text around calls; its special tokens may also be spelled with ordinary tokens."""
         longest_first = sorted(self.special_ids, key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})", text)
         return " ".join(
@@ -169,12 +173,12 @@ class ToolForm:
             return f"{begun} | answer"
         if not self.trigger:
             return "calls | PLAIN"
-        # A special token ends the text before it, which need not be lazy.
+        # A special token ends the text before it, so that text need not be lazy.
         token = f" | TEXT <[{self.special_ids[self.trigger]}]> calls" if self.trigger in self.special_ids else ""
         return f"TEXT | begun calls{token}"
 
     def blame(self, use: ToolUse) -> list[Grammar]:
-        """A grammar for each function's arguments, which names where they came from."""
+        """A grammar for each function's arguments, so that errors can name the tool."""
         return [
             Grammar("json_schema", json.dumps(function.schema), function.strict, f"tools[{index}].function.parameters")
             for index, function in enumerate(use.functions)
@@ -184,7 +188,7 @@ class ToolForm:
 def for_template(
     template: ChatTemplate, messages: Sequence[Message], form: ToolForm, use: ToolUse | None
 ) -> Sequence[Message]:
-    """Messages with calls, results and instructions as a chat template takes them. use: what the model may call."""
+    """Messages with calls, results and instructions, as a chat template takes them. use: tools the model may call."""
     if not form.native:
         return _with_instructions(messages, form, use)
     if not template.shows_images_in_results:
@@ -193,7 +197,7 @@ def for_template(
 
 
 def _with_instructions(messages: Sequence[Message], form: ToolForm, use: ToolUse | None) -> list[Message]:
-    """Messages for a chat template that knows no functions: calls, results and instructions as ordinary text."""
+    """Write calls, results and instructions as ordinary text, for a chat template without tools."""
     turns: list[Message] = []
     after_result = False
     for message in messages:
@@ -213,8 +217,9 @@ def _with_instructions(messages: Sequence[Message], form: ToolForm, use: ToolUse
 
 
 def _with_images_after(messages: Sequence[Message]) -> list[Message]:
-    """Messages for a chat template that writes results, but only their text: their images come right after them, in
-    order, at the beginning of what the user says then. A number says what belongs where."""
+    """Move images of tool results to the start of the next user message, for templates that write only results' text.
+    Numbers show which image belongs to which result.
+    """
     turns: list[Message] = []
     shown: list[Part] = []
     count = 0
@@ -239,7 +244,7 @@ def _with_images_after(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_short_ids(messages: Sequence[Message], length: int) -> list[Message]:
-    """Messages for a chat template that takes ids of calls of that length only: the last characters of longer ones."""
+    """Shorten call ids to their last `length` characters, for a chat template that accepts only these."""
     return [
         replace(
             message,
@@ -255,7 +260,7 @@ def _kind(part: ImagePart | VideoPart) -> str:
 
 
 def _user(*parts: Part) -> Message:
-    """A message of the user in which texts that follow each other are one."""
+    """A user message in which adjacent texts are merged."""
     joined: list[Part] = []
     for part in parts:
         last = joined[-1] if joined else None
@@ -267,7 +272,7 @@ def _user(*parts: Part) -> Message:
 
 
 def _followed(results: Message, message: Message) -> Message:
-    """Results and what the user says then as one message: many templates want the roles to alternate."""
+    """Merge results with the user's next message: many templates want alternating roles."""
     if message.is_string:
         return _user(*results.parts, "\n", *message.parts)
     return Message("user", (*_user(*results.parts, "\n").parts, *message.parts))
@@ -284,7 +289,7 @@ def _instructions(form: ToolForm, use: ToolUse) -> str:
 
 
 def _instructed(turns: list[Message], text: str) -> list[Message]:
-    """The turns with instructions at the end of the first system message, or in one before all turns."""
+    """Append instructions to the first system message, or add one."""
     first = turns[0]
     if first.role != "system":
         return [Message("system", (text,), is_string=True), *turns]
@@ -294,12 +299,12 @@ def _instructed(turns: list[Message], text: str) -> list[Message]:
 
 
 def literal(text: str) -> str:
-    """A literal in Lark."""
+    """A Lark literal."""
     return json.dumps(text) if text else ""
 
 
 def guided(schema: dict[str, Any], strict: bool, source: str, bounds: JSONBounds) -> dict[str, Any]:
-    """A schema as grammars take it. source: the field that has it. Raises InvalidRequestError."""
+    """A schema in the form that grammars take. source: the field that errors name. Raises InvalidRequestError."""
     try:
         return guided_schema(schema, strict=strict, bounds=bounds, combine=False)
     except ValueError as error:

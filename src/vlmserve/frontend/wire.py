@@ -1,4 +1,4 @@
-"""What commands need to ask a server: a client, messages with images of this machine, and errors in words."""
+"""Asks a server from the command line: a client, messages with local images, and error texts."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ if TYPE_CHECKING:
     import httpx
 
 DOCUMENT_ENDINGS = (".pdf", ".tif", ".tiff")
-"""Of files with pages."""
+"""Name endings of files with pages."""
 URL_SCHEMES = ("http://", "https://", "data:")
 KEY_VARIABLE = "VLMSERVE_API_KEY"
 REPLY_TIMEOUT = 600.0
-"""Seconds of silence after which a server is given up: the request may wait in a long queue."""
+"""Seconds of silence before giving up on a server; a request may wait in a long queue."""
 
 
 def connect(url: str, model: str | None = None, connections: int | None = None) -> tuple[httpx.Client, str]:
-    """A client of a server with an OpenAI-compatible API, and the model to ask for: `model`, or else the first that it
-    lists.
+    """Connect to a server with an OpenAI-compatible API; return the client and `model`, else the first model listed.
 
-    url: may end in ``/v1``. The server's key is in VLMSERVE_API_KEY. connections: most at a time; None: no limit.
-    Raises VLMServeError if there is no server, or it refuses.
+    url: may end in ``/v1``. VLMSERVE_API_KEY holds the key. connections: maximum; None: no limit.
+    Raises VLMServeError if the server is unreachable or rejects the key.
     """
     import httpx
 
@@ -53,9 +52,9 @@ def connect(url: str, model: str | None = None, connections: int | None = None) 
 
 
 def medium_part(place: str, pages: str | None = None) -> dict[str, Any]:
-    """A message's part for the path or URL of an image or a document, by how the name ends. pages: of a document.
+    """The message part for the path or URL of an image or document, chosen by its ending. pages: of a document.
 
-    Raises InvalidImageError if no file is there.
+    Raises InvalidImageError for a missing file.
     """
     chosen = {} if pages is None else {"pages": pages}
     if place.startswith(URL_SCHEMES):
@@ -76,7 +75,7 @@ def _is_document(place: str) -> bool:
 
 
 def wire_message(message: dict[str, Any]) -> dict[str, Any]:
-    """The same message with images and documents from files as data URLs, which is the only way they travel."""
+    """Replace local images and documents by data URLs."""
     if isinstance(message["content"], str):
         return message
     return {**message, "content": [_wire_part(part) for part in message["content"]]}
@@ -95,7 +94,7 @@ def _wire_part(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_text(response: Any) -> str:
-    """Return the message of an error in OpenAI's form, or the status line of another server's."""
+    """The message of an error in OpenAI's form, or another server's status line."""
     try:
         text = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -104,7 +103,7 @@ def error_text(response: Any) -> str:
 
 
 def connection_problem(error: Exception) -> str:
-    """In words, what kept a request from reaching a server."""
+    """Say what kept a request from reaching a server."""
     import httpx
 
     if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):

@@ -1,4 +1,4 @@
-"""Calls of functions as Qwen3-Coder writes them: a tag for the function, and one for each of its arguments."""
+"""Qwen3-Coder's tool calls: a tag for the function, and one for each argument."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _STRING, _BOOLEAN = frozenset({"string"}), frozenset({"boolean"})
 _SPELLINGS = ("true", "false", "True", "False")
 _DEFINITIONS = ("$defs", "definitions")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
-"""What the chat template writes for some values, since it writes them as Python does."""
+"""The chat template writes some values in Python's spelling."""
 
 
 @dataclass(frozen=True)
 class XMLToolForm(ToolForm):
-    """A form in which each argument is between tags: a string as it is, anything else as JSON.
+    """A form with a tag around each argument: strings are unquoted, other values are JSON.
 
-    Arguments come in the schema's order. An argument that may be a string or something else, or anything, is read as
-    JSON if it is JSON of a kind that the schema allows.
+    Arguments come in the schema's order. If the schema allows a string and another type, the argument is read as JSON
+    if it is JSON of an allowed type.
     """
 
     call_start: ClassVar[str] = "<function="
@@ -70,7 +70,7 @@ class XMLToolForm(ToolForm):
         return [f"{name}: {literal(self.head(function))} {' '.join(parts)} {literal(_CALL_END)}", *rules]
 
     def _value_rules(self, name: str, key: str, value: Any, schema: Mapping[str, Any], *, strict: bool) -> list[str]:
-        """The rule of that name, for an argument, and those that it needs."""
+        """The rule `name` for an argument, and the rules it needs."""
         begin, end = literal(f"<parameter={key}>\n"), literal(f"{_VALUE_END}\n")
         kinds = _kinds(value, schema)
         choices = _choices(value) if kinds == _STRING else _SPELLINGS if kinds == _BOOLEAN else ()
@@ -90,7 +90,7 @@ class XMLArguments:
         self._schema = schema
         self._held = ""
         self._kinds: frozenset[str] | None = None
-        """Of the argument that is being read; None: between arguments."""
+        """Types of the argument being read; None between arguments."""
         self._has_any = False
 
     def push(self, text: str) -> tuple[str, str | None]:
@@ -130,7 +130,7 @@ class XMLArguments:
 
 
 def _json(text: str, kinds: frozenset[str]) -> str:
-    """An argument as JSON: what it is, if that is of these kinds; else a string."""
+    """An argument as JSON if it has one of these types; else as a string."""
     word = _PYTHON.get(text.strip(), text.strip())
     try:
         value = json.loads(word, parse_constant=_no_number)
@@ -153,13 +153,13 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _choices(value: Any) -> Sequence[str]:
-    """The only strings that an argument may be; none: any."""
+    """The only strings allowed as this argument; empty: any."""
     choices = [value["const"]] if "const" in value else value.get("enum") or []
     return [choice for choice in choices if isinstance(choice, str)]
 
 
 def _kinds(value: Any, root: Mapping[str, Any], depth: int = 8) -> frozenset[str]:
-    """Which kinds of JSON a schema allows, as far as that is easy to see. depth: of references to follow."""
+    """The JSON types that a schema obviously allows. depth: of references to follow."""
     if not isinstance(value, dict) or depth == 0:
         return _KINDS
     kinds = _KINDS
