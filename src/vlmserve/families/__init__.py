@@ -1,1 +1,1 @@
-"""Model families: one module each says all that its checkpoints leave to the server. Imports no torch."""
+"""Model families: a module each, with everything that differs between them. Imports no torch."""

@@ -49,7 +49,7 @@ _TEMPLATE = (
     "[gMASK]sop{% for message in messages %}<|{{ message.role }}|>\n {{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""For ChatGLM3's first revisions, whose own code writes it."""
+"""The first revisions of ChatGLM3 build their prompt in code."""
 
 
 def _chatglm(config: Config) -> ArchSpec:
@@ -89,7 +89,7 @@ FAMILIES = (
         defaults=_CHATGLM,
         build=_chatglm,
         names=_NAMES,
-        # ChatGLM3's answers end where another turn would begin; its files do not say so.
+        # ChatGLM3's answers end where the next turn would begin, which its files do not say.
         more_ends=lambda config: (64795, 64797) if config["padded_vocab_size"] == 65024 else (),
         tokenizer="vlmserve.prompt.convert:chatglm",
         chat_template=_template,

@@ -1,4 +1,4 @@
-"""The values that the modules of families declare."""
+"""The values that family modules declare."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Template = Callable[[Config, Config], str | None]
 """The chat template for a config.json and a generation_config.json."""
 
 BYTES = {"bfloat16": 2.0, "int8": 1.0, "int4": 0.625}
-"""Bytes of a weight. int4 has a 16-bit scale and a 16-bit minimum for 32 weights."""
+"""Bytes per weight. int4 has a 16-bit scale and a 16-bit minimum per 32 weights."""
 KV_SHARE = 0.25
 """Fraction of free memory for the KV cache, images and everything else."""
 _COMMON: Names = ((r"\.input_layernorm\.", ".attention_norm."), (r"\.post_attention_layernorm\.", ".mlp_norm."))
@@ -51,7 +51,7 @@ class NamedModel(NamedTuple):
 
     @property
     def active(self) -> str:
-        """Billions of weights that a token reads of a model with experts, as the repository says; else empty."""
+        """Billions of active parameters per token, from the repository's name; empty without experts."""
         found = re.search(r"-A(\d+)B\b", self.repository)
         return found[1] if found else ""
 
@@ -101,7 +101,7 @@ class LanguageFamily(Family):
     end_token: str = "eos_token_id"
     """Field of config.json with the tokens that end an answer."""
     more_ends: Callable[[Config], Collection[int]] = lambda config: ()
-    """Tokens that end an answer, too, although no file says so."""
+    """More tokens that end an answer and that no file names."""
 
     @property
     def takes(self) -> str:
@@ -117,12 +117,12 @@ class VisionFamily(Family):
     """A vision-language model."""
 
     name: str = ""
-    """Name of the family, if another one has the same `model_type`."""
+    """Distinguishes families with the same `model_type`."""
     architecture: str
     matches: Callable[[Config], bool] | None = None
-    """Tells the family from another one with the same `architecture`."""
+    """Selects among families with the same `architecture`."""
     text_type: str
-    """``model_type`` of a language model whose config has none."""
+    """Default ``model_type`` of the language model."""
     text_fields: Callable[[Config], Config] = lambda config: {}
     """Settings of the language model from other parts of config.json."""
     tied: bool = False
@@ -142,9 +142,9 @@ class VisionFamily(Family):
     """An encoder reads the question with the image."""
 
     image_processor: str = FIXED_SIZE
-    """Makes the `ImageProcessor` from `ImageFiles` where ``image_processor_type`` names no other one."""
+    """Makes the `ImageProcessor` from `ImageFiles`, unless ``image_processor_type`` names another."""
     image_processor_types: tuple[str, ...] = ()
-    """Prefixes of each ``image_processor_type`` that `image_processor` implements. The first one stands for none."""
+    """Prefixes of the ``image_processor_type`` values that `image_processor` implements. The first is the default."""
     image_settings: Callable[[Config], Config] = lambda config: {}
     """Settings of the image processor for checkpoints without such a file."""
 
@@ -153,7 +153,7 @@ class VisionFamily(Family):
     image_tokens: Callable[[Config], int | None] = lambda config: None
     """Placeholders of an image of fixed size, if their number does not follow from the tower."""
     image_token_id: int | None
-    """Default placeholder of an image; None: no token stands for an image."""
+    """Default placeholder of an image; None: images have no token."""
     config_placeholder: Callable[[Config], object] = lambda config: config.get(
         "image_token_index", config.get("image_token_id")
     )

@@ -70,7 +70,7 @@ _TOWER = GGUFTower(
     ),
     output="mm.input_projection.weight",
     axis=1,
-    # The number of embeddings is that of the published checkpoints unless the file has a factor.
+    # Published checkpoints have the default number of embeddings, unless the file has a factor.
     more=lambda clip: {"mm_tokens_per_image": (clip["image_size"] // clip["patch_size"] // clip_scale(clip, 4)) ** 2},
     text_types={"gemma3": "gemma3_text"},
     tokens={

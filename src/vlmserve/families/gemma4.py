@@ -136,7 +136,7 @@ def _ropes(config: Config, windows: Sequence[int | None]) -> list[RopeSpec]:
 
 
 def _changes(config: Config, layer: int, kind: str) -> dict[str, Any]:
-    """Settings of one layer, which files state by layer or for all layers with full attention."""
+    """Settings of one layer, stated by layer or for all full-attention layers."""
     if (by_layer := config.get("per_layer_config")) is not None:
         return next((dict(changes) for key, changes in by_layer.items() if int(key) == layer), {})
     if kind == "sliding_attention":
@@ -146,7 +146,7 @@ def _changes(config: Config, layer: int, kind: str) -> dict[str, Any]:
 
 
 def _attention(config: Config, layers: Sequence[AttentionSpec]) -> list[AttentionSpec]:
-    """The layers with their own sizes."""
+    """Give the layers their own sizes."""
     found = []
     for number, layer in enumerate(layers):
         changes = _changes(config, number, "full_attention" if layer.window is None else "sliding_attention")
@@ -167,7 +167,7 @@ def _attention(config: Config, layers: Sequence[AttentionSpec]) -> list[Attentio
 
 
 def _shared(layers: list[AttentionSpec], num_shared: int) -> list[AttentionSpec]:
-    """The last layers read the keys of the last earlier layer with the same window."""
+    """Let the last layers read the keys of the last earlier layer with the same window."""
     own = layers[: len(layers) - num_shared]
     sources = {layer.window: number for number, layer in enumerate(own)}
     for layer in layers[len(own) :]:
@@ -178,7 +178,7 @@ def _shared(layers: list[AttentionSpec], num_shared: int) -> list[AttentionSpec]
 
 
 def _gguf_traits(metadata: Metadata) -> Config:
-    """Values that the conversion of llama.cpp writes for each layer, or for layers with windows (``_swa``)."""
+    """Values that llama.cpp's conversion writes for each layer, or for window layers (``_swa``)."""
     slides, tensors = metadata.array("attention.sliding_window_pattern"), metadata.header.tensors
     kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
     if set(kinds) != {"sliding_attention", "full_attention"} or len(kinds) < metadata.num_layers:

@@ -35,7 +35,7 @@ class Metadata:
         return self.header.array(self._prefix + key)
 
     def of_first_layer(self, key: str, default: Any = None) -> Any:
-        """As `get`, for values in which layers may differ."""
+        """As `get`, for values that may differ between layers."""
         each = self.array(key)
         return each[0] if each else self.get(key, default)
 
@@ -46,7 +46,7 @@ class Metadata:
 
     @property
     def num_layers(self) -> int:
-        """Without the layers at the end that predict additional tokens (MTP)."""
+        """Excludes the trailing layers for multi-token prediction (MTP)."""
         layers, further = self["block_count"], self.get("nextn_predict_layers", 0)
         if not isinstance(layers, int) or not isinstance(further, int):
             raise ModelLoadError(f"{self.header.path}: {layers!r} layers, {further!r} of them for further tokens")
@@ -58,7 +58,7 @@ class Metadata:
         return self.array("rope.dimension_sections")[:3]
 
     def has(self, name: str) -> bool:
-        """Return whether the model or its first layer has the tensor."""
+        """Whether the model or its first layer has the tensor."""
         return name in self.header.tensors or f"blk.0.{name}" in self.header.tensors
 
 
@@ -69,24 +69,23 @@ class GGUFText:
     traits: Callable[[Metadata], Config] = lambda metadata: {}
     """Fields of config.json that only this architecture has."""
     interleaved: bool = False
-    """Rows of queries and keys are in the order in which neighbours pair."""
+    """RoPE pairs neighbouring rows of queries and keys."""
     halved: bool = False
-    """In files with sections, rows of queries and keys pair with the other half of the head; in checkpoints neighbours
-    pair."""
+    """With M-RoPE, files pair rows with the other half of the head, checkpoints with their neighbours."""
     norm_offset: float = 0.0
     """Added to the weights of norms."""
     merged_gate: bool = False
     """``ffn_up`` holds gate and up projection."""
     strips_space: bool = False
-    """Control tokens take the space after them along, although files do not say so."""
+    """Control tokens absorb the space after them, which files do not say."""
     has_sections: bool = False
     """M-RoPE: positions have rows and columns, which are equal in text."""
     has_experts: bool = False
     """Files may have experts in place of MLPs."""
     layers_differ: bool = False
-    """Layers may differ in the sizes of MLPs and in heads of keys and values, which `traits` reads."""
+    """Layers may differ in MLP sizes and KV heads, which `traits` reads."""
     layer_names: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of a layer by their names in the file, where other architectures have none or other ones."""
+    """Additional or different tensor names of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +101,9 @@ class GGUFTower:
     more: Callable[[Clip], Config] = lambda clip: {}
     """Other fields of config.json."""
     names: Names
-    """Regular expressions for tensor names in the file and their names in checkpoints, the first match counts. An empty
-    name leaves the tensor out."""
+    """Regular expressions for tensor names in the file, and names in checkpoints. The first match counts; an empty name
+    skips the tensor.
+    """
     output: str
     """Tensor whose size on `axis` is the decoder's width."""
     axis: int = 0
@@ -112,15 +112,15 @@ class GGUFTower:
     tokens: Mapping[str, str] = field(default_factory=lambda: {"image_token_id": "<image>"})
     """Fields of config.json with tokens, the placeholder first, and the texts of these tokens."""
     else_unknown: bool = False
-    """The unknown token serves as placeholder if the vocabulary has none: ordinary text never becomes it."""
+    """Without a placeholder in the vocabulary, use the unknown token: ordinary text never becomes it."""
     interleaved: bool = False
-    """Rows of queries and keys are in the order in which neighbours pair."""
+    """RoPE pairs neighbouring rows of queries and keys."""
     norm_offset: float = 0.0
     """Added to the norm before the projector."""
     channels_last: bool = False
-    """In checkpoints, the projection of patches is a matrix, and a pixel's channels lie side by side."""
+    """In checkpoints, the patch projection is a matrix whose input interleaves the channels."""
     swaps: bool = True
-    """Old files have the two matrices of MLPs under each other's names."""
+    """Old files swap the names of the two MLP matrices."""
 
 
 class Clip:
@@ -150,7 +150,7 @@ class Clip:
 
     @property
     def intermediate_size(self) -> int:
-        """Width of MLPs from their weights: some conversions write another number."""
+        """The width of MLPs, from their weights: some conversions write another number."""
         width = self["embedding_length"]
         shapes = [self.tensor(f"v.blk.0.ffn_{part}.weight").shape for part in ("up", "down")]
         return next((shape[0] for shape in shapes if shape[-1] == width), shapes[0][0])
@@ -221,7 +221,7 @@ def rope_scaling(metadata: Metadata) -> Config | None:
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": metadata["rope.scaling.factor"]}
-    # Of a kind that is not known, the spec says so.
+    # The spec rejects unknown types.
     return {
         "rope_type": kind,
         "factor": metadata.get("rope.scaling.factor"),
@@ -234,6 +234,6 @@ def rope_scaling(metadata: Metadata) -> Config | None:
 
 
 def _yarn_scales(metadata: Metadata) -> Config:
-    """Mistral's files have the factor of attention relative to `mscale` 1."""
+    """Mistral's files state attention's factor relative to `mscale` 1."""
     relative = metadata.get("rope.scaling.yarn_log_multiplier")
     return {} if relative is None else {"mscale": 1.0, "mscale_all_dim": relative}

@@ -63,7 +63,7 @@ def _vision(clip: Clip) -> Config:
 
 
 def _image_processor(clip: Clip) -> Config:
-    """The bounds count an image twice, as a video of two frames."""
+    """The bounds count an image twice, like a video of two frames."""
     own = dict(qwen_images(112 * 112 // 2, 28 * 28 * 6144)(clip))
     bounds = {"shortest_edge": 2 * own.pop("min_pixels"), "longest_edge": 2 * own.pop("max_pixels")}
     return {**own, "image_processor_type": "Glm46VImageProcessor", "size": bounds}

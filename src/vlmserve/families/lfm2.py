@@ -37,7 +37,7 @@ LFM2_NAMES: Names = (
 
 
 def _gguf_traits(metadata: Metadata) -> Config:
-    """The size of MLPs is the real one, and layers without heads of keys are convolutions."""
+    """The file states the final MLP size, and layers without KV heads are convolutions."""
     heads = metadata.array("attention.head_count_kv")
     return {
         "norm_eps": metadata["attention.layer_norm_rms_epsilon"],
@@ -70,7 +70,7 @@ def _lfm2(config: Config) -> ArchSpec:
 
 
 def _intermediate_size(config: Config) -> int:
-    """Two thirds of the stated size, rounded up, unless the config says that this is the size."""
+    """Two thirds of the stated size, rounded up, unless the config says that the size is final."""
     size = int(config.get("block_ff_dim", config["intermediate_size"]))
     if not config["block_auto_adjust_ff_dim"]:
         return size

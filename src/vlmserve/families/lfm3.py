@@ -90,7 +90,7 @@ def _kind(layer: int) -> str:
 
 
 def _vision_config(config: Config) -> Config:
-    """With the settings of the projector, which stand outside of it."""
+    """Merge in the projector's settings, which config.json keeps at its top level."""
     projector = {name: value for name, value in config.items() if name.startswith("projector_")}
     return {"model_type": "lfm3_vl_vision", **projector, **vision_section(config)}
 

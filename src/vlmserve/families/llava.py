@@ -43,7 +43,7 @@ def _vision(clip: Clip) -> Config:
 
 
 def _more(clip: Clip) -> Config:
-    """Without ``feature_layer``, the file has no layers after the selected one."""
+    """Without ``feature_layer``, the file ends at the selected layer."""
     config = {"vision_feature_layer": clip.array("feature_layer") or -1, "vision_feature_select_strategy": "default"}
     return {**config, "model_type": "llava_next", **_resolutions(clip)} if _cuts_images(clip) else config
 

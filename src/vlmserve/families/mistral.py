@@ -69,7 +69,7 @@ def _mixtral(config: Config) -> ArchSpec:
 
 
 def _gguf_traits(metadata: Metadata) -> Config:
-    """Without growing queries it is Mistral Small 3, whose layers are Llama's."""
+    """A file without query scaling is Mistral Small 3, whose layers are Llama's."""
     growth = metadata.get("attention.temperature_scale")
     if not growth:
         return {"model_type": "llama"}

@@ -40,7 +40,7 @@ FAMILIES = (
         model_type="paligemma",
         architecture="PaliGemmaForConditionalGeneration",
         text_type="gemma",
-        # The prompt is what sees in both directions; answers do not.
+        # Only the prompt attends in both directions.
         text_fields=lambda config: {"use_bidirectional_attention": None},
         tied=True,
         bidirectional="prompt",

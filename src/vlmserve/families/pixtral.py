@@ -26,7 +26,7 @@ _NAMES: Names = (
     (r"mm\.([12])\.(\w+)", r"multi_modal_projector.linear_\1.\2"),
     (r"mm\.input_norm\.weight", "multi_modal_projector.norm.weight"),
     (r"mm\.patch_merger\.weight", "multi_modal_projector.patch_merger.merging_layer.weight"),
-    # A row of the language model's own table.
+    # It is a row of the language model's embedding table.
     (r"v\.token_embd\.img_break(\.weight)?", ""),
 )
 

@@ -43,7 +43,7 @@ _TEMPLATE = (
 
 
 def _qwen(config: Config) -> ArchSpec:
-    """RoPE's base grows with prompts longer than the trained context, and queries with their position."""
+    """For prompts longer than the trained context, RoPE's base grows, and queries grow with their position."""
     trained = config["seq_length"]
     longest = max(trained, config["max_position_embeddings"]) if config["use_dynamic_ntk"] else trained
     head_size, layers, bias = config["kv_channels"], config["num_hidden_layers"], not config["no_bias"]
@@ -74,7 +74,7 @@ def _template(config: Config, generation_config: Config) -> str | None:
 
 
 def _placeholder(config: Config) -> object:
-    """The token between those for an image's beginning and end."""
+    """The token between the tokens for an image's beginning and end."""
     begin = config["visual"].get("image_start_id")
     if begin is None:
         return config.get("image_token_id")

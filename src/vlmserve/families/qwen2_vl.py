@@ -90,7 +90,7 @@ def qwen_images(least: int, most: int) -> Callable[[Clip], Config]:
 def _qwen2_vision(clip: Clip) -> Config:
     """``hidden_size`` is the decoder's width."""
     width = clip["embedding_length"]
-    # Rounded up, so that the product with the width is not less.
+    # Rounded up, so that multiplying by the width gives at least the real size.
     ratio = math.nextafter(clip.intermediate_size / width, math.inf)
     output = clip.tensor("mm.2.weight").shape[0]
     sizes = {"embed_dim": width, "hidden_size": output, "mlp_ratio": ratio}

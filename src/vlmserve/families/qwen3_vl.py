@@ -21,8 +21,9 @@ from vlmserve.families.spec import ArchSpec, Config, Names, with_sections
 
 
 def deepstack_layers(vision_config: Config) -> tuple[int, ...]:
-    """Tower layers whose outputs are merged too, each for one of the decoder's first layers
-    (https://arxiv.org/abs/2406.04334)."""
+    """Tower layers whose outputs are also merged, each for one of the decoder's first layers
+    (https://arxiv.org/abs/2406.04334).
+    """
     return tuple(vision_config.get("deepstack_visual_indexes", (8, 16, 24)))
 
 
@@ -37,7 +38,7 @@ def _qwen3_vl(config: Config) -> ArchSpec:
 
 
 def _qwen3_vl_moe(config: Config) -> ArchSpec:
-    """Transformers divides by the sum of chosen scores whatever the config says."""
+    """Transformers always divides by the sum of the chosen scores, whatever the config says."""
     return replace(_qwen3_vl(config), experts=qwen3_experts({**config, "norm_topk_prob": True}))
 
 

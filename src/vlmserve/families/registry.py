@@ -22,13 +22,13 @@ VISION_FAMILIES: dict[str, VisionFamily] = {}
 _CLASSIFIER = "ForSequenceClassification"
 _HEADLESS = "Model"
 _GENERATORS = ("ForCausalLM", "ForConditionalGeneration")
-"""Ends of the architectures of a classifier, of a model without any head, and of models that generate."""
+"""Endings of architectures: classifiers, models without a head, and generating models."""
 DEFAULT_FAMILY = "llama"
 """Family of a config without a ``model_type``, as the first LLaVA checkpoints have it."""
 
 
 def register(family: LanguageFamily | VisionFamily) -> None:
-    """Add a family. A later one replaces an earlier one of the same name."""
+    """Add a family, replacing any of the same name."""
     if isinstance(family, VisionFamily):
         VISION_FAMILIES[family.key] = family
     else:
@@ -46,16 +46,16 @@ def language_family(config: Config) -> LanguageFamily:
 
 
 def decoder_spec(config: Config) -> ArchSpec:
-    """The spec of a text config: all of config.json, or its ``text_config``.
+    """The spec of a text config (all of config.json or its ``text_config``).
 
-    Raises UnsupportedModelError for a family or option that is not implemented, ModelLoadError for impossible sizes.
+    Raises UnsupportedModelError for an unsupported family or option, ModelLoadError for impossible sizes.
     """
     family = language_family(config)
     return family.build({**family.defaults, **config})
 
 
 def vision_family(config: Config) -> VisionFamily | None:
-    """The family of a config.json with a vision tower; None for a language model and for unknown models."""
+    """The family of a config.json with a vision tower; None for other and unknown models."""
     found = _known_architecture(config)
     fitting = [family for family in VISION_FAMILIES.values() if family.architecture == found]
     special = (family for family in fitting if family.matches is not None and family.matches(config))
@@ -75,9 +75,9 @@ def gguf_family(name: str) -> tuple[LanguageFamily, GGUFText] | None:
 
 
 def image_processor_path(kind: str | None, family: VisionFamily | None) -> str:
-    """Path of the image processor for a checkpoint. kind: its ``image_processor_type``.
+    """The image processor's path. kind: the checkpoint's ``image_processor_type``.
 
-    The family decides where the checkpoint names none. A kind that no family claims is one of fixed size.
+    Without a kind, the family decides. Unknown kinds mean a fixed image size.
     """
     if kind is None and family is not None:
         return family.image_processor
@@ -114,7 +114,7 @@ def families() -> Iterator[LanguageFamily | VisionFamily]:
 
 
 def classifies(config: Config) -> bool:
-    """Return True for a decoder with a head for classes."""
+    """Whether the model is a decoder with a classification head."""
     return any(name.endswith(_CLASSIFIER) for name in _named_architectures(config))
 
 
@@ -133,9 +133,8 @@ def _known_architecture(config: Config) -> str | None:
 
 
 def _named_architectures(config: Config) -> list[str]:
-    """``architectures`` of config.json, or else the architecture of its ``model_type``. Never empty.
-
-    In a retriever, the ``model_type`` names the vision-language model.
+    """``architectures`` of config.json, else the architecture of its ``model_type``. Never empty. In a retriever, the
+    ``model_type`` names the vision-language model.
     """
     named = config.get("architectures")
     if isinstance(named, list) and named and retriever_of(config) is None:

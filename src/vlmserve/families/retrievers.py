@@ -1,6 +1,6 @@
-"""Vision-language models that make one vector of each token: ColPali (https://arxiv.org/abs/2407.01449) and ColQwen.
+"""Vision-language models with one embedding per token: ColPali (https://arxiv.org/abs/2407.01449) and ColQwen.
 
-Their config.json nests the vision-language model, or says in ``architectures`` what is around it.
+Their config.json nests the vision-language model or names the retriever in ``architectures``.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _NUM_PADS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retriever:
-    """How queries and documents are written, and which layer makes their vectors."""
+    """How queries and documents are written, and which layer makes their embeddings."""
 
     projection: str = "embedding_proj_layer"
     """Name of the linear layer after the final hidden states."""
     query: str
     """The text before a query."""
     begins: bool = False
-    """True if the tokenizer's beginning token comes before it."""
+    """The tokenizer's BOS token comes before it."""
     document_template: str
-    """Chat template of documents in place of the checkpoint's own, which is for chats."""
+    """Chat template for documents; the checkpoint's own is for chats."""
 
     def written_query(self, text: str, special_tokens: Mapping[str, str]) -> str:
         """The prompt of a query. special_tokens: of the tokenizer, by name."""
@@ -71,9 +71,8 @@ def retriever_of(config: Config) -> Retriever | None:
 
 
 def without_nesting(config: Config) -> dict[str, Any]:
-    """The config.json of the vision-language model in a retriever, with the retriever's ``architectures``.
-
-    Other configs are returned unchanged.
+    """The config.json of the vision-language model in a retriever, with the retriever's ``architectures``; other
+    configs unchanged.
     """
     nested = config.get("vlm_config")
     if retriever_of(config) is None or not isinstance(nested, Mapping):

@@ -1,4 +1,4 @@
-"""The shape of one decoder, and how a config.json with the usual names becomes one."""
+"""The shape of a decoder, and how to read it from a config.json with the usual names."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ class HeadNormSpec:
     norm: NormSpec
     bias: bool = False
     values: bool = False
-    """Each head of values is normed too, without weights."""
+    """Each head of values is normalized too, without weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryGrowth:
-    """Factor of queries at positions beyond `context`: ``log(position) / log(context)`` (Qwen), or with `beta`
-    ``1 + beta * ln(1 + floor(position / context))`` (Llama 4)."""
+    """Query scale at positions beyond `context`: ``log(position) / log(context)`` (Qwen), or with `beta` ``1 + beta *
+    ln(1 + floor(position / context))`` (Llama 4).
+    """
 
     context: int
     beta: float | None = None
@@ -47,21 +48,21 @@ class QueryGrowth:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerSpec:
-    """Embeddings that each layer adds a projection of. Sizes in elements."""
+    """Per-layer embeddings, whose projection each layer adds. Sizes in elements."""
 
     size: int
     """Size of a token's embedding for one layer."""
     vocab_size: int
-    """Rows of the table."""
+    """Rows of the embedding table."""
 
 
 MOST_EXPERTS = 2**14
-"""Of a layer."""
+"""Maximum experts of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """A mixture of experts, in place of an MLP unless it has a `router_norm`. Sizes in elements."""
+    """A mixture of experts. It replaces the MLP unless it has a `router_norm`. Sizes in elements."""
 
     count: int
     top_k: int
@@ -71,21 +72,22 @@ class ExpertsSpec:
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """How the router scores experts."""
     renormalized: bool = True
-    """The scores of a token's experts are divided by their sum."""
+    """Divide the scores of a token's experts by their sum."""
     correction: bool = False
-    """A stored bias is added to scores to choose experts, and not to weigh them."""
+    """A stored bias on scores selects experts but does not weigh them."""
     scale: float = 1.0
-    """Factor of the weights of experts."""
+    """Factor on the experts' weights."""
     shared_size: int = 0
-    """Inner size of an MLP that every token takes besides; 0: none."""
+    """Inner size of the shared MLP, which every token takes; 0: none."""
     shared_gate: bool = False
-    """The shared MLP is multiplied by the sigmoid of a number that each token has."""
+    """Multiply the shared MLP's output by the sigmoid of a per-token gate."""
     router_norm: NormSpec | None = None
-    """The layer has its MLP as well. Router and experts read the residual stream through norms of their own, and the
-    router has scales of its inputs and of experts (Gemma 4). None: none of this."""
+    """The layer also has its MLP. Router and experts read the residual stream through their own norms, and the router
+    scales its inputs and the experts (Gemma 4).
+    """
 
     def __post_init__(self) -> None:
-        """Raises ModelLoadError where routers cannot choose that many experts."""
+        """Raises ModelLoadError for experts that the router cannot choose."""
         if not 1 <= self.top_k <= self.count <= MOST_EXPERTS:
             raise ModelLoadError(
                 f"config.json: tokens take {self.top_k} of {self.count} experts; allowed are 1 to all of at most "
@@ -113,51 +115,53 @@ class ArchSpec:
     "post": after the residual is added, with no norm after the last layer."""
     head_norm: HeadNormSpec | None = None
     parallel: bool = False
-    """Attention and MLP read the same normed input."""
+    """Attention and MLP read the same normalized input."""
     gated: bool = True
     """The MLP multiplies its activation by a second projection."""
     output_gate: Literal["elements", "heads"] | None = None
-    """Attention multiplies its result by the sigmoid of gates. "elements": ``q_proj`` makes them after the queries of
-    each head. "heads": ``g_proj`` makes one for each head."""
+    """Attention multiplies its result by the sigmoid of gates. "elements": ``q_proj`` also makes them, after each
+    head's queries. "heads": ``g_proj`` makes one per head.
+    """
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
     head_transform: bool = False
-    """A dense layer, the activation and a norm come before the output head."""
+    """A dense layer, the activation and a norm precede the output head."""
     cross_size: int = 0
-    """Width of the states that every layer attends to by cross-attention, between attention and MLP; 0: none."""
+    """Width of the states for cross-attention, between attention and MLP of every layer; 0: none."""
     bidirectional: Bidirectional | None = None
     """Prompt tokens that attend to each other in both directions."""
     learned_positions: int = 0
     """Rows of the position embedding table; 0: none."""
     query_growth: QueryGrowth | None = None
     embedding_norm: bool = False
-    """Embeddings are normed after positions are added."""
+    """Normalize embeddings after adding positions."""
     embedding_scale: float = 1.0
     deepstack: int = 0
-    """Number of first layers that get image features added to their outputs, see `LayerFeatures`."""
+    """Number of first layers whose outputs get image features added; see `LayerFeatures`."""
     per_layer: PerLayerSpec | None = None
     layer_scalar: bool = False
-    """Each layer's output is multiplied by a stored number."""
+    """Multiply each layer's output by a stored number."""
     intermediate_sizes: tuple[int, ...] = ()
-    """By layer, the inner size of its MLP; empty: `intermediate_size`."""
+    """Inner size of each layer's MLP; empty: `intermediate_size`."""
     experts: tuple[ExpertsSpec | None, ...] = ()
-    """By layer, its experts; None: it has an MLP only. Empty: all layers have one."""
+    """Experts of each layer; None: an MLP only. Empty: no layer has experts."""
     logit_cap: float | None = None
     """Bounds logits as `AttentionSpec.soft_cap` bounds scores."""
 
     def inner_size(self, layer: int) -> int:
-        """Inner size of a layer's MLP."""
         return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
-        """The experts of a layer. None: it has an MLP only."""
+        """The experts of a layer; None: it has an MLP only."""
         return self.experts[layer] if self.experts else None
 
     @property
     def first_sharing(self) -> int | None:
-        """The first of the last layers that all read other layers' keys and values. None: the last one has its own."""
+        """The first of the trailing layers that all read other layers' keys and values; None if the last layer has its
+        own.
+        """
         own = [
             layer
             for layer, mixer in enumerate(self.mixers)
@@ -167,12 +171,10 @@ class ArchSpec:
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        """The layers with attention."""
         return tuple(mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec))
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        """The layers with states."""
         return tuple(mixer for mixer in self.mixers if not isinstance(mixer, AttentionSpec))
 
 
@@ -184,8 +186,8 @@ def usual_spec(config: Config, **differences: Any) -> ArchSpec:
     """The spec of a config.json with the usual names.
 
     differences: fields of `ArchSpec`; windows, scale and soft_cap of `AttentionSpec`; rope_part and interleaved of
-    `RopeSpec`; states: by layer, the state that it has instead of attention, or None. Raises ModelLoadError for heads
-    that do not fit, UnsupportedModelError for a model without attention.
+    `RopeSpec`; states: each layer's state in place of attention, or None.
+    Raises ModelLoadError for impossible heads, UnsupportedModelError for a model without attention.
     """
     hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
     num_kv_heads = config.get("num_key_value_heads") or num_heads
@@ -225,7 +227,7 @@ def usual_spec(config: Config, **differences: Any) -> ArchSpec:
 
 
 def usual_rope(config: Config, head_size: int, *, part: float = 1.0, interleaved: bool = False) -> RopeSpec:
-    """part: share of each head that is rotated, unless the config has ``partial_rotary_factor``."""
+    """part: fraction of each head that rotates, unless the config has ``partial_rotary_factor``."""
     parameters = dict(rope_parameters(config))
     if "original_max_position_embeddings" in config:
         parameters.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
@@ -244,7 +246,7 @@ def rope_parameters(config: Config) -> Config:
 
 
 def with_sections(config: Config, sections: list[int], **parameters: Any) -> Config:
-    """The config with M-RoPE. sections: unless the config has ``mrope_section``; parameters: override the config's."""
+    """The config with M-RoPE. sections: default for ``mrope_section``. parameters: override the config's."""
     return {**config, "rope_scaling": {"mrope_section": sections, **rope_parameters(config), **parameters}}
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints in GGUF, one file with everything (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
+"""GGUF checkpoints (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""

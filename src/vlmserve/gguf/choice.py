@@ -1,4 +1,4 @@
-"""Which GGUF files of a folder or repository are wanted, by their names alone."""
+"""Chooses the GGUF files of a model by name."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from vlmserve.gguf_header import PART
 
 GGUF = ".gguf"
 _PROJECTOR = "mmproj"
-"""In the names of files with a vision tower."""
+"""Appears in the names of vision tower files."""
 _PRECISIONS = ("f16", "bf16", "f32", "q8_0")
-"""Of vision towers, the one that is taken first: what is rounded to 16 bits answers as well as what is not."""
+"""Of vision towers, in order of preference: 16-bit rounding does not change answers."""
 _SHOWN = 8
 
 
 class Choice(NamedTuple):
-    """Paths in the folder or repository. parts: of the language model, in order. mmproj: the vision tower's, None if
-    there is none."""
+    """Paths in the folder or repository. parts: the language model's files, in order. mmproj: the vision tower's
+    file.
+    """
 
     parts: tuple[str, ...]
     mmproj: str | None
 
 
 def choose_files(paths: Collection[str], wanted: str | None, name: str) -> Choice:
-    """The files of one model among all `paths`, with slashes between folders.
+    """Choose the files of one model among `paths`, which use slashes.
 
-    wanted: what their names say of how weights are stored, like ``Q4_K_M``, or the path of a folder or file; None:
-    there is but one model. name: of the whole, for errors. Raises CheckpointNotFoundError unless one model fits.
+    wanted: a precision like ``Q4_K_M``, or the path of a folder or file; None: expect one model. name: of the
+    repository, for errors.
+    Raises CheckpointNotFoundError unless exactly one model matches.
     """
     files = sorted(path for path in paths if path.lower().endswith(GGUF))
     models: dict[str, list[str]] = {}
@@ -55,7 +57,7 @@ def _fits(path: str, wanted: str) -> bool:
 
 
 def _best(projectors: Sequence[str], model: str) -> str | None:
-    """The vision tower in the model's own folder, or else of the folder above, in the precision that is preferred."""
+    """The vision tower in the model's folder, else in its parent, in the preferred precision."""
     folders = [str(folder) for folder in PurePosixPath(model).parents]
 
     def rank(path: str) -> tuple[int, int, str]:

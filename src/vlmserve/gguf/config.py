@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as the config.json of the same model. Imports no torch."""
+"""Converts a GGUF file's metadata to a config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from vlmserve.gguf_header import Header
 
 Config = dict[str, Any]
 
-# Tokens that end a turn or a text, which not every file names as such.
+# Tokens that end a turn or a text; some files do not mark them so.
 END_TOKENS = frozenset("<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn>".split())
 CONTROL = 3
-"""Type of control tokens."""
+"""Token type of control tokens."""
 
 _PLAIN_TYPES = {0: "float32", 1: "float16", 30: "bfloat16"}
 
 
 def text_family(header: Header) -> tuple[LanguageFamily, GGUFText]:
-    """The family of a file with a language model. Raises UnsupportedModelError for an unknown architecture."""
+    """The family of a language model's file. Raises UnsupportedModelError for an unknown architecture."""
     if (found := gguf_family(header.architecture)) is None:
         supported = sorted(name for family in LANGUAGE_FAMILIES.values() for name in family.gguf)
         raise UnsupportedModelError(
@@ -36,8 +36,8 @@ def text_family(header: Header) -> tuple[LanguageFamily, GGUFText]:
 def read_config(header: Header) -> Config:
     """Make the config.json of a file.
 
-    Raises ModelLoadError for missing values and those that make no sense, UnsupportedModelError for an architecture or
-    option that is not implemented.
+    Raises ModelLoadError for missing or invalid values, UnsupportedModelError for an unsupported architecture or
+    option.
     """
     try:
         return _config(header)
@@ -70,7 +70,7 @@ def _config(header: Header) -> Config:
         "max_position_embeddings": metadata["context_length"],
         "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon"),
         "rope_theta": metadata.get("rope.freq_base", 1e4),
-        # Rounded up, so that the product with the head's size is not less.
+        # Rounded up, so that multiplying by the head size gives at least the real size.
         "partial_rotary_factor": math.nextafter(rotary_dim / head_size, math.inf) if rotary_dim < head_size else 1.0,
         "rope_scaling": rope_scaling(metadata),
         "tie_word_embeddings": not metadata.has("output.weight"),
@@ -83,7 +83,7 @@ def _config(header: Header) -> Config:
 
 @lru_cache(maxsize=4)
 def end_token_ids(header: Header) -> frozenset[int]:
-    """Tokens that end an answer: the file names some, and the text of some control tokens tells."""
+    """Tokens that end an answer: those the file names, and control tokens with a known text."""
     named = (header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     types = header.array("tokenizer.ggml.token_type")
     tokens = header.texts("tokenizer.ggml.tokens", {id_ for id_, kind in enumerate(types) if kind == CONTROL})
@@ -92,7 +92,6 @@ def end_token_ids(header: Header) -> frozenset[int]:
 
 
 def sampling_settings(header: Header) -> Config:
-    """The sampling settings of generation_config.json."""
     keys = {
         "temperature": "temp",
         "top_p": "top_p",
@@ -115,7 +114,7 @@ def _check_options(metadata: Metadata, text: GGUFText) -> None:
 
 
 def _check_experts(metadata: Metadata, text: GGUFText) -> None:
-    """Files leave out what their architecture always does, and say softmax as 1."""
+    """Files omit what their architecture always does, and write softmax as 1."""
     if not text.has_experts:
         raise UnsupportedModelError(
             f"{metadata.header.path}: experts (expert_count) in architecture {metadata.header.architecture!r} are not "
@@ -127,6 +126,6 @@ def _check_experts(metadata: Metadata, text: GGUFText) -> None:
 
 
 def _dtype(header: Header) -> str:
-    """The type of the largest tensor; bfloat16 if that is quantized."""
+    """The largest tensor's type; bfloat16 if it is quantized."""
     largest = max(header.tensors.values(), key=lambda info: math.prod(info.shape))
     return _PLAIN_TYPES.get(largest.type, "bfloat16")

@@ -1,4 +1,4 @@
-"""The GGUF file with a model's vision tower and projector, as files in Hugging Face layout. Imports no torch."""
+"""Converts the GGUF file of a vision tower and projector to Hugging Face layout. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from vlmserve.families.spec import Config
 from vlmserve.gguf_header import Header, TensorInfo
 
 ARCHITECTURE = "clip"
-"""``general.architecture`` of all such files."""
+"""``general.architecture`` of vision tower files."""
 DEFAULT_TYPE = "mlp"
-"""Projector type of files that name none: LLaVA's were the first."""
+"""Projector type of files that name none, such as LLaVA's."""
 UNKNOWN_TOKEN = "tokenizer.ggml.unknown_token_id"
 
 
 class Stored(NamedTuple):
-    """A tensor of a checkpoint in the file: one, or several joined, as rows one behind another or as frames, which are
-    the third axis. added: to all values in the file. shape: that it has in a checkpoint; None: as in the file. heads:
-    in whose rows neighbours pair; 0: each pairs with one of the other half of its head. channels_last: the second axis
-    comes last before the tensor gets its shape."""
+    """A checkpoint tensor in the file."""
 
     infos: tuple[TensorInfo, ...]
     joined: Literal["rows", "frames"] = "rows"
+    """How several tensors become one; frames are the third axis."""
     added: float = 0.0
+    """Added to all values."""
     shape: tuple[int, ...] | None = None
+    """In the checkpoint; None: as in the file."""
     heads: int = 0
+    """Heads whose rows RoPE pairs with neighbours; 0: RoPE pairs halves of a head."""
     channels_last: bool = False
+    """The second axis is stored last."""
 
 
 def tower_family(header: Header, architecture: str = "") -> tuple[VisionFamily, GGUFTower]:
-    """The family of a file with a vision tower. architecture: of the language model; empty: any whose tower it is.
+    """The family of a vision tower's file. architecture: the language model's; empty: any.
 
     Raises ConfigurationError for another file, UnsupportedModelError for an unknown projector.
     """
@@ -64,7 +66,7 @@ def tower_family(header: Header, architecture: str = "") -> tuple[VisionFamily, 
 def full_config(header: Header, model: Header, text: Config) -> Config:
     """Make the config.json of both files. model, text: the language model's file and config.
 
-    Raises ModelLoadError for what is missing or makes no sense, and for files that do not belong together.
+    Raises ModelLoadError for missing or invalid values, and for files that do not belong together.
     """
     (family, tower), clip = tower_family(header, model.architecture), Clip(header)
     _check_sizes(clip)
@@ -84,7 +86,7 @@ def full_config(header: Header, model: Header, text: Config) -> Config:
 
 
 def media_settings(header: Header) -> dict[str, Config]:
-    """Make the preprocessor files, by their names. Raises ModelLoadError for missing values."""
+    """Make the preprocessor files, by name. Raises ModelLoadError for missing values."""
     clip, (_, tower) = Clip(header), tower_family(header)
     levels = {f"image_{name}": clip.array(f"image_{name}") for name in ("mean", "std")}
     kinds = {"preprocessor_config.json": tower.settings, "video_preprocessor_config.json": tower.videos}
@@ -134,10 +136,7 @@ def _token_ids(family: VisionFamily, tower: GGUFTower, model: Header) -> Config:
 
 
 def checkpoint_tensors(header: Header) -> Iterator[tuple[str, Stored]]:
-    """Yield the file's tensors with their names in Hugging Face layout.
-
-    Raises UnsupportedModelError for one that has none.
-    """
+    """Yield the file's tensors by their Hugging Face names. Raises UnsupportedModelError for an unknown tensor."""
     family, tower = tower_family(header)
     swapped = tower.swaps and _is_swapped(Clip(header))
     found: dict[str, list[TensorInfo]] = {}

@@ -1,7 +1,6 @@
-"""Two GGUF files that are one model, a language model and its vision tower, as a folder in Hugging Face layout.
+"""Presents two GGUF files, a language model and its vision tower, as a folder in Hugging Face layout.
 
-The folder has configurations made of what both files say, and beside them, instead of weights, a file that names the
-two. Everything else reads it as it reads other checkpoints. Imports no torch.
+The folder has configurations made from both files and, instead of weights, a file that names them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from vlmserve.gguf.mmproj import full_config, media_settings
 from vlmserve.gguf_header import read_header
 
 INDEX = "gguf.json"
-"""The file that names the two."""
+"""The file that names the two GGUF files."""
 
 
 class Pair(NamedTuple):
-    """Absolute paths; of a model in several parts, that of the first."""
+    """Absolute paths, of the first file if a model has several."""
 
     model: Path
     mmproj: Path
 
 
 def read_pair(folder: Path) -> Pair | None:
-    """The files that a folder stands for; None for any other checkpoint. Raises ModelLoadError for a broken one."""
+    """The files that a folder stands for; None for another checkpoint. Raises ModelLoadError for a broken folder."""
     if not (folder / INDEX).is_file():
         return None
     try:
@@ -44,9 +43,8 @@ def read_pair(folder: Path) -> Pair | None:
 
 
 def language_model(folder: Path) -> Path | None:
-    """The GGUF file of a checkpoint's language model, which has its tokenizer; None for one in another format.
-
-    folder: or such a file itself.
+    """A checkpoint's GGUF file with language model and tokenizer; None for another format. folder: may be such a
+    file.
     """
     if folder.is_file():
         return folder
@@ -55,10 +53,10 @@ def language_model(folder: Path) -> Path | None:
 
 
 def make_pair(model: Path, mmproj: Path) -> Path:
-    """A folder for both files, the same for the same files, in the user's cache or else until this process ends.
+    """Make a folder for both files in the user's cache, else a temporary one. Equal files get the same folder.
 
-    Raises what `read_header` raises, ModelLoadError for files that do not belong together, UnsupportedModelError for a
-    kind of model or of projector that is not implemented.
+    Raises what `read_header` raises, ModelLoadError for files that do not belong together, UnsupportedModelError for an
+    unsupported model or projector.
     """
     text, vision = read_header(model), read_header(mmproj)
     files = {
@@ -73,14 +71,14 @@ def make_pair(model: Path, mmproj: Path) -> Path:
         place.mkdir(parents=True, exist_ok=True)
         return _write(place / name, contents)
     except OSError:
-        # Nothing may be written but temporary files.
+        # Only temporary files can be written.
         place = Path(tempfile.mkdtemp(prefix="vlmserve-gguf-"))
         atexit.register(shutil.rmtree, place, ignore_errors=True)
         return _write(place / name, contents)
 
 
 def _write(folder: Path, contents: dict[str, str]) -> Path:
-    """A folder with those files, which is there whole or not at all."""
+    """Write a folder atomically."""
     if folder.is_dir():
         return folder
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
