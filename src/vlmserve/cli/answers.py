@@ -59,7 +59,7 @@ def open_answers(engine: EngineConfig, media: MediaConfig, url: str | None) -> A
 
 
 def describes(engine: EngineConfig) -> bool:
-    """Whether the local model captions an image without a question."""
+    """Return whether the local model captions an image without a question."""
     from vlmserve.models.hub import resolve_model
     from vlmserve.prompt.files import read_json
     from vlmserve.prompt.one_image import one_image_prompts

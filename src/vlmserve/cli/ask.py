@@ -47,7 +47,7 @@ class Question:
 
 
 def _is_medium(word: str) -> bool:
-    """Whether a word is a URL, an existing file, or ends like an image, video or document."""
+    """Return whether a word is a URL, an existing file, or ends like an image, video or document."""
     if word.startswith(URL_SCHEMES) or (len(word) <= _LONGEST_PATH and Path(expanduser(word)).is_file()):
         return True
     kind = mimetypes.guess_type(word)[0] or ""

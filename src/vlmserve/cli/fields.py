@@ -50,12 +50,12 @@ def section_of(name: str) -> str | None:
 
 
 def is_size(field: FieldInfo) -> bool:
-    """Whether the value is a number of bytes, optionally with a unit."""
+    """Return whether the value is a number of bytes, optionally with a unit."""
     return _is_read_by(field, parse_size)
 
 
 def is_json(field: FieldInfo) -> bool:
-    """Whether the value is a nested object, written as JSON on a command line."""
+    """Return whether the value is a nested object, written as JSON on a command line."""
     return _is_read_by(field, parse_json)
 
 

@@ -106,7 +106,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Found]:
 
 
 def _is_kubernetes(key: str, text: str) -> bool:
-    """Whether Kubernetes made this variable for a Service called vlmserve: its ``VLMSERVE_PORT`` is a URL."""
+    """Return whether Kubernetes made this variable for a Service called vlmserve: its ``VLMSERVE_PORT`` is a URL."""
     rest = key.removeprefix(PREFIX)
     is_url = rest.endswith("PORT") and _KUBERNETES_URL.match(text) is not None
     return is_url or _KUBERNETES.fullmatch(rest) is not None

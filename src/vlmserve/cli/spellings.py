@@ -113,7 +113,7 @@ class Spelling:
         return base in self._values or (isinstance(entry, Renamed) and self._applies(entry))
 
     def _applies(self, entry: Entry) -> bool:
-        """Whether the command has the settings that the other program's flag stands for."""
+        """Return whether the command has the settings that the other program's flag stands for."""
         return not isinstance(entry, Renamed) or all(self._is_own(flag(name)) for name in entry.fields)
 
     def _take(self, name: str, rest: list[str], num_arguments: int) -> list[str]:

@@ -121,7 +121,7 @@ class CpuDevice(TorchDevice):
 
 
 def can_reorder(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN packs weights of this type on this device."""
+    """Return whether oneDNN packs weights of this type on this device."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16())

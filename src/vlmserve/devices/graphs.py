@@ -233,7 +233,7 @@ class GraphExecutor:
         if not self._captures.is_on:
             return None
         own, slots, states = self._input.copy(x), step.metadata.slot_mapping, step.metadata.states
-        # A capture first runs the step. That run writes to the padding block (the last one) and the padding slot, so
+        # A capture first runs the step. It writes to the padding block (the last one) and the padding slot, so
         # that only the replay changes sequences.
         padding = [(slots, (len(caches[0].keys) - 1) * caches[0].block_size)]
         padding += [] if states is None else [(states.sources, PADDING_SLOT), (states.targets, PADDING_SLOT)]

@@ -15,7 +15,7 @@ _PHRASES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error, its cause or its context reports too little memory.
+    """Return whether the error, its cause or its context reports too little memory.
 
     torch raises `OutOfMemoryError` only from its allocator. CUDA's own failures are `AcceleratorError` or
     `RuntimeError`, and the end of a failed capture raises another error.

@@ -58,7 +58,7 @@ class Metadata:
         return self.array("rope.dimension_sections")[:3]
 
     def has(self, name: str) -> bool:
-        """Whether the model or its first layer has the tensor."""
+        """Return whether the model or its first layer has the tensor."""
         return name in self.header.tensors or f"blk.0.{name}" in self.header.tensors
 
 

@@ -114,7 +114,7 @@ def families() -> Iterator[LanguageFamily | VisionFamily]:
 
 
 def classifies(config: Config) -> bool:
-    """Whether the model is a decoder with a classification head."""
+    """Return whether the model is a decoder with a classification head."""
     return any(name.endswith(_CLASSIFIER) for name in _named_architectures(config))
 
 

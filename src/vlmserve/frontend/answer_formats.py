@@ -80,7 +80,7 @@ class AnswerFormats:
         return msgspec.structs.replace(params, bad_token_ids=tuple(words))
 
     def knows_grammar(self, grammar: Grammar) -> bool:
-        """Whether `check_grammar` would return at once."""
+        """True if `check_grammar` would return at once."""
         return self._trials.passed(grammar)
 
     def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None, *, quick: bool = False) -> list[str]:

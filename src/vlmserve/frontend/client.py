@@ -59,8 +59,8 @@ _OUT_OF_MEMORY = (
 class KeptContext(zmq.asyncio.Context):
     """A context that only `term` terminates.
 
-    ZeroMQ's contexts terminate themselves when the garbage collector finalizes them. That waits for their sockets, in
-    whatever thread collects.
+    ZeroMQ's contexts terminate themselves when the garbage collector finalizes them. The finalizer waits for their
+    sockets, in whatever thread collects.
     """
 
     def __del__(self) -> None:

@@ -81,7 +81,7 @@ class MediaPreparer:
 
     @property
     def supports_videos(self) -> bool:
-        """Whether the model takes videos, natively or as images of their frames."""
+        """Return whether the model takes videos, natively or as images of their frames."""
         return self.video_processor is not None or self.videos_as_images is not None
 
     def check(self, media: Sequence[Medium]) -> None:

@@ -233,7 +233,7 @@ def _result(turn: Message, call_id: Any, names: Mapping[str, str], place: str) -
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether a JSON value nests more than `MAX_DEPTH` lists and objects."""
+    """Return whether a JSON value nests more than `MAX_DEPTH` lists and objects."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

@@ -14,7 +14,7 @@ GGUF = ".gguf"
 _PROJECTOR = "mmproj"
 """Appears in the names of vision tower files."""
 _PRECISIONS = ("f16", "bf16", "f32", "q8_0")
-"""Of vision towers, in order of preference: 16-bit rounding does not change answers."""
+"""Precisions of vision towers, preferred first: 16-bit rounding does not change answers."""
 _SHOWN = 8
 
 
