@@ -49,13 +49,13 @@ USE, MODELS, MEASURE, OPERATE = "Use a model", "Models", "Measure and check", "O
 COMMON_FIELDS = (
     "mmproj", "host", "port", "served_model_name", "api_key", "api_keys_file", "device", "tensor_parallel_size",
     "dtype", "quantize", "max_model_len", "max_num_seqs", "kv_cache_memory", "kv_cache_dtype", "memory_fraction",
-    "chat_template", "max_images", "allowed_media_path", "log_prompts",
+    "chat_template", "max_images", "allowed_media_path", "log_prompts"
 )  # fmt: skip
 """Flags that `vlmserve serve --help` shows."""
 
 COMMON_LOAD_FIELDS = (
     "model", "num_prompts", "random_input_len", "random_output_len", "images", "image_size", "image_reuse", "turns",
-    "dataset_path", "max_concurrency", "request_rate", "duration", "slo", "find_rate",
+    "dataset_path", "max_concurrency", "request_rate", "duration", "slo", "find_rate"
 )  # fmt: skip
 """Flags that `vlmserve loadtest --help` shows."""
 
@@ -76,12 +76,7 @@ def _sampling(temperature: float, max_tokens: int | None) -> SamplingParams:
 
 @app.command(cls=SettingsCommand, rich_help_panel=USE)
 @command(common=COMMON_FIELDS)
-def serve(
-    engine: EngineConfig,
-    media: MediaConfig,
-    server: ServerConfig,
-    model: Model = BUILT_IN_MODEL,
-) -> None:
+def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig, model: Model = BUILT_IN_MODEL) -> None:
     """Serve a model over an OpenAI-compatible API.
 
     Flags are also environment variables (VLMSERVE_MAX_MODEL_LEN) and keys of the file that --config names. vLLM's flags
@@ -215,16 +210,10 @@ def batch(
     media: MediaConfig,
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="INPUT",
-            help="Folder of images, quoted pattern, paths (.txt), table (.csv, .jsonl) or OpenAI batch (.jsonl).",
-        ),
+        typer.Argument(metavar="INPUT", help="Image folder, quoted pattern, .txt list, .csv, .jsonl, or OpenAI batch."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Results: .jsonl, .csv or .parquet.")],
-    prompt: Annotated[
-        str | None,
-        typer.Option(help="Question for each row, except in OpenAI batches; {name} inserts a column."),
-    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Question per row; {name} inserts a column.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     schema: Annotated[
         Path | None, typer.Option(metavar="FILE", help="JSON schema of the answers.", exists=True, dir_okay=False)
@@ -399,9 +388,7 @@ def cache(
 
 @app.command(cls=HelpfulCommand, rich_help_panel=MEASURE)
 @command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show what this machine has for serving: kernels, memory, GPUs, extras, and which models fit.
 
     The exit status is 1 if something needs fixing.
