@@ -8,10 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import Job, make_jobs, run_engine
-from vlmserve.engine.engine import Engine
-from vlmserve.settings.config import EngineConfig
-from vlmserve.tools.bench import noise_image
+from benchmarks.engine import Engine, EngineConfig, Job, make_jobs, noise_image, run_engine
 
 
 def serve(options: dict[str, Any]) -> None:
