@@ -48,16 +48,15 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks with a key, including allocated ones."""
+        """Includes allocated blocks."""
         return len(self._keys)
 
     @property
     def has_unused(self) -> bool:
-        """Return whether a free block has no key."""
         return bool(self._free) and next(iter(self._free)) not in self._keys
 
     def draw_map(self, max_cells: int) -> BlockMap:
-        """Count allocated, cached and shared blocks in at most `max_cells` cells of adjacent blocks."""
+        """Count allocated, cached and shared blocks in at most `max_cells` cells."""
         per_cell = max(1, -(-self.num_blocks // max_cells))
         ref_counts = np.frombuffer(self._ref_counts, dtype=np.intc)
         known = np.zeros(self.num_blocks, dtype=bool)
@@ -75,8 +74,7 @@ class BlockPool:
         return self._ref_counts[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks with ref count 1, and drop their keys. Raises ValueError, allocating none, if fewer
-        are free."""
+        """Raises ValueError, allocating none, if fewer blocks are free."""
         if count > self.num_free:
             raise ValueError(f"{count} blocks wanted, {self.num_free} free")
         taken = []
@@ -93,11 +91,10 @@ class BlockPool:
         return taken
 
     def get(self, key: bytes) -> int | None:
-        """Return the block with this content, without holding it."""
         return self._blocks.get(key)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Increment ref counts. Raises ValueError for a free block without a key."""
+        """Raises ValueError for a free block without a key."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 if block not in self._keys:
@@ -106,10 +103,8 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def register(self, block: int, key: bytes) -> None:
-        """Give an allocated block a key, once its content is computed.
-
-        A key that another block has stays with that block. Raises ValueError for a free block.
-        """
+        """Give an allocated block a key once its content is computed, unless another block has the key. Raises
+        ValueError for a free block."""
         if self._ref_counts[block] == 0:
             raise ValueError(f"block {block} is free: what it holds is not known")
         if key not in self._blocks:
@@ -117,7 +112,6 @@ class BlockPool:
             self._keys.setdefault(block, []).append(key)
 
     def unregister(self, block: int) -> None:
-        """Drop a block's keys. Requests keep holding it."""
         keys = self._keys.pop(block, ())
         for key in keys:
             del self._blocks[key]
@@ -127,7 +121,7 @@ class BlockPool:
             self._free.move_to_end(block, last=False)
 
     def release(self, blocks: Iterable[int], *, unwanted: bool = False) -> None:
-        """Decrement ref counts. Blocks at 0 are free; the first released are allocated first.
+        """Free blocks that no one holds. The first released are allocated first.
 
         unwanted: requests are unlikely to reuse them. Raises ValueError for a free block.
         """

@@ -16,29 +16,26 @@ TRIAL_INTERVAL = 64
 class CostModel:
     """Saving a block pays if copying it out and back takes less time than computing its tokens.
 
-    Both costs are moving averages, measured while serving: seconds per prompt token of large steps, and seconds per
-    block copy. Until both are known, blocks are saved. Re-encoding images, which would favor saving, is not counted.
+    Both costs are moving averages, measured while serving. Until both are known, blocks are saved.
     """
 
     def __init__(self, block_size: float) -> None:
-        """block_size: tokens of a block."""
         self._block_size = block_size
         self.seconds_per_token: float | None = None
         self.seconds_per_copy: float | None = None
         self._refusals = 0
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """Record a step's prompt tokens and time."""
         if num_tokens >= LEAST_TOKENS:
             self.seconds_per_token = smooth(self.seconds_per_token, seconds / num_tokens)
 
     def copied(self, block_copies: Sequence[BlockCopy], seconds: float) -> None:
-        """Record a step's copies and time. Ignores copies within the device."""
+        """Ignores copies within the device."""
         if block_copies and all(copy.kind in ("save", "load") for copy in block_copies):
             self.seconds_per_copy = smooth(self.seconds_per_copy, seconds / len(block_copies))
 
     def worth_saving(self) -> bool:
-        """Return whether to save an evicted block to host memory. Call once per block."""
+        """Call once per evicted block."""
         if self.seconds_per_token is None or self.seconds_per_copy is None:
             return True
         if 2 * self.seconds_per_copy < self._block_size * self.seconds_per_token:
@@ -48,5 +45,4 @@ class CostModel:
 
 
 def smooth(average: float | None, value: float) -> float:
-    """Update a moving average."""
     return value if average is None else (1 - SMOOTHING) * average + SMOOTHING * value

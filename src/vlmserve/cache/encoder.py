@@ -32,13 +32,12 @@ class EncoderCache:
         return len(self._pins)
 
     def fits(self, sizes: Mapping[bytes, int]) -> bool:
-        """Return whether images of these sizes fit if pinned."""
         more = sum(size for key, size in sizes.items() if key not in self._pins)
         return self._pinned_bytes + more <= self.capacity_bytes
 
     def make_room(self, size: int) -> list[bytes]:
-        """Evict idle images until `size` more bytes fit. Returns the evicted keys. Raises KeyError if only pinned
-        images are left, see `fits`."""
+        """Evict idle images until `size` more bytes fit. Returns their keys. Raises KeyError if only pinned images are
+        left."""
         evicted = []
         while self.used_bytes + size > self.capacity_bytes:
             key, _ = self._idle.popitem(last=False)
@@ -47,7 +46,7 @@ class EncoderCache:
         return evicted
 
     def add(self, key: bytes, size: int) -> None:
-        """Add an unpinned image of `size` bytes. Raises ValueError if it exists or does not fit."""
+        """Raises ValueError if the image exists or does not fit."""
         if key in self._sizes or self.used_bytes + size > self.capacity_bytes:
             raise ValueError("the image is cached already or does not fit")
         self._sizes[key] = size
@@ -55,7 +54,7 @@ class EncoderCache:
         self.used_bytes += size
 
     def pin(self, key: bytes, request_id: str) -> bool:
-        """Keep a cached image until this request unpins it. Returns False if it was already pinned by this request."""
+        """Keep a cached image until this request unpins it. Returns False if the request has already pinned it."""
         holders = self._pins.setdefault(key, set())
         if request_id in holders:
             return False
@@ -66,16 +65,14 @@ class EncoderCache:
         return True
 
     def holders(self, key: bytes) -> frozenset[str]:
-        """Return the requests that pin an image."""
         return frozenset(self._pins.get(key, ()))
 
     def remove(self, key: bytes) -> None:
-        """Remove an idle image. Raises KeyError if it is pinned or unknown."""
+        """Raises KeyError if the image is pinned or unknown."""
         del self._idle[key]
         self.used_bytes -= self._sizes.pop(key)
 
     def unpin(self, key: bytes, request_id: str) -> None:
-        """Undo `pin`. Does nothing if this request has not pinned it."""
         holders = self._pins.get(key)
         if holders is None or request_id not in holders:
             return

@@ -19,10 +19,7 @@ Read = Callable[[bytes, int], bool]
 
 
 class Fetches:
-    """Owns what was read for waiting requests.
-
-    contents: entries by key, from when all of a request's entries are read until no request holds them.
-    """
+    """Owns what was read for waiting requests. contents: completely read entries that requests hold."""
 
     def __init__(self, tier: DiskTier) -> None:
         self.tier = tier
@@ -43,12 +40,11 @@ class Fetches:
         return self._num_bytes < MAX_BYTES and len(self._running) < NUM_READERS
 
     def begin(self, owner: str, plan: Callable[[Read], None]) -> None:
-        """Run `plan` in a thread."""
         self._running[owner] = reading = self._readers.submit(self._run, plan)
         reading.add_done_callback(self._notify)
 
     def is_done(self, owner: str) -> bool:
-        """Return whether a request's entries are read, and add them to the contents."""
+        """Move a request's entries to `contents` once all are read."""
         reading = self._running.get(owner)
         if reading is None:
             return True
@@ -65,13 +61,11 @@ class Fetches:
         return True
 
     def release(self, owner: str) -> None:
-        """Forget a request's entries."""
         if (reading := self._running.pop(owner, None)) is not None:
             reading.cancel()
         self.keep(owner, ())
 
     def keep(self, owner: str, needed: Container[bytes]) -> None:
-        """Forget a request's entries except `needed`."""
         held = self._keys.pop(owner, [])
         for key in held:
             if key in needed:
@@ -85,7 +79,7 @@ class Fetches:
             self._keys[owner] = kept
 
     def wait(self, seconds: float) -> bool:
-        """Wait until a read has ended. Returns False immediately if none is running."""
+        """Returns False immediately if nothing is being read."""
         if not self._running:
             return False
         with self._ended:

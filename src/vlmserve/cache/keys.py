@@ -38,24 +38,22 @@ def root_key(identity: bytes, *, adapter: bytes = b"", salt: str = "") -> bytes:
 
 
 def answers_key(root: bytes, kind: bytes, content: bytes) -> bytes:
-    """Return the key of answers to requests with the same `content`. kind: of the content."""
+    """kind: of the content that the requests share."""
     return blake3(b"answers" + root + struct.pack("<Q", len(kind)) + kind + content).digest()
 
 
 def adapted_image_key(image_key: bytes, adapter: bytes) -> bytes:
-    """Return the key of an image encoded with an adapter."""
     return blake3(b"adapted" + image_key + adapter).digest()
 
 
 def cross_key(image_key: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the key of the cross-attention states of an image, or of text encoded together with it."""
+    """Return the key of cross-attention states of an image, or of text encoded with it."""
     if len(image_key) != KEY_BYTES:
         raise ValueError(f"keys have {KEY_BYTES} bytes")
     return blake3(b"cross" + image_key + array("q", token_ids).tobytes()).digest()
 
 
 def cross_attention_root(root: bytes, cross: bytes) -> bytes:
-    """Return the parent of first blocks that attend to the states of `cross`."""
     return blake3(b"cross attention" + root + cross).digest()
 
 
@@ -78,7 +76,6 @@ def block_key(
 
 
 def touched_images(spans: Sequence[ImageSpan], start: int, end: int) -> list[TouchedImage]:
-    """Return the images with a placeholder in ``start <= i < end``."""
     touched = []
     for span in spans:
         first, last = max(span.start, start), min(span.end, end)

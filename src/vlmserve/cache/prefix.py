@@ -13,12 +13,10 @@ from vlmserve.steps import BlockCopy, Bytes
 
 
 class Place(NamedTuple):
-    """The location of a block's content."""
-
     block: int
     on_host: bool
     content: Bytes | None = None
-    """Content read from disk, without a block."""
+    """Read from disk; has no block."""
 
 
 class Hit(NamedTuple):
@@ -46,21 +44,16 @@ class Column:
         self._suffix = number.to_bytes(2, "big") if number else b""
 
     def key(self, key: bytes) -> bytes:
-        """Return the key of a block's content in this column."""
         return key + self._suffix
 
     def first_visible(self, num_tokens: int) -> int:
-        """Return the first block that tokens after `num_tokens` attend to."""
         return 0 if self.window is None else max(0, num_tokens - self.window + 1) // self.block_size
 
     def first_needed(self, num_blocks: int) -> int:
-        """Return the first block that tokens after `num_blocks` full blocks attend to."""
         return self.first_visible(num_blocks * self.block_size)
 
 
 class Chain(NamedTuple):
-    """Keys of the blocks that a request looks up in one pass."""
-
     keys: Sequence[bytes]
     """Keys of full blocks."""
     tail: bytes | None = None
@@ -79,7 +72,6 @@ class PrefixCache:
         self.block_copies: list[BlockCopy] = []
         self.block_contents: list[Bytes] = []
         self.stored: Mapping[bytes, Bytes] = {}
-        """Blocks read from disk, by key."""
         self.num_saved = 0
         self.num_loaded = 0
         self._worth_saving = worth_saving
@@ -113,7 +105,6 @@ class PrefixCache:
         return hits, max(reach, end)
 
     def _find_first(self, keys: Sequence[bytes], column: Column) -> list[Place]:
-        """Return where the first blocks are, up to the first that is not cached."""
         places = []
         for key in keys:
             place = self._place(column.key(key))
@@ -131,7 +122,7 @@ class PrefixCache:
         return next((number for number in needed if self._place(column.key(keys[number])) is None), end)
 
     def num_taken(self, hits: Sequence[Hit]) -> int:
-        """Return how many free device blocks the hits take. A tail is held only until its copy is scheduled."""
+        """Count the free device blocks that hits take. A tail is held only until its copy is scheduled."""
         places = [place for hit in hits for place in hit.places]
         places += [hit.tail for hit in hits if hit.tail is not None and not hit.tail.on_host]
         return sum(place.on_host or self.pool.ref_count(place.block) == 0 for place in places)
@@ -153,7 +144,7 @@ class PrefixCache:
         return tables
 
     def forget(self, key: bytes) -> int | None:
-        """Unregister blocks with this content. Returns the device block, if any."""
+        """Unregister blocks with this content. Returns the device block."""
         if self.host is not None and (copy := self.host.get(key)) is not None:
             self.host.unregister(copy)
         block = self.pool.get(key)
@@ -162,7 +153,6 @@ class PrefixCache:
         return block
 
     def _fill(self, hit: Hit, keys: Sequence[bytes], num_new: int) -> list[int]:
-        """Return a hit's shared blocks, followed by new ones."""
         fresh = self.pool.allocate(num_new + sum(place.on_host for place in hit.places))
         blocks = []
         for place, key in zip(hit.places, keys, strict=True):
@@ -198,7 +188,6 @@ class PrefixCache:
         self.num_loaded += 1
 
     def _save(self, block: int, keys: list[bytes]) -> None:
-        """Save an evicted block's content to the host, unless it is there."""
         host = self.host
         assert host is not None
         unknown = [key for key in keys if key not in host]

@@ -18,8 +18,6 @@ SPARE_SHARE = 4
 
 
 class Checkpoints:
-    """All checkpoints on the device and in host memory, by the full blocks before them."""
-
     def __init__(self) -> None:
         # By key of full blocks: the extra tokens of each checkpoint after them, by its key.
         self._after: dict[bytes, dict[bytes, int]] = {}
@@ -29,7 +27,6 @@ class Checkpoints:
         return key in self._parents
 
     def after(self, parent: bytes) -> list[int]:
-        """Return the extra tokens of the checkpoints after these full blocks, descending."""
         return sorted({*self._after.get(parent, {}).values()}, reverse=True)
 
     def add(self, key: bytes, parent: bytes, extra: int) -> None:
@@ -66,22 +63,18 @@ class StatePool:
 
     @property
     def num_free(self) -> int:
-        """Unused slots, and slots of checkpoints that are not held."""
         return self._slots.num_free
 
     @property
     def num_used(self) -> int:
-        """Held slots."""
         return self._slots.num_used - 1
 
     @property
     def num_cached(self) -> int:
-        """Checkpoints on the device."""
         return self._slots.num_cached
 
     @property
     def num_on_host(self) -> int:
-        """Checkpoints in host memory."""
         return self._host.num_cached
 
     @property
@@ -125,7 +118,7 @@ class StatePool:
         return slots, [slot for slot in sources if slot != NO_SLOT]
 
     def take(self, count: int, *, spare: bool = False) -> list[int]:
-        """Hold `count` slots for other states. Empty if all are held or there are too many spare checkpoints."""
+        """Return no slots if all are held, or too many checkpoints are spare."""
         slots: list[int] = []
         while self.num_free >= count - len(slots) > 0:
             too_many = spare and len(self._spare) >= self._max_spare
@@ -140,7 +133,6 @@ class StatePool:
 
     @property
     def _oldest_spare(self) -> int | None:
-        """Slot of a spare checkpoint that another may replace."""
         return next((slot for slot in self._spare if self._slots.ref_count(slot) == 0), None)
 
     def _take(self, *, spare: bool = False) -> int:
@@ -156,7 +148,6 @@ class StatePool:
         return slot
 
     def get(self, key: bytes) -> int | None:
-        """Return a device checkpoint's slot, without holding it."""
         return self._slots.get(key)
 
     def release(self, slot: int, *, spare: bool = False) -> None:
@@ -170,7 +161,6 @@ class StatePool:
             self._spare[slot] = None
 
     def touch(self, key: bytes) -> None:
-        """Make a device checkpoint the last to be evicted."""
         if (slot := self.get(key)) is not None:
             self._slots.share([slot])
             self.release(slot)
@@ -186,7 +176,7 @@ class StatePool:
             self.checkpoints.add(key, parent, extra)
 
     def forget(self, key: bytes) -> None:
-        """Drop a checkpoint if it exists. Holders keep its slot."""
+        """Holders keep the slot."""
         if (copy := self._host.get(key)) is not None:
             self._host.unregister(copy)
         if (slot := self.get(key)) is not None:
@@ -196,14 +186,12 @@ class StatePool:
             self.checkpoints.drop(key)
 
     def _forget_slot(self, slot: int) -> None:
-        """Record that a slot has no checkpoint. Host memory may have a copy."""
         self._spare.pop(slot, None)
         key = self._keys.pop(slot, None)
         if key is not None and key not in self._host:
             self.checkpoints.drop(key)
 
     def _save(self, slot: int, keys: list[bytes]) -> None:
-        """Save an evicted checkpoint to host memory, unless it is there."""
         [key] = keys
         target = self._host.get(key)
         if target is not None:

@@ -83,17 +83,16 @@ class Entries:
         return False
 
     def all(self) -> list[Entry]:
-        """Return all files, most recently used first."""
+        """Most recently used first."""
         found = [Entry(path, status.st_size, status.st_mtime) for path, status in self._own(_NAME)]
         return sorted(found, key=lambda entry: -entry.used)
 
     def clear(self) -> int:
-        """Remove all files. Returns their bytes."""
+        """Returns the removed bytes."""
         return sum(_remove(entry) for entry in self.all()) + self.remove_unfinished(0)
 
     def evict(self, size: int) -> tuple[int, int]:
-        """Remove the least recently used files if `size` more bytes exceed the limit. Returns total bytes, including
-        `size`, and the number of removed files."""
+        """Remove the least recently used files if `size` more bytes exceed the limit. Returns total and removed."""
         entries = self.all()
         total, count = size + sum(_on_disk(entry.num_bytes) for entry in entries), 0
         if total > self.limit:
@@ -105,7 +104,7 @@ class Entries:
         return total, count
 
     def remove_unfinished(self, seconds: float = ABANDONED) -> int:
-        """Remove unfinished files older than `seconds`. Returns their bytes."""
+        """Returns the removed bytes."""
         oldest = time.time() - seconds
         found = self._own(_UNFINISHED)
         return sum(_remove(Entry(path, one.st_size, one.st_mtime)) for path, one in found if one.st_mtime <= oldest)
@@ -156,7 +155,7 @@ class DiskTier:
         return self.entries.folder / (blake3(self._identity + key).hexdigest() + SUFFIX)
 
     def has(self, key: bytes) -> bool:
-        """Return whether there is a file, which may be broken."""
+        """The file may be broken."""
         found = os.path.exists(self.path(key))
         self._misses += not found
         return found
@@ -185,15 +184,13 @@ class DiskTier:
 
     @property
     def room(self) -> int:
-        """Bytes that may be queued."""
         return max(0, MAX_QUEUED - self._queued_bytes) if self._writes else 0
 
     def note_dropped(self, count: int) -> None:
-        """Count entries that were not queued for lack of room."""
         self._dropped += count if self._writes else 0
 
     def store(self, key: bytes, size: int, content: Content) -> None:
-        """Write an entry in the background, unless too much is queued. content: called in another thread."""
+        """Write an entry in the background, unless too much is queued."""
         with self._lock:
             if not self._writes or key in self._queued:
                 return
@@ -205,7 +202,7 @@ class DiskTier:
         self._writer.submit(self._store, key, size, content)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Remove entries, including queued ones."""
+        """Includes queued entries."""
         self._writer.submit(_remove_files, [*map(self.path, keys)])
 
     def prepare(self, prepare: Callable[[int], None]) -> None:
@@ -213,7 +210,6 @@ class DiskTier:
         self._writer.submit(lambda: prepare(sum(entry.num_bytes for entry in self.entries.all())))
 
     def flush(self) -> None:
-        """Wait until all queued entries are written."""
         self._writer.submit(bool).result()
 
     def _store(self, key: bytes, size: int, content: Content) -> None:
@@ -238,7 +234,7 @@ class DiskTier:
         self._written_bytes += size
 
     def _make_room(self, size: int) -> None:
-        """Recount files, and evict some, if they may exceed the limit or enough was written."""
+        """Recount and evict files if they may exceed the limit, or much was written."""
         if self._used is None:
             self.entries.remove_unfinished()
         self._uncounted += size
@@ -255,8 +251,7 @@ def _checksum(path: Path, content: Bytes) -> bytes:
 
 
 def _read(path: Path, size: int) -> Bytes:
-    """Return a file's content. Raises ValueError if it was not written under this name with `size` bytes, OSError if it
-    is unreadable."""
+    """Raises ValueError if the file was not written under this name with `size` bytes, OSError if it is unreadable."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise ValueError("it is no file")
     # Does not block if a pipe has replaced the file.
@@ -279,7 +274,6 @@ def _read(path: Path, size: int) -> Bytes:
 
 
 def _touch(file: Path | int) -> None:
-    """Make a file the last to be evicted."""
     with contextlib.suppress(OSError):  # it may be another user's, on a read-only disk, or evicted
         os.utime(file)
 
@@ -302,7 +296,6 @@ def _write(path: Path, content: Bytes) -> None:
 
 
 def _remove(entry: Entry) -> int:
-    """Remove a file. Returns its bytes."""
     entry.path.unlink(missing_ok=True)
     return entry.num_bytes
 

@@ -8,7 +8,7 @@ from vlmserve.types import EngineOutput, FinishReason
 
 
 def extend_answer(request: Request, output: ModelRunnerOutput) -> EngineOutput:
-    """Append a request's sampled tokens. An end token finishes the answer and is not part of it."""
+    """An end token finishes the answer and is not part of it."""
     request_id = request.request_id
     new: list[int] = []
     reason: FinishReason | None = None
@@ -50,7 +50,7 @@ def extend_answer(request: Request, output: ModelRunnerOutput) -> EngineOutput:
 
 
 def _error(request: Request, output: ModelRunnerOutput) -> tuple[str | None, str | None]:
-    """Return why the request failed, and the field of the request that caused it."""
+    """Return the message, and the field of the request that caused it."""
     failure = output.failures.get(request.request_id)
     if failure is None:
         return None, None

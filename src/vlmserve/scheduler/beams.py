@@ -50,12 +50,12 @@ class Beams:
         self._max_tokens, self._min_tokens = max_tokens, min_tokens
         self.running = [Beam((), 0.0)]
         self.ended: list[Ended] = []
-        """The best ended answers, best first."""
+        """Best first."""
         self.done = False
 
     @classmethod
     def start(cls, request: EngineRequest, model_end_token_ids: Iterable[int], most: int) -> Self:
-        """Return a request's search. most: tokens of an answer that fit into the context."""
+        """most: tokens of an answer that fit into the context."""
         assert request.beams is not None
         params = request.params
         ends = request.beams.end_token_ids(params, model_end_token_ids)
@@ -97,13 +97,12 @@ class Beams:
 
     @property
     def params(self) -> SamplingParams:
-        """Parameters of the requests that compute a beam's next logprobs."""
         return SamplingParams(
             temperature=0, ignore_eos=True, logprobs=self.num_choices, logprob_token_ids=self._allowed
         )
 
     def answers(self) -> list[BeamAnswer]:
-        """Return the best answers, best first. The search must be done."""
+        """Best first. The search must be done."""
         return [BeamAnswer(*self._without_end(ended.token_ids)) for ended in self.ended]
 
     def _without_end(self, token_ids: tuple[int, ...]) -> tuple[list[int], FinishReason, int | None]:
@@ -112,7 +111,6 @@ class Beams:
         return list(token_ids), "length", None
 
     def output(self, request_id: str, cached_tokens: int = 0, images_encoded: int = 0) -> EngineOutput:
-        """Return the only output of a search that is done."""
         answers = self.answers()
         best = answers[0]
         return EngineOutput(

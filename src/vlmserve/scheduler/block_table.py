@@ -40,6 +40,5 @@ class BlockTable:
         return self.blocks[self.first :]
 
     def new_blocks(self) -> array[int]:
-        """Return the blocks that the runner does not know, and count them as sent."""
         sent, self.num_sent = self.num_sent, len(self.blocks)
         return self.blocks[sent:]

@@ -17,7 +17,6 @@ class Branches(Search):
     """Scores the first tokens of all continuations after the prompt, then the rest of each in a branch."""
 
     def __init__(self, root: Request, task: Score) -> None:
-        """task: at least one continuation has several tokens."""
         super().__init__(root)
         self._task: Final = task
         self._sums: np.ndarray = np.zeros(len(task.continuations))

@@ -12,7 +12,6 @@ MUCH_SHORTER = 8
 
 
 def enter_last(queue: MutableSequence[Request], request: Request) -> None:
-    """Insert a request after all others of its priority."""
     place = len(queue)
     while place and queue[place - 1].priority > request.priority:
         place -= 1
@@ -20,7 +19,6 @@ def enter_last(queue: MutableSequence[Request], request: Request) -> None:
 
 
 def enter_first(queue: MutableSequence[Request], request: Request) -> None:
-    """Insert a request before all others of its priority."""
     place = 0
     while place < len(queue) and queue[place].priority < request.priority:
         place += 1
@@ -33,7 +31,6 @@ def take_victim(running: list[Request]) -> Request:
 
 
 def gives_way(running: Sequence[Request], waiting: Request) -> bool:
-    """Return whether the next victim has a lower priority than a waiting request."""
     return bool(running) and waiting.priority < running[-1].priority
 
 

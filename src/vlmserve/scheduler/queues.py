@@ -49,7 +49,6 @@ class Queues:
         return True
 
     def chunk_budget(self, request: Request, budget: int) -> int:
-        """Return the part of a budget that a prompt does not leave to shorter prompts."""
         may_run = islice(self.waiting, max(0, self.max_num_seqs - len(self.running)))
         return budget - reserved_tokens(request, self.running, may_run, budget)
 
@@ -64,7 +63,7 @@ class Queues:
         return victim
 
     def recompute_if_long(self, request: Request, length: int) -> None:
-        """Recompute a request from its first token if it had `length` tokens and now exceeds `max_short_len`."""
+        """Recompute a request that had `length` tokens and now exceeds `max_short_len`."""
         limit = request.max_short_len
         if limit is None or not length <= limit < len(request.token_ids):
             return
@@ -79,7 +78,6 @@ class Queues:
         self._wait_again(request)
 
     def _wait_again(self, request: Request) -> None:
-        """Queue a request that holds nothing. It may already wait."""
         if request in self.running:
             self.running.remove(request)
             enter_first(self.waiting, request)
@@ -100,7 +98,7 @@ class Queues:
         self.remove(parent, resumes=waits)
 
     def remove(self, request: Request, *, resumes: bool = False) -> None:
-        """Drop a request. resumes: see `Resource.release`."""
+        """resumes: see `Resource.release`."""
         self._resources.release(request, resumes=resumes)
         del self.requests[request.request_id]
         if request.known_to_runner:
@@ -122,6 +120,5 @@ class Queues:
                 self.remove(request)
 
     def take_finished(self) -> list[str]:
-        """Return, once, the finished requests that the runner has to drop."""
         finished, self._finished = self._finished, []
         return finished

@@ -22,34 +22,25 @@ from vlmserve.types import (
 
 
 class Request:
-    """A request's tokens, its progress, and its KV blocks.
+    """A request's tokens, progress and KV blocks.
 
     - answer_id: id of its output; only beams differ from `request_id`
     - token_ids: prompt and answer
     - num_computed: leading tokens with keys and values in its blocks
-    - chains: keys of its blocks, by pass
-    - tables: its blocks, by pass and cache column; empty while it holds none
+    - chains, tables: its blocks' keys and ids, by pass and cache column; no tables while it holds no blocks
     - capacity: tokens that have a place in all tables
     - unsent: whether the runner lacks some blocks
     - state: its state slots while it runs
-    - boundaries: numbers of leading tokens that other prompts may share, computed on demand for models with windows or
-      states
-    - turn_end_ids: tokens that end a turn of the prompt
-    - stop_token_id: the sampled end token, if any
+    - boundaries: numbers of leading tokens that other prompts may share, computed on demand
     - num_cached: prompt tokens found in the prefix cache when it first ran
-    - bidirectional_spans: ordered spans ``first <= i < last`` that attend to each other, so one step computes them
-    - adapter: digest, or empty
+    - bidirectional_spans: spans ``first <= i < last`` that attend to each other, so one step computes them
     - num_limited: leading tokens whose chunks resources may limit; later decodes only need memory
-    - num_encoded: images encoded for it
-    - cross_key: key of its cross-attention states, if any
     - scalings: X-LoRA's scalings by adapter, summed over computed tokens
-    - seed: of its random numbers
     - max_len: maximum tokens of prompt and answer
     - max_short_len: beyond this, all tokens need other RoPE frequencies
     - prompt_logprobs: of leading prompt tokens, if requested and not yet output
     - arrived, started, vision_started, answered: `time.perf_counter` of arrival, first run, first encoding and first
-      token; 0 before
-    - arrived_at: Unix time of arrival
+      token
     - vision_seconds: duration of steps that encoded its images
 
     Other fields: see `EngineRequest` and `Prompt`.
@@ -175,7 +166,7 @@ class Request:
 
     @property
     def num_short_left(self) -> int | None:
-        """Tokens left before `max_short_len`. None: no limit, or it is already long."""
+        """Tokens left before `max_short_len`. None: no limit, or already long."""
         if self.max_short_len is None or self.is_long:
             return None
         return self.max_short_len - len(self.token_ids)
@@ -185,7 +176,7 @@ class Request:
         return self._known_to_runner
 
     def message(self, num_tokens: int) -> NewRequest | CachedRequest:
-        """Return the message that schedules the next tokens: a new request, or the changes of a known one."""
+        """Return a new request, or the changes of a known one."""
         if self._known_to_runner:
             resumed = self.tables[0].num_sent == 0
             states = None if self.state is None else self.state.message(self.num_computed + num_tokens)
@@ -214,19 +205,18 @@ class Request:
         )
 
     def next_token(self) -> CachedRequest:
-        """Return the message that schedules the token after an unknown one."""
+        """Schedule the token after an unknown one."""
         states = None if self.state is None else self.state.message(len(self.token_ids) + 1)
         return CachedRequest(self.request_id, len(self.token_ids), 1, *self._new_blocks(), states)
 
     def _new_blocks(self, resumed: bool = False) -> tuple[BlockIds, bool]:
-        """Return two fields of a `CachedRequest`."""
         if not self.unsent:
             return (), resumed
         self.unsent = False
         return tuple(tuple(table.new_blocks()) for table in self.tables), resumed
 
     def fork(self, request_id: str, *token_ids: int) -> Request:
-        """Return a request with the same tokens and more. It holds nothing, and the runner does not know it."""
+        """Return a request with the same tokens and more, which holds nothing yet."""
         child = copy.copy(self)
         child.request_id = request_id
         child.token_ids = [*self.token_ids, *token_ids]
@@ -236,7 +226,6 @@ class Request:
         return child
 
     def add_scalings(self, sums: list[float]) -> None:
-        """Add the scalings of computed tokens."""
         self.scalings = [a + b for a, b in zip(self.scalings, sums, strict=True)] if self.scalings else sums
 
     def drop_blocks(self) -> None:
@@ -247,7 +236,6 @@ class Request:
         self.unsent = False
 
     def reset_block_keys(self) -> None:
-        """Drop the keys of blocks computed while it was short."""
         self.chains = [KeyChain(root) for root in self._long_root_keys]
 
     @property
@@ -260,7 +248,7 @@ class Request:
         return [span for span in self.image_spans if span.start < end and span.end > start]
 
     def images_for(self, start: int, end: int) -> list[ImageInput]:
-        """Return the images that tokens ``start <= i < end`` depend on, by placeholders or cross-attention."""
+        """Return the images that tokens ``start <= i < end`` depend on."""
         images = [span.image for span in self.spans_between(start, end)]
         return images if self.cross is None else [*images, self.cross.image]
 
@@ -271,7 +259,6 @@ class Request:
         return next((span for span in self.bidirectional_spans if span[0] < place < span[1]), None)
 
     def keys_of_full_blocks(self, chain: KeyChain, count: int, block_size: int) -> list[bytes]:
-        """Return the keys of the first `count` blocks. Each is computed once."""
         keys = chain.keys
         while len(keys) <= count:
             start = (len(keys) - 1) * block_size
@@ -279,7 +266,7 @@ class Request:
         return keys[1 : count + 1]
 
     def tail_key(self, chain: KeyChain, num_tokens: int, block_size: int) -> bytes | None:
-        """Return the key of the partly filled block that ends after `num_tokens` tokens, or None. Computed once."""
+        """Return the key of the partly filled block at the end of `num_tokens` tokens, if any."""
         full = num_tokens // block_size
         start = full * block_size
         if start == num_tokens:
@@ -290,8 +277,7 @@ class Request:
         return chain.tails[num_tokens]
 
     def _key(self, parent: bytes, start: int, end: int) -> bytes:
-        """Return the key of a block with tokens ``start <= i < end``. It covers all later tokens that they attend
-        to."""
+        """The key covers all later tokens that tokens ``start <= i < end`` attend to."""
         span = self.bidirectional_span_at(end)
         # The parent covers a span that began earlier.
         reach = span[1] if span is not None and span[0] >= start else end

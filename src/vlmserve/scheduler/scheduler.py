@@ -34,15 +34,12 @@ ProposeDrafts = Callable[[Request], Sequence[int]]
 
 
 class Scheduler:
-    """Plans steps of requests, which hold resources while they run."""
-
     def __init__(self, resources: Sequence[Resource], *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         """resources: see `Resources` for their order."""
         self.resources = Resources(resources)
         self._queues = Queues(self.resources, max_num_seqs)
         self.waiting, self.running = self._queues.waiting, self._queues.running
         self.requests: Mapping[str, Request] = self._queues.requests
-        """Unfinished requests by id."""
         self.propose_drafts: ProposeDrafts | None = None
         self.limits: StepLimits | None = None
         """Limits of each step, in addition to `max_num_batched_tokens`."""
@@ -68,11 +65,10 @@ class Scheduler:
         self.resources.arrive(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drop requests and take back what they hold. Ignores unknown ids."""
+        """Ignores unknown ids."""
         self._queues.abort(request_ids)
 
     def end_failed(self) -> list[EngineOutput]:
-        """End waiting requests whose resources will never be ready."""
         found = self.resources.failed(self.waiting)
         if not found:
             return []
@@ -81,7 +77,6 @@ class Scheduler:
         return [EngineOutput(i, [], "error", error=one.reason, error_param=one.param) for i, one in failed.items()]
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step and take what it needs."""
         step = SchedulerOutput()
         self.resources.begin_step(self.running, self.limits)
         self._give_way()
@@ -122,8 +117,7 @@ class Scheduler:
         return following
 
     def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineOutput]:
-        """Apply a step's output, and free what finished requests hold. Returns an output for each request with a new
-        token."""
+        """Apply a step's output. Returns an output for each request with a new token."""
         requests, searches = self._queues.requests, self._queues.searches
         for request_id, logprobs in output.prompt_logprobs.items():
             known = requests[request_id].prompt_logprobs
@@ -160,7 +154,6 @@ class Scheduler:
         return outputs
 
     def _extend(self, request: Request, output: ModelRunnerOutput, num_computed: int) -> EngineOutput:
-        """Append sampled tokens to a request, which may end it or make it long."""
         length = len(request.token_ids)
         answer = extend_answer(request, output)
         failure = output.failures.get(request.request_id)
@@ -174,7 +167,7 @@ class Scheduler:
         return answer
 
     def _extend_search(self, request: Request, search: Search, output: ModelRunnerOutput) -> list[EngineOutput]:
-        """Enter a member's result. Returns the search's output if it has ended."""
+        """Returns the search's output if it has ended."""
         if request.request_id in output.failures:
             answer = extend_answer(request, output)
             for member in search.members:
@@ -197,7 +190,7 @@ class Scheduler:
         self.resources.begin_step(self.running, self.limits)
 
     def _give_way(self) -> None:
-        """Preempt requests of lower priority if waiting requests could run in their place."""
+        """Preempt lower priorities if waiting requests could run in their place."""
         if not self.waiting or not gives_way(self.running, self.waiting[0]):
             return
         wanted: list[int] = []
@@ -221,7 +214,7 @@ class Scheduler:
             self.resources.begin_step(self.running, self.limits)
 
     def _schedule_running(self, step: SchedulerOutput) -> int:
-        """Schedule chunks of running requests. Returns the remaining budget."""
+        """Returns the remaining budget."""
         budget = self._schedule_decodes(step, self._max_num_batched_tokens)
         if self.limits is not None:
             budget = int(min(budget, self.limits.prompt_tokens(shared=len(self.requests) > 1)))

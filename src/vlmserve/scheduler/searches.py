@@ -11,7 +11,7 @@ from vlmserve.types import EngineOutput
 
 
 class Search(ABC):
-    """Makes one answer. request_id: of the original request. members: the requests that compute or wait."""
+    """request_id: of the original request. members: the requests that compute or wait."""
 
     def __init__(self, root: Request) -> None:
         self.request_id = root.request_id
@@ -19,15 +19,14 @@ class Search(ABC):
 
     @abstractmethod
     def enter(self, request: Request, output: ModelRunnerOutput) -> bool:
-        """Enter a member's result; the member may leave. Returns whether the search has advanced."""
+        """Enter a member's result. Returns whether the search has advanced."""
 
     @property
     @abstractmethod
     def done(self) -> bool: ...
 
     @abstractmethod
-    def output(self) -> EngineOutput:
-        """Return the answer of a search that is done."""
+    def output(self) -> EngineOutput: ...
 
     @abstractmethod
     def fork(self) -> list[tuple[Request, list[Request]]]:
@@ -35,7 +34,7 @@ class Search(ABC):
 
 
 class BeamMembers(Search):
-    """A beam search. Each running beam is a member, in order."""
+    """Each running beam is a member, in order."""
 
     def __init__(self, root: Request, beams: Beams) -> None:
         super().__init__(root)

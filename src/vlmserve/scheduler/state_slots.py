@@ -10,7 +10,7 @@ from vlmserve.steps import StateStep
 
 
 class StateSlots:
-    """A request's state slots, one per pass, and the slots of its next checkpoints."""
+    """One slot per pass, and the slots of the next checkpoints."""
 
     __slots__ = (
         "cuts",
@@ -35,7 +35,6 @@ class StateSlots:
         self.held: list[int] = []
         """Checkpoints that its first step reads."""
         self.reached = num_tokens
-        """Tokens of all planned steps."""
         self.cuts: list[int] = []
         """Sorted numbers of tokens where chunks may end and kernels split their rows."""
         self.leaving: dict[int, bytes] = {}
@@ -64,15 +63,12 @@ class StateSlots:
         return tuple(steps)
 
     def last_cut(self, end: int) -> int:
-        """Return the last place up to `end` where a chunk may end."""
         place = bisect_right(self.cuts, end)
         return max([end // CHUNK * CHUNK, *self.cuts[max(0, place - 1) : place]])
 
     def next_cut(self, start: int) -> int:
-        """Return the first place after `start` where a chunk may end."""
         place = bisect_right(self.cuts, start)
         return min([start // CHUNK * CHUNK + CHUNK, *self.cuts[place : place + 1]])
 
     def cuts_between(self, start: int, end: int) -> list[int]:
-        """Return the cuts in ``start < cut <= end``."""
         return self.cuts[bisect_right(self.cuts, start) : bisect_right(self.cuts, end)]

@@ -12,8 +12,7 @@ FIRST_STEP_SECONDS = 0.01
 """Assumed seconds of a decode step before the first measurement."""
 
 SEVERAL_SECONDS = 0.02
-"""Minimum seconds for images while several requests wait for theirs. Such a delay of a token is not noticeable, and the
-waiting requests get their first tokens sooner."""
+"""Minimum seconds for images while several requests wait for theirs. Readers do not notice such a delay of a token."""
 
 PROMPT_TOKENS_MULTIPLE = 32
 """Prompt token limits are multiples of this, because kernels compute this many rows at once. Also the limit before the
@@ -27,8 +26,6 @@ ALONE_FACTOR = 2.0
 
 
 class StepLimits(Protocol):
-    """Limits of one step for the scheduler."""
-
     def tower_macs(self, num_waiting: int, *, generating: bool) -> float:
         """Return the MACs of the vision tower, at least 1.
 
@@ -58,7 +55,6 @@ class MeasuredLimits(StepLimits):
         self._average_per_token: float | None = None
 
     def ran(self, timings: RunTimings, prompt_tokens: int, decoded_tokens: int) -> None:
-        """Record the times of a step."""
         if timings.products:
             self.encoded(timings.products, timings.vision)
         seconds = timings.build + timings.model + timings.sample
@@ -72,11 +68,9 @@ class MeasuredLimits(StepLimits):
             self.seconds_per_mac = smooth(self.seconds_per_mac, seconds / macs)
 
     def generated(self, seconds: float) -> None:
-        """Record the time, without images, of a step without prompts."""
         self.step_seconds = smooth(self.step_seconds, seconds)
 
     def prefilled(self, num_tokens: int, seconds: float, decoded_tokens: int = 0) -> None:
-        """Record the time, without images, of a step with prompts."""
         # Fewer tokens measure the reading of weights, which decodes also need.
         if num_tokens < (FEWEST_PROMPT_TOKENS if decoded_tokens else PROMPT_TOKENS_MULTIPLE):
             return
@@ -89,7 +83,6 @@ class MeasuredLimits(StepLimits):
         self.seconds_per_token = min(latest, self._average_per_token)
 
     def tower_seconds(self, macs: float) -> float:
-        """Return the tower's seconds for these MACs, 0 before the first measurement."""
         return macs * (self.seconds_per_mac or 0.0)
 
     def tower_macs(self, num_waiting: int, *, generating: bool) -> float:

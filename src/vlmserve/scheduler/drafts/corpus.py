@@ -22,7 +22,6 @@ class Match(NamedTuple):
     place: int
     """Index of the next token."""
     length: int
-    """Equal tokens before it, at most `LONGEST_MATCH`."""
 
 
 class Corpus:
@@ -35,7 +34,7 @@ class Corpus:
         self._indexed = first + GRAM
 
     def find(self, token_ids: Sequence[int]) -> Match | None:
-        """Return the latest place that follows the last tokens of `token_ids`."""
+        """Return the latest place after the last tokens of `token_ids`."""
         if len(token_ids) < GRAM:
             return None
         self._extend_index()

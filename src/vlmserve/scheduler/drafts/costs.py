@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 MAX_DRAFTS = 32
-"""Maximum drafts of a request in one step."""
 _SHARE = 0.02
 """Maximum cost of wrong drafts, as a share of the time of steps."""
 _FIRST_STEPS, _MOST_STEPS = 2.0, 8.0
@@ -38,7 +37,6 @@ class Account:
         self._rows, self._value = 1, self._step
 
     def begin_step(self, num_decodes: int, num_prompt_tokens: int) -> None:
-        """Record the rows of the next step without drafts."""
         self._rows = num_decodes + num_prompt_tokens
         seconds = self._costs.seconds(max(1, num_decodes))
         self._value = seconds / max(1, num_decodes)
@@ -64,11 +62,9 @@ class Account:
         return best
 
     def pay(self, count: int) -> None:
-        """Add draft rows to the step."""
         before = self._costs.seconds(self._rows)
         self._rows += count
         self._left -= self._costs.seconds(self._rows) - before
 
     def earn(self, num_accepted: int) -> None:
-        """Record right drafts. Each saves a step."""
         self._add(num_accepted * self._value)

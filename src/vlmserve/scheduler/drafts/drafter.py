@@ -37,8 +37,6 @@ _TRUSTED = 3.0
 
 
 class Drafter:
-    """Proposes drafts, and learns from answers and verified drafts."""
-
     def __init__(self, costs: StepCosts) -> None:
         self.num_drafted = self.num_accepted = 0
         self._account = Account(costs)
@@ -51,7 +49,6 @@ class Drafter:
         }
 
     def begin_step(self, running: Sequence[Request]) -> None:
-        """Record the step's work without drafts."""
         self._drafts = len(running) <= MAX_REQUESTS
         if not self._drafts:
             return
@@ -82,7 +79,6 @@ class Drafter:
         return drafts
 
     def _start(self, request: Request) -> Drafting:
-        """Find the texts that a request may repeat."""
         keys = _keys_of(request)
         num_prompt, prompt = request.num_prompt_tokens, request.token_ids
         readers = [Reader("own", Corpus(prompt, first=max(0, num_prompt - _MAX_INDEXED)), num_prompt)]
@@ -124,7 +120,6 @@ class Drafter:
                 drafting.rates.setdefault(kind, Rate(0, 0, most=16)).add(right, wrong)
 
     def learn(self, ended: Iterable[Request]) -> None:
-        """Store the answers of ended requests."""
         for request in ended:
             answer = request.token_ids[request.num_prompt_tokens :]
             if request.task != GENERATE or len(answer) < _MIN_KEPT:
@@ -149,7 +144,6 @@ def _keys_of(request: Request) -> dict[Source, bytes]:
 
 
 def _start_of_last(token_ids: Sequence[int]) -> int:
-    """Return the start of the last answer. Every answer ends with a separator."""
     end = len(token_ids) - 1
     while end > 0 and token_ids[end - 1] != SEPARATOR:
         end -= 1

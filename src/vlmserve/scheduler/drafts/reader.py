@@ -22,7 +22,7 @@ NUM_CLASSES = len(_LENGTHS) + 1
 
 
 class Reader:
-    """A place in a corpus. The next drafts are the tokens from there on."""
+    """A place in a corpus, from where the next drafts come."""
 
     def __init__(
         self, source: Source, corpus: Corpus, num_read: int, place: int | None = None, length: int = 0
@@ -72,7 +72,6 @@ class Reader:
             self._place = place + 1
 
     def tokens(self, count: int) -> list[int]:
-        """Return at most `count` likely next tokens."""
         if self._place is None:
             return []
         return self._corpus.tokens_from(self._place, count, repeats=self.source == "own")
@@ -96,14 +95,11 @@ class Rate:
 
 @dataclass(slots=True)
 class Drafting:
-    """A request's sources of drafts, and their success."""
-
     keys: dict[Source, bytes]
     """Keys to store its answer under, by source."""
     readers: list[Reader]
     rates: dict[tuple[Source, int], Rate] = field(default_factory=dict)
     """By source and match class."""
     proposed: tuple[Source, int] | None = None
-    """Source and match class of the last proposal."""
     num_accepted: int = 0
     num_rejected: int = 0

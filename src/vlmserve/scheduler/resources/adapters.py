@@ -13,8 +13,6 @@ from vlmserve.steps import AdapterLoad, SchedulerOutput
 
 
 class AdapterSource(Protocol):
-    """The adapters in memory."""
-
     def begin_step(self) -> None: ...
 
     def is_loaded(self, digest: bytes) -> bool:
@@ -26,7 +24,7 @@ class AdapterSource(Protocol):
         ...
 
     def wait(self, seconds: float) -> bool:
-        """Wait until an adapter was read. Returns False immediately if none is being read."""
+        """Returns False immediately if no adapter is being read."""
         ...
 
 
@@ -55,7 +53,6 @@ class AdapterSlots(Resource):
         return len(self._users)
 
     def is_pending(self, digest: bytes) -> bool:
-        """Return whether the next step loads an adapter."""
         return any(load.digest == digest for load in self._loads)
 
     def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:

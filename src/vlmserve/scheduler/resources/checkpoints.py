@@ -24,7 +24,7 @@ class PlannedCheckpoints:
         return len(self._requests)
 
     def add(self, request: Request, places: Iterable[int]) -> None:
-        """Let a running request leave checkpoints after these numbers of tokens, all not yet computed."""
+        """All places must be uncomputed."""
         state = request.state
         assert state is not None
         for num_tokens in places:
@@ -36,7 +36,7 @@ class PlannedCheckpoints:
         return key in self._requests
 
     def drop(self, request: Request, num_computed: int | None = None) -> None:
-        """Forget a request's checkpoints after at most `num_computed` tokens, or all."""
+        """Forget a request's checkpoints up to `num_computed`, or all."""
         leaving = {} if request.state is None else request.state.leaving
         for num_tokens in [number for number in leaving if num_computed is None or number <= num_computed]:
             key = leaving.pop(num_tokens)
@@ -45,7 +45,6 @@ class PlannedCheckpoints:
 
 
 def prefix_key(request: Request, num_tokens: int, block_size: int, of_pass: int = 0) -> bytes:
-    """Return the key of the first `num_tokens` tokens in one pass."""
     chain = request.chains[of_pass]
     if (tail := request.tail_key(chain, num_tokens, block_size)) is not None:
         return tail
@@ -54,15 +53,11 @@ def prefix_key(request: Request, num_tokens: int, block_size: int, of_pass: int 
 
 
 def prefix_keys(request: Request, num_tokens: int, block_size: int) -> list[bytes]:
-    """Return the key of the first `num_tokens` tokens in each pass."""
     return [prefix_key(request, num_tokens, block_size, number) for number in range(len(request.chains))]
 
 
 def cached_checkpoints(request: Request, reach: int, states: StatePool, block_size: int) -> Iterator[int]:
-    """Yield numbers of leading tokens with checkpoints in all passes, descending.
-
-    reach: cached full blocks; -1: the request reads no cache.
-    """
+    """Yield numbers of leading tokens with checkpoints in all passes, descending. reach: cached full blocks, or -1."""
     chain = request.chains[0]
     for full in range(min(reach, len(chain.keys) - 1), -1, -1):
         for extra in states.checkpoints.after(chain.keys[full]):
@@ -76,9 +71,9 @@ def cached_checkpoints(request: Request, reach: int, states: StatePool, block_si
 def leader_of(
     request: Request, reach: int, computing: Mapping[bytes, Request], block_size: int
 ) -> tuple[Request | None, int]:
-    """Return the running request that computes tokens of a waiting one, and how many tokens they share.
+    """Return the running request that computes tokens of a waiting one, and how many they share.
 
-    reach: cached full blocks. computing: the request that computes each block, by key.
+    reach: cached full blocks. computing: by block key.
     """
     keys = request.keys_of_full_blocks(request.chains[0], num_reusable(request) // block_size, block_size)
     end = reach
@@ -117,5 +112,4 @@ def intervals(request: Request, start: int, room: int, least: int = CHUNK) -> li
 
 
 def _multiples(start: int, end: int) -> range:
-    """Return the multiples of the chunk size in ``start <= i < end``."""
     return range(-(-start // CHUNK) * CHUNK, end, CHUNK)

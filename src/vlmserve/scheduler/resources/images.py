@@ -19,11 +19,8 @@ from vlmserve.types import CrossInput, ImageInput
 
 @dataclass(slots=True)
 class _Budget:
-    """The rest of a step's image budget."""
-
     macs: float
     num_new: int
-    """Images that may be started."""
 
     @property
     def may_begin(self) -> bool:
@@ -52,18 +49,15 @@ class _Use:
     place: int
     """First token that needs it. -1: all tokens."""
     sizes: dict[bytes, int]
-    """Bytes to pin, by key."""
     budget: _Budget
     """The step's budget afterwards."""
     fits: bool = True
     """There is memory, and budget to start."""
     is_new: bool = False
     missing: float = 0
-    """MACs that the image lacks."""
     some: int | None = None
     """MACs in this step. None: all that it lacks."""
     stored: Bytes | None = None
-    """Embeddings read from disk."""
 
     @property
     def is_ready(self) -> bool:
@@ -105,9 +99,8 @@ class Images(Resource):
         self.queries = 0
         self.hits = 0
         self.loads = 0
-        """Images whose embeddings were read from disk."""
+        """Images read from disk."""
         self.stored: Mapping[bytes, Bytes] = {}
-        """Embeddings read from disk, by key."""
         self._max_encoded_images = max_encoded_images
         self._image_token_bytes = image_token_bytes
         self._state_bytes = state_bytes
@@ -119,7 +112,6 @@ class Images(Resource):
         # Unneeded images that the runner still encodes.
         self.dropped: list[bytes] = []
         self._budget = _Budget(math.inf, max_encoded_images)
-        # The chunk to settle next.
         self._plan = _NOTHING_PLANNED
         # MACs of the images that running requests need next, known while images are unfinished.
         self._wanted: dict[bytes, float] = {}
@@ -154,10 +146,7 @@ class Images(Resource):
         return end if late is None else min(end, max(start, late.place))
 
     def settle(self, step: SchedulerOutput, request: Request, start: int, end: int, wanted: int) -> None:
-        """Pin images and states, and encode images up to the first that this step does not finish.
-
-        Images are pinned until later tokens are computed, states while the request runs.
-        """
+        """Images are pinned until later tokens are computed, states while the request runs."""
         uses = [use for use in self._plan.uses if use.place < wanted]
         self._plan = _NOTHING_PLANNED
         hits = {key for use in uses if use.fits for key in use.sizes if key in self.cache}
@@ -183,7 +172,7 @@ class Images(Resource):
         return True
 
     def release(self, request: Request, *, resumes: bool = False) -> None:
-        """Unpin everything. Images that no other request needs stop encoding."""
+        """Images that no other request needs stop encoding."""
         for span in request.image_spans:
             self._unpin(span.image.key, request)
         if request.cross is not None and request.cross_key is not None:
@@ -215,14 +204,14 @@ class Images(Resource):
         return {image.key: image.num_embeddings * self._image_token_bytes}
 
     def _cross_sizes(self, request: Request, cross: CrossInput) -> dict[bytes, int]:
-        """Return the bytes of the states, and of their image unless the states are computed."""
+        """The image is included unless the states are computed."""
         key = request.cross_key
         assert key is not None
         needs_image = key not in self.cache or key in self.awaiting_image
         return {key: cross.num_states * self._state_bytes} | (self._sizes(cross.image) if needs_image else {})
 
     def _plan_uses(self, request: Request, start: int, end: int) -> list[_Use]:
-        """Plan the images and states of a chunk in order, up to the first that is not ready."""
+        """Plan a chunk's images and states in order, up to the first that is not ready."""
         needs = [(span.image, span.start, self._sizes(span.image)) for span in request.spans_between(start, end)]
         if request.cross is not None:
             needs.insert(0, (request.cross.image, -1, self._cross_sizes(request, request.cross)))
@@ -239,7 +228,7 @@ class Images(Resource):
     def _plan_use(
         self, image: ImageInput, place: int, sizes: dict[bytes, int], held: dict[bytes, int], budget: _Budget
     ) -> _Use:
-        """Plan one use. held: bytes by key that earlier uses pin. budget: reduced by this use."""
+        """held: bytes by key that earlier uses pin. budget: reduced by this use."""
         is_open = image.key in sizes and image.key not in held
         is_new = is_open and image.key not in self.cache
         stored = self.stored.get(image.key) if is_new else None
@@ -254,8 +243,7 @@ class Images(Resource):
         return _Use(image, place, sizes, budget, is_new=is_new, missing=missing, some=some, stored=stored)
 
     def _use(self, step: SchedulerOutput, request: Request, use: _Use, pinned: set[bytes]) -> None:
-        """Pin a planned use, and encode its image. pinned: keys that this chunk has just pinned; this use removes its
-        own."""
+        """pinned: keys that this chunk has just pinned; this use removes its own."""
         owner = request.request_id
         new = {key: size for key, size in use.sizes.items() if key not in self.cache}
         if new:
@@ -276,7 +264,6 @@ class Images(Resource):
             self._encode(step, use)
 
     def _note_states(self, step: SchedulerOutput, request: Request, use: _Use) -> None:
-        """Compute a request's cross-attention states once their image is encoded."""
         cross, key = request.cross, request.cross_key
         assert cross is not None
         assert key is not None

@@ -33,15 +33,12 @@ class Found(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Reusable full blocks."""
         return self.hits[0].end
 
     def without_hits(self) -> Found:
-        """Return the result with nothing reusable."""
         return Found([Chain(()) for _ in self.chains], [Hit() for _ in self.hits], self.reach, 0)
 
     def without_tails(self, block_size: int) -> Found:
-        """Return the result without partly filled blocks."""
         if self.needs_tails:
             return self.without_hits()
         hits = [hit._replace(tail=None) for hit in self.hits]
@@ -97,7 +94,7 @@ class KVMemory(Resource):
         # The running request that computes each block, by key. Others that need it wait.
         self._computing: dict[bytes, Request] = {}
         self._not_finite: list[int] = []
-        # The last request passed to `ready`, and its cached blocks.
+        # The last request passed to `ready`.
         self._found: tuple[Request | None, Found] = None, _NOTHING
 
     def end_step(self, step: SchedulerOutput) -> None:
@@ -119,7 +116,6 @@ class KVMemory(Resource):
         return end == start or 2 * (end - start) * self._size < missing
 
     def find(self, request: Request) -> Found:
-        """Return a waiting request's cached blocks."""
         if not self._prefix_caching or not num_reusable(request):
             chains = [Chain(()) for _ in request.chains]
             return Found(chains, [Hit() for _ in request.chains for _ in self.columns], 0, 0)
@@ -151,8 +147,7 @@ class KVMemory(Resource):
         return self._found_of(request).end * self._size
 
     def missing(self, request: Request) -> int:
-        """Return the blocks that a request takes: new blocks, found blocks that no one holds, and one per table to
-        grow."""
+        """New blocks, found blocks that no one holds, and one per table to grow."""
         found = self._found_of(request)
         new = sum(_num_new(request, self.columns, found.end, self._max_chunk)) + len(self.columns)
         return len(request.chains) * new + self.cache.num_taken(found.hits)
@@ -162,8 +157,7 @@ class KVMemory(Resource):
         return self.pool.num_free - taken - _num_growing(running)
 
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
-        """Take a request's cached blocks and the new blocks that it needs at once. It resumes after the cached
-        tokens."""
+        """The request resumes after its cached tokens."""
         whole = self._found_of(request)
         free = self.pool.num_free - _num_growing(running)
         for found in (whole, whole.without_tails(self._size)):
@@ -200,7 +194,6 @@ class KVMemory(Resource):
         return True
 
     def _note_growth(self, request: Request) -> None:
-        """Record that tables got blocks."""
         request.capacity = min(len(table.blocks) for table in request.tables) * self._size
         request.unsent = True
 
@@ -264,7 +257,6 @@ class KVMemory(Resource):
                 table.first = needed
 
     def _register_full(self, request: Request, start: int, end: int) -> None:
-        """Register blocks ``start <= i < end``."""
         tables = iter(request.tables)
         for chain in request.chains:
             keys = request.keys_of_full_blocks(chain, end, self._size)
@@ -342,12 +334,12 @@ class KVMemory(Resource):
 
 
 def _num_growing(running: Sequence[Request]) -> int:
-    """Return the blocks that running requests may need soon: one per table."""
+    """One block per table, which running requests may need soon."""
     return sum(len(request.tables) for request in running)
 
 
 def _num_new(request: Request, columns: Sequence[Column], end: int, max_chunk: int) -> list[int]:
-    """Return how many blocks each table needs after its first `end`. Windows reuse freed blocks later."""
+    """Return how many blocks each table needs after its first `end`."""
     size = columns[0].block_size
     whole = -(-len(request.token_ids) // size)
     # One step computes a whole span.

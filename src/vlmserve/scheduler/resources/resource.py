@@ -11,24 +11,21 @@ from vlmserve.steps import RequestFailure, SchedulerOutput
 
 
 class Failed(NamedTuple):
-    """A waiting request that can never run."""
-
     request: Request
     reason: str
     param: str
-    """The field of the request that caused it."""
 
 
 class Resource:
     """Something that requests hold. By default it never runs out."""
 
     in_decodes = False
-    """Return whether `grow` and `advance` are also called for decodes."""
+    """True if `grow` and `advance` are also called for decodes."""
     may_fail = False
-    """Return whether `failed` is called."""
+    """True if `failed` is called."""
 
     def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
-        """Start planning a step, also again after a preemption."""
+        """Also called when a step is planned again after a preemption."""
 
     def end_step(self, step: SchedulerOutput) -> None:
         """Add the runner's work to a planned step. A step without work does not run."""
@@ -37,15 +34,15 @@ class Resource:
         """A request begins to wait."""
 
     def ready(self, request: Request) -> bool:
-        """Return whether a waiting request may start. If not, others overtake it."""
+        """If not ready, a waiting request lets others overtake it."""
         return True
 
     def num_found(self, request: Request) -> int:
-        """Return the number of computed leading tokens of a waiting request that is `ready`."""
+        """Return the computed leading tokens of a `ready` request."""
         return 0
 
     def missing(self, request: Request) -> int:
-        """Return the units that a waiting request needs that is `ready`."""
+        """Return the units that a `ready` request needs."""
         return 0
 
     def room(self, running: Sequence[Request]) -> int:
@@ -55,7 +52,7 @@ class Resource:
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
         """Take what a `ready` request needs to start, and leave what `running` may need soon.
 
-        Returns False without taking anything if there is no room. Then no request overtakes it.
+        Returns False, taking nothing, if there is no room. Then no request overtakes it.
         """
         return True
 
@@ -67,7 +64,7 @@ class Resource:
         return num_tokens
 
     def extend(self, request: Request, start: int, end: int) -> int:
-        """Return `end`, or the earliest end of a chunk that may only end at some places."""
+        """Return `end`, or the earliest allowed end of a chunk."""
         return end
 
     def limit(self, request: Request, start: int, end: int) -> int:
@@ -102,11 +99,10 @@ class Resource:
         """Drop what a failed request computed. out_of_memory: also what may be missing."""
 
     def failed(self, waiting: Iterable[Request]) -> list[Failed]:
-        """Return the waiting requests that can never be ready."""
         return []
 
     def wait(self, seconds: float) -> bool:
-        """Wait until a request may be ready. Returns False immediately if none will be."""
+        """Returns False immediately if no request will become ready."""
         return False
 
 
@@ -143,7 +139,7 @@ class Resources:
         return [one.missing(request) for one in self._all]
 
     def have_room(self, wanted: Sequence[int], running: Sequence[Request]) -> bool:
-        """Return whether each resource has `wanted` units after the running requests' next step."""
+        """Return whether all resources have `wanted` units after the running requests' next step."""
         return all(units <= one.room(running) for units, one in zip(wanted, self._all, strict=True))
 
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
@@ -205,7 +201,6 @@ class Resources:
             one.undo(request)
 
     def discard(self, request: Request, failure: RequestFailure | None) -> None:
-        """Drop what a request has computed if the computation failed."""
         for one in self._all if failure is not None and failure.kind != "grammar" else ():
             one.discard(request, out_of_memory=failure is not None and failure.kind == "out_of_memory")
 

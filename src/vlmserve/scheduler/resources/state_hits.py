@@ -21,8 +21,7 @@ class StateHits(KVMemory):
         self.planned = PlannedCheckpoints(block_size)
 
     def ready(self, request: Request) -> bool:
-        """Return False while a running request computes at least half of what a request lacks, because waiting is
-        faster."""
+        """See `KVMemory.ready`."""
         found = self.find(request)
         self._found = request, found
         if not self._shares(request):
@@ -31,7 +30,7 @@ class StateHits(KVMemory):
         return 2 * (self._awaited(request, found) - start) < len(request.token_ids) - start
 
     def _awaited(self, request: Request, found: Found) -> int:
-        """Return after how many of its tokens a running request will leave a checkpoint, 0 for none."""
+        """Return after how many of its tokens a running request will leave a checkpoint."""
         leader, shared = leader_of(request, found.reach, self._computing, self._size)
         places = {*request.boundaries}
         if leader is not None and leader.state is not None:
@@ -53,7 +52,6 @@ class StateHits(KVMemory):
             leader.boundaries = leader.boundaries | {parting}
 
     def _shares(self, request: Request) -> bool:
-        """Return whether a request may use the cache."""
         return self._prefix_caching and num_reusable(request) > 0
 
     def find(self, request: Request) -> Found:

@@ -1,4 +1,4 @@
-"""KV blocks together with states: cached prefixes, slots of running requests, and their checkpoints."""
+"""KV blocks together with states."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ class StateMemory(StateHits):
         return True
 
     def _plan_checkpoints(self, request: Request, state: StateSlots) -> None:
-        """Choose where a request leaves checkpoints, and where chunks may end."""
         start, end = state.reached, request.num_prompt_tokens
         _, found = self._found
         wanted = ranked_boundaries(request)[: max(1, self.states.num_slots // 2)]
@@ -97,7 +96,6 @@ class StateMemory(StateHits):
         return end if end >= len(request.token_ids) else max(start, request.state.last_cut(end))
 
     def settle(self, step: SchedulerOutput, request: Request, start: int, end: int, wanted: int) -> None:
-        """Take slots for the checkpoints within a chunk, while some are not held."""
         state = request.state
         assert state is not None
         for cut in state.cuts_between(start, end):
@@ -127,7 +125,6 @@ class StateMemory(StateHits):
         super().advance(request, num_computed)
 
     def _register(self, request: Request, state: StateSlots, num_tokens: int, slots: Sequence[int]) -> None:
-        """Register the checkpoints of all passes, and their partly filled blocks."""
         keys = prefix_keys(request, num_tokens, self._size)
         full, extra = divmod(num_tokens, self._size)
         for chain, key, slot in zip(request.chains, keys, slots, strict=True):
@@ -149,7 +146,7 @@ class StateMemory(StateHits):
         del request.token_ids[num_known:]
 
     def lose(self, request_ids: Iterable[str]) -> None:
-        """Forget the last checkpoints of requests that ended during a step that failed for them."""
+        """Forget the last checkpoints of requests that failed in their last step."""
         for key in [key for name in request_ids for key in self._unproven.pop(name, ())]:
             self.states.forget(key)
             blocks = [self.cache.forget(column.key(key)) for column in self.columns]
@@ -185,7 +182,7 @@ class StateMemory(StateHits):
             self.states.forget(key)
 
     def release(self, request: Request, *, resumes: bool = False) -> None:
-        """Take back slots. The working states become checkpoints."""
+        """The working states become checkpoints."""
         state = request.state
         if state is not None:
             for slot in [*state.held, *(slot for _, slots in state.planned for slot in slots)]:
@@ -219,6 +216,5 @@ class StatePlaces(Resource):
 
 
 def _next_end(request: Request, start: int) -> int:
-    """Return the first place after `start` where a chunk may end."""
     assert request.state is not None
     return min(len(request.token_ids), request.state.next_cut(start))

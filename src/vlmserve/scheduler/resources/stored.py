@@ -21,7 +21,6 @@ class Stored(Resource):
     which then find them."""
 
     def __init__(self, fetches: Fetches, images: Images, memory: KVMemory, block_bytes: int) -> None:
-        """block_bytes: of a KV block's content."""
         self._fetches, self._images, self._memory = fetches, images, memory
         self._block_bytes = block_bytes
         # Requests that started reading, or have nothing to read.
@@ -52,7 +51,7 @@ class Stored(Resource):
         return self._fetches.is_done(name)
 
     def _plan(self, request: Request) -> Callable[[Read], None] | None:
-        """Return a function that reads a request's entries in a thread. None: nothing is on disk."""
+        """Return a function that reads a request's entries in a thread, if any."""
         has, memory, prefix = self._fetches.tier.has, self._memory, None
         found = memory.find(request)
         if memory.stores is not None:
@@ -74,7 +73,6 @@ class Stored(Resource):
         return plan
 
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
-        """Forget KV blocks, which memory has taken."""
         self._keep_images(request, request.num_computed)
         return True
 
@@ -82,7 +80,6 @@ class Stored(Resource):
         self._keep_images(request, num_computed)
 
     def _keep_images(self, request: Request, num_computed: int) -> None:
-        """Forget everything except images of later tokens."""
         if self._fetches.contents:
             end = request.num_prompt_tokens
             later = request.images_for(num_computed, end) if num_computed < end else ()

@@ -17,7 +17,6 @@ class StoredPrefix(NamedTuple):
     chains: Sequence[Chain]
     columns: Sequence[Column]
     start: int
-    """Full blocks in memory."""
     tails: dict[int, list[list[bytes]]]
     """Keys of partly filled blocks by block number: for each prefix that ends there, one per chain."""
     block_size: int
@@ -25,13 +24,13 @@ class StoredPrefix(NamedTuple):
 
     @property
     def first_keys(self) -> list[bytes]:
-        """Keys of the first blocks. Without any of them, nothing on disk is useful."""
+        """Without any of these keys, nothing on disk is useful."""
         keys = self.chains[0].keys if self.chains else ()
         first = [*keys[self.start : self.start + 1], *(tail[0] for tail in self.tails.get(self.start, ()))]
         return [self.columns[0].key(key) for key in first]
 
     def read(self, read: Read) -> int:
-        """Read what can be reused. Returns the leading tokens in full blocks."""
+        """Returns the leading tokens in full blocks."""
         end = self.start
         while end < len(self.chains[0].keys) and all(read(key, self.block_bytes) for key in self._whole(end)):
             end += 1
@@ -48,16 +47,13 @@ class StoredPrefix(NamedTuple):
         return end * self.block_size
 
     def _whole(self, number: int) -> Iterator[bytes]:
-        """Return a block's keys in columns without a window, or in all columns if each has one."""
+        """Return a block's keys in columns without a window, or else in all columns."""
         columns = [column for column in self.columns if column.window is None] or self.columns
         return (column.key(chain.keys[number]) for chain in self.chains for column in columns)
 
 
 def stored_prefix(request: Request, found: Found, columns: Sequence[Column], block_bytes: int) -> StoredPrefix | None:
-    """Return the blocks that may be read for a request. None: memory has all that it can reuse.
-
-    found: what memory has.
-    """
+    """found: what memory has. None: memory has all that the request can reuse."""
     size, most = columns[0].block_size, num_reusable(request)
     if not found.chains or not most or found.num_tokens == most:
         return None
