@@ -197,7 +197,11 @@ def _make_file(path: Path) -> None:
     """Create the file so that other users of this machine cannot read it."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        # Closing a file drops every POSIX lock that this process has on it, so SQLite's connections lose theirs.
+        # https://www.sqlite.org/howtocorrupt.html, section 2.2
+        if not path.exists():
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
     except OSError as error:
         raise ConfigurationError(f"the history {path} cannot be made: {error.strerror}; try --storage-path") from None
 
