@@ -1,4 +1,4 @@
-"""Arguments that calls of other libraries have and `LLM` lacks."""
+"""Explains arguments of other libraries that `LLM` lacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vlmserve.settings.validation import did_you_mean
 
 
 def check_arguments(method: Callable[..., Any], others: Mapping[str, Any]) -> None:
-    """Raise TypeError, which says what was probably meant, for arguments that a method lacks. None passes."""
+    """Raise TypeError with a suggestion for unknown arguments. Arguments that are None pass."""
     known = [name for name in signature(method).parameters if name not in ("self", "others")]
     for name, value in others.items():
         if value is not None and name not in _HARMLESS:
@@ -27,4 +27,4 @@ _INSTEAD: Mapping[str, str] = {
     "images": '; give the prompt as {"prompt": text, "multi_modal_data": {"image": images}}',
     "tools": "; serve the model to call tools",
 }
-"""Advice about arguments that other libraries, or older versions of vLLM, have."""
+"""Advice for arguments of other libraries and older versions of vLLM."""

@@ -36,19 +36,18 @@ if TYPE_CHECKING:
 
 
 class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
-    """A model that answers in a process of its own, for one event loop.
+    """A model in its own process, for one asyncio event loop, with the options of `LLM`.
 
-    It has the options of `LLM`. Use it as an asynchronous context manager, or call `close` at the end; the model is
-    loaded at first, or by `start`. Calls may run at the same time, and their requests share the engine's steps. A
-    task that is cancelled ends its requests in the engine.
+    Use it as an asynchronous context manager, or call `close`. `start` or the first call loads the model. Concurrent
+    calls share the engine's steps. Cancelling a task aborts its requests.
 
     `chat` and `generate` return a coroutine, or with ``stream=True`` an asynchronous iterator; `stream` returns an
-    asynchronous iterator. If several items are wrong, the error names the first. Answers that are sampled without a
-    seed depend on which images are ready first.
+    asynchronous iterator. If several items are wrong, the error names the first. Answers sampled without a seed depend
+    on which images are ready first.
 
-    Raises ConfigurationError for an unknown or impossible option; `start` and the first call raise ModelLoadError for a
-    checkpoint that cannot be served. Every call raises EngineDeadError once the engine's process has died, ForkError in
-    a fork of the process that started it, and UnavailableError in another event loop.
+    Raises ConfigurationError for an unknown or impossible option. `start` and the first call raise ModelLoadError for
+    an unusable checkpoint. Every call raises EngineDeadError after the engine process has died, ForkError in a forked
+    process, and UnavailableError in another event loop.
     """
 
     def __init__(self, model: str = BUILT_IN_MODEL, **options: Unpack[LLMOptions]) -> None:
@@ -71,11 +70,11 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
         await self.close()
 
     async def start(self) -> None:
-        """Load the model now if it is not loaded. Raises ModelLoadError, ConfigurationError and EngineDeadError."""
+        """Load the model unless it is loaded. Raises ModelLoadError, ConfigurationError and EngineDeadError."""
         await self._client()
 
     async def close(self) -> None:
-        """End the engine's process. Requests that are not finished raise UnavailableError."""
+        """Stop the engine process. Unfinished requests raise UnavailableError."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._starting is not None:
@@ -186,7 +185,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
             raise VLMServeError(generation.error)
 
     async def decide(self, *args: Any, **options: Any) -> Any:
-        """See `OfflineModel.decide`. Prompts are made in a worker thread, once the engine's limits are known."""
+        """See `OfflineModel.decide`. Makes prompts in a worker thread, once the engine's limits are known."""
         await self._client()
         return await (await run_in_thread(self._threads, partial(super().decide, *args, **options)))
 
@@ -199,7 +198,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
     async def _results(
         self, call: Call, wanted: Iterator[tuple[Any, SamplingParams, LoRARequest | None]], *, stream: bool
     ) -> AsyncGenerator[Any, None]:
-        """In order. Closing it ends all requests. Raises the first error if the call is to."""
+        """Yield results in order. Closing aborts all requests. Raises the first error if the call asks for errors."""
         await self._client()
         if call.before is not None:
             await self._answer(call.before, stream=False, use_tqdm=False)
@@ -250,7 +249,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
             return error
 
     async def _client(self) -> EngineClient:
-        """The engine's process, which is started if need be."""
+        """The client of the engine process, started on first use."""
         self._check()
         if self._starting is None:
             self._process_id = os.getpid()
@@ -258,11 +257,11 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
         try:
             return await asyncio.shield(self._starting)
         except VLMServeError:
-            self._starting = None  # another call may try again
+            self._starting = None  # let another call retry
             raise
 
     def _check(self) -> None:
-        """Raise ForkError in a fork of the process that started the engine, UnavailableError where calls must fail."""
+        """Raise ForkError in a forked process, UnavailableError after `close` and in another event loop."""
         if self._closed:
             raise UnavailableError("the AsyncLLM is closed")
         if self._starting is None:
@@ -290,7 +289,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
 
     @contextlib.asynccontextmanager
     async def _streams(self, request: OfflineRequest) -> AsyncGenerator[list[EngineStream], None]:
-        """The outputs of all answers; what has not ended when the block does is aborted."""
+        """The outputs of all answers. At the end of the block, unfinished answers are aborted."""
         streams = await (await self._client()).submit_together(request.requests)
         try:
             yield streams
@@ -299,7 +298,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
                 stream.close()
 
     async def _load_adapter(self, wanted: LoRARequest | None) -> str:
-        """Have an adapter served; returns its name, "" for the model itself. Raises AdapterError, UnknownModelError."""
+        """Load an adapter; return its name, "" for the model itself. Raises AdapterError, UnknownModelError."""
         if wanted is None:
             return ""
         client = await self._client()
@@ -314,8 +313,9 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
 
 
 class _Ahead:
-    """Limits the requests that are prepared and have no token yet: their number, and the bytes of their prompts and
-    images. A larger request is prepared alone."""
+    """Limits requests that are prepared and have no token yet, by number and by bytes of prompts and images. A larger
+    request is prepared alone.
+    """
 
     def __init__(self, most: int, max_bytes: int) -> None:
         self._places = asyncio.Semaphore(most)
@@ -325,7 +325,7 @@ class _Ahead:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncGenerator[_Place, None]:
-        """A place, until the block or what is in it gives it up."""
+        """Hold a place until the block ends or gives it up."""
         await self._places.acquire()
         place = _Place(self)
         try:
@@ -355,14 +355,14 @@ class _Place:
         self._bytes = num_bytes
 
     async def leave(self) -> None:
-        """Give up the place, once."""
+        """Give up the place. Later calls have no effect."""
         if not self._left:
             self._left = True
             await self._ahead.give(self._bytes)
 
 
 async def _taken(stream: EngineStream, generation: Generation) -> AsyncIterator[None]:
-    """After each output that an answer has got, until it ends."""
+    """Yield after each output of an answer, until it ends."""
     async for output in stream:
         generation.take(output)
         yield

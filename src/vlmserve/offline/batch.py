@@ -1,4 +1,4 @@
-"""Lists of requests: prepared ahead within bounds, answered together, returned in order."""
+"""Answers lists of requests: prepares a bounded number ahead, batches them, returns results in order."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from vlmserve.types import SamplingParams
 
 @dataclass(eq=False)
 class _Job:
-    """One item of a list."""
-
     number: int
     params: SamplingParams
     num_bytes: int | None = None
-    """Size of its prompt, once it is prepared."""
+    """Size of its prompt, once prepared."""
     num_tokens: int = 0
-    """Tokens that `advance` was told of."""
+    """Tokens reported to `advance`."""
     request: OfflineRequest | None = None
     outcome: Outcome | None = None
 
@@ -35,11 +33,11 @@ class _Job:
 
 
 class OfflineBatch:
-    """Answers to a list, of which no more is prepared ahead than `bounds` says.
+    """Answers a list, and prepares at most `bounds` ahead.
 
-    items: each with its params and the name of its adapter; worker threads prepare them. window: how many may be in
-    flight or wait for an earlier one; None: any number, as the caller keeps all results anyway. advance: called after
-    each step with the numbers of requests that have finished and of new tokens.
+    items: each with parameters and adapter name; worker threads prepare them. window: maximum items in flight or
+    waiting for an earlier item; None: no limit. advance: called after each step with the numbers of finished requests
+    and of new tokens.
     """
 
     def __init__(
@@ -63,9 +61,9 @@ class OfflineBatch:
         self._errors: list[InvalidRequestError] = []
 
     def results(self) -> Generator[Outcome, None, None]:
-        """In order, each as soon as it and all before it have ended. Closing the iterator ends all requests.
+        """Yield results in order, each once it and all earlier ones have ended. Closing aborts all requests.
 
-        Raises InvalidRequestError, or InvalidRequestsError for several, if it is to.
+        Raises InvalidRequestError, or InvalidRequestsError for several, if the call asks for errors.
         """
         executor = ThreadPoolExecutor(self._num_threads, "prepare")
         try:
@@ -87,12 +85,12 @@ class OfflineBatch:
             executor.shutdown(wait=True, cancel_futures=True)
 
     def _fill(self, executor: ThreadPoolExecutor) -> None:
-        """Have as many prepared as the bounds allow."""
+        """Prepare as many items as the bounds allow."""
         while not self._exhausted:
             ahead = [job for job, _ in self._preparing] + [job for job in self._running if job.is_ahead]
             known = [job.num_bytes for job in ahead if job.num_bytes is not None]
             self._largest = max([self._largest, *known])
-            # What is not yet prepared is taken to be as large as the largest before.
+            # Assume that unprepared items are as large as the largest so far.
             num_bytes = sum(known) + self._largest * (len(ahead) - len(known))
             most = self._bounds.prepare_ahead if self._largest else self._num_threads
             if ahead and (len(ahead) >= most or num_bytes >= self._bounds.prepare_ahead_memory):
@@ -120,9 +118,9 @@ class OfflineBatch:
         return prepared
 
     def _admit(self, *, wait: bool) -> None:
-        """Give the engine what is prepared, in order, so that seeds do not depend on which is prepared first.
+        """Add prepared requests to the engine in order, so that seeds do not depend on preparation time.
 
-        wait: for the first one.
+        wait: wait for the first one.
         """
         while self._preparing and (wait or self._preparing[0][1].done()):
             job, future = self._preparing.popleft()
@@ -154,7 +152,7 @@ class OfflineBatch:
         self._advance(num_finished, num_tokens)
 
     def _fail(self, executor: ThreadPoolExecutor) -> None:
-        """Look for what else is wrong, answer nothing more, and raise."""
+        """Find errors in the remaining items, and raise them all."""
         while True:
             self._engine.forget([job.request for job in self._running if job.request is not None])
             self._running.clear()

@@ -1,4 +1,4 @@
-"""What callers in this process ask for: prompts, and what becomes of answers with a schema."""
+"""Turns callers' arguments into prompts, and answers with a schema into objects."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ Adapters: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 OnError: TypeAlias = Literal["raise", "return"]
 Outcome: TypeAlias = RequestOutput | PoolingRequestOutput | InvalidRequestError
 Embeddable: TypeAlias = TextPrompt | Conversation
-"""Both have vectors."""
+"""Inputs of `embed`."""
 
 
 class ChatOptions(TypedDict, total=False):
-    """Further options of `OfflineModel.chat`, which describes them."""
+    """More options of `OfflineModel.chat`, which documents them."""
 
     add_generation_prompt: bool
     continue_final_message: bool
@@ -55,7 +55,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 class ParsedModel(Protocol):
-    """A class of pydantic's models."""
+    """A pydantic model class."""
 
     @classmethod
     def model_validate_json(cls, json_data: str) -> Any: ...
@@ -72,26 +72,26 @@ class Call:
     """The word for its items in error messages."""
     items: Iterable[Any]
     is_one: bool
-    """The caller gave one item and no list."""
+    """The caller gave one item instead of a list."""
     prepare: Callable[[Any], Prepared]
-    """Make the prompt of an item."""
+    """Makes an item's prompt."""
     check: Callable[[Any], None]
-    """Find what is wrong with an item without preparing it."""
+    """Checks an item without preparing it."""
     check_grammar: Callable[[Grammar], object]
     sampling_params: Params
     on_error: OnError
     lora_request: Adapters
     schema: Any = None
-    """A JSON schema or a pydantic model that answers fit, if results are objects."""
+    """A JSON schema or pydantic model, if results are objects."""
     convert: Callable[[Any], list[Any]] | None = None
-    """Makes what the caller gets from the outcome of each item, in order. An outcome may give nothing."""
+    """Turns an item's outcome into the caller's results, possibly none."""
     before: Call | None = None
-    """Computed first: the items find it cached."""
+    """A call to compute first, so that the items find it cached."""
     is_prepared: bool = False
-    """True: items hold their prompts, so threads have nothing to do for them."""
+    """Items already hold their prompts, so no thread prepares them."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidRequestError for options that mean nothing."""
+        """Raise InvalidRequestError for invalid options."""
         if self.on_error not in ("raise", "return"):
             raise InvalidRequestError(f"on_error must be raise or return, got {self.on_error!r}", param="on_error")
 
@@ -101,7 +101,7 @@ class Call:
         return self.prepare(item)._replace(adapter=adapter)
 
     def params_of(self, default: SamplingParams) -> Iterable[SamplingParams]:
-        """Parameters of each item. Raises InvalidRequestError unless there are as many as items."""
+        """Parameters of each item. Raises InvalidRequestError for another number of parameters than items."""
         params = default if self.sampling_params is None else self.sampling_params
         if isinstance(params, SamplingParams):
             return repeat(self._with_schema(params))
@@ -122,9 +122,9 @@ class Call:
         return [self._with_schema(one) for one in params]
 
     def adapters(self) -> Sequence[LoRARequest | None] | None:
-        """Adapters of each item; None if `lora_request` is one for all, or none.
+        """Adapters of each item; None if one `lora_request` serves all, or none is given.
 
-        Raises InvalidRequestError unless there are as many as items.
+        Raises InvalidRequestError for another number of adapters than items.
         """
         wanted = self.lora_request
         if wanted is None or isinstance(wanted, LoRARequest):
@@ -143,11 +143,11 @@ class Call:
         return msgspec.structs.replace(params, grammar=Grammar.json(self.schema))
 
     def results_of(self, outcome: Outcome, number: int) -> list[Any]:
-        """Return the results for an item. Raises VLMServeError for an item without a result."""
+        """Results of an item. Raises VLMServeError if it failed."""
         return [self._result_of(outcome, number)] if self.convert is None else self.convert(outcome)
 
     def _result_of(self, outcome: Outcome, number: int) -> Any:
-        """The outcome or its object. Raises AnswerError, or returns it, if there is no object in an answer."""
+        """The outcome, or its object. Raises or returns AnswerError if the answer is no object."""
         if self.schema is None or not isinstance(outcome, RequestOutput):
             return outcome
         try:
@@ -160,9 +160,9 @@ class Call:
             return error
 
     def check_all(self) -> None:
-        """Find what is wrong before anything runs, as far as that is possible without preparing it.
+        """Check what is possible without preparing.
 
-        Items of an iterator, and of a call that returns errors, are checked when their turn comes.
+        Items of an iterator, and of a call that returns errors, are checked in their turn.
         """
         if self.on_error != "raise" or not isinstance(self.items, Sequence):
             return
@@ -177,7 +177,7 @@ class Call:
             raise errors[0] if len(errors) == 1 else InvalidRequestsError(errors)
 
     def name(self, error: Exception, number: int) -> None:
-        """Add an item's place in the list to what is said of it."""
+        """Add the item's place in the list to an error."""
         place = None if self.is_one else f"{self.kind}[{number}]"
         if isinstance(error, InvalidRequestError):
             error.locate(place)
@@ -186,7 +186,7 @@ class Call:
 
 
 def object_in(output: RequestOutput, schema: Any) -> Any:
-    """The object that an answer is. Raises AnswerError."""
+    """Parse an answer. Raises AnswerError."""
     [answer] = output.outputs
     if answer.finish_reason == "error":
         raise AnswerError(answer.error or "the request failed", output)
@@ -196,12 +196,12 @@ def object_in(output: RequestOutput, schema: Any) -> Any:
         if hasattr(schema, "model_validate_json"):
             return schema.model_validate_json(answer.text)
         return json.loads(answer.text)
-    except ValueError as error:  # a stop string cut it, or a validator of the model refuses what its schema allows
+    except ValueError as error:  # a stop string cut it, or a validator rejects it
         raise AnswerError(f"the answer is no such object: {error}", output) from error
 
 
 class Prompts:
-    """Makes prompts of what callers give."""
+    """Makes prompts from callers' arguments."""
 
     def __init__(self, preparer: RequestPreparer) -> None:
         self.preparer = preparer
@@ -216,7 +216,7 @@ class Prompts:
         cache_salt: str | None = None,
         **options: Any,
     ) -> Call:
-        """Make the call of `OfflineModel.chat`. options: of `RequestPreparer.chat`. Raises InvalidRequestError."""
+        """The call of `OfflineModel.chat`. options: of `RequestPreparer.chat`. Raises InvalidRequestError."""
         from vlmserve.frontend.messages import check_conversations, with_kwargs
 
         check_conversations(messages)
@@ -254,7 +254,7 @@ class Prompts:
         on_error: OnError,
         lora_request: Adapters,
     ) -> Call:
-        """Make the call of `OfflineModel.generate`."""
+        """The call of `OfflineModel.generate`."""
         is_one = is_prompt(prompts)
         return Call(
             "prompts",
@@ -279,7 +279,7 @@ class Prompts:
         add_generation_prompt: bool | None,
         **options: Any,
     ) -> Call:
-        """Make the call of `OfflineModel.embed`. options: of `RequestPreparer.chat`."""
+        """The call of `OfflineModel.embed`. options: of `RequestPreparer.chat`."""
         vectors, salt = self.preparer.vectors, _checked(cache_salt)
         task = vectors.embed(dimensions)
         begins = vectors.begins_answers if add_generation_prompt is None else add_generation_prompt
@@ -318,7 +318,7 @@ class Prompts:
         cache_salt: str | None,
         **options: Any,
     ) -> Call:
-        """Make the call of `OfflineModel.score`. options: of `RequestPreparer.chat`."""
+        """The call of `OfflineModel.score`. options: of `RequestPreparer.chat`."""
         from vlmserve.frontend.scoring import make_scorer, shortened
 
         scorer, preparer, salt = make_scorer(self.preparer), self.preparer, _checked(cache_salt)
@@ -360,7 +360,7 @@ class Prompts:
         cache_salt: str | None,
         **options: Any,
     ) -> Call:
-        """Make the call of `OfflineModel.decide`. options: of `RequestPreparer.chat`."""
+        """The call of `OfflineModel.decide`. options: of `RequestPreparer.chat`."""
         from vlmserve.frontend.conversations import thinking_settings
         from vlmserve.frontend.deciding import Decider, probabilities, with_shared
         from vlmserve.frontend.requests import chats_of
@@ -412,7 +412,7 @@ class Prompts:
         return Prepared(embedded_text(self.preparer, text), salt, text, task=task)
 
     def _text_prompt(self, prompt: TextPrompt, salt: str = "") -> Prepared:
-        """salt: of prompts without one."""
+        """salt: for prompts without a salt."""
         if isinstance(prompt, str):
             return Prepared(self.preparer.text(prompt), salt, prompt)
         if are_token_ids(prompt):
@@ -437,7 +437,7 @@ class Prompts:
         return Prepared(Prompt(list(prompt["prompt_token_ids"])), salt)
 
     def _media_of(self, prompt: object) -> tuple[list[Any], list[Any]]:
-        """The images and videos of a prompt that is a dict. Raises InvalidRequestError for what is no prompt."""
+        """Images and videos of a prompt dict. Raises InvalidRequestError for an invalid prompt."""
         if not isinstance(prompt, Mapping):
             raise InvalidRequestError(
                 f"a prompt is a text, a dict or a list of token ids, not {type(prompt).__name__}", param="prompt"
@@ -459,7 +459,7 @@ class Prompts:
         images, videos = data.get("image", []), data.get("video", [])
         videos = [frames_of(one) for one in videos] if isinstance(videos, list | tuple) else frames_of(videos)
         if isinstance(videos, list | tuple) and videos and not any(isinstance(one, _FILES) for one in videos):
-            videos = [videos]  # the frames of one
+            videos = [videos]  # the frames of one video
         return _listed(images), _listed(videos)
 
     def _check_prompt(self, prompt: TextPrompt) -> None:
@@ -475,13 +475,13 @@ class Prompts:
 _PROMPT_KEYS = frozenset(
     ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt", "multi_modal_uuids")
 )
-"""Keys of a prompt that is a dict. vLLM's uuids of media have no effect: media are known by their content."""
+"""Keys of a prompt dict. vLLM's media uuids have no effect: vlmserve identifies media by content."""
 _FILES = (str, bytes, os.PathLike, list, tuple)
-"""What in a list of videos is one of them, and not a frame: a file, or a list of frames."""
+"""Types that make a list a list of videos, not of frames: a file, or a list of frames."""
 
 
 def _value(result: PoolingRequestOutput) -> Any:
-    """The value of a result. Raises VLMServeError if it failed."""
+    """Raises VLMServeError if it failed."""
     if result.outputs.error is not None:
         raise VLMServeError(result.outputs.error)
     return result.outputs.data

@@ -1,4 +1,4 @@
-"""How sure a model was of each value of an answer in JSON."""
+"""Probabilities of the values in a JSON answer."""
 
 from __future__ import annotations
 
@@ -20,26 +20,31 @@ _DECODER = json.JSONDecoder()
 
 
 def confidence(answer: Any) -> Any:
-    """The JSON of an answer, with a probability (0 to 1) in the place of each string, number, ``true``, ``false`` and
+    """Return an answer's JSON, with a probability (0 to 1) in place of each string, number, ``true``, ``false`` and
     ``null``.
 
-    answer: what `LLM` returned for ``SamplingParams(logprobs=0, grammar=...)``, as `RequestOutput` or
-    `CompletionOutput`. Or a server's chat completion that was asked for with ``logprobs=True``, a choice of one, or a
-    response that was asked for with ``include=["message.output_text.logprobs"]``, as JSON or as an object of the openai
-    client. Of several answers it is the first one.
+    `answer` is one of:
 
-    The probability of a value is the product of those of the tokens that have some of its characters, in the
-    model's own distribution: before temperature, and before tokens that the schema forbids are left out. The closing
-    quote of a string is one of its characters. Tokens that are only names, brackets or spaces do not count.
+    - a `RequestOutput` or `CompletionOutput` of ``SamplingParams(logprobs=0, grammar=...)``
+    - a server's chat completion with ``logprobs=True``, or one of its choices
+    - a server's response with ``include=["message.output_text.logprobs"]``
 
-    Raises InvalidRequestError for an answer without logprobs, or one that is no JSON.
+    The latter two may be JSON or objects of the openai client. With several answers, the first counts.
+
+    A value's probability is the product of its tokens' probabilities, including the token with a string's closing
+    quote. They come from the model's own distribution, before temperature and before the schema excludes tokens. Tokens
+    with only names, brackets or whitespace do not count.
+
+    Raises InvalidRequestError for an answer without logprobs, or one that is not JSON.
     """
     return json_confidence(*_text_and_tokens(answer))
 
 
 def json_confidence(text: str, tokens: Sequence[tuple[str | bytes, float]]) -> Any:
-    """The same for an answer's text and what it was made of: each token's text or bytes, and its logprob. Raises
-    InvalidRequestError for a text that is no JSON, or does not come from these tokens."""
+    """Like `confidence`, for a text and its tokens: each token's text or bytes, and its logprob.
+
+    Raises InvalidRequestError for text that is not JSON, or that the tokens do not produce.
+    """
     spans = _places(text, tokens)
     token_starts = [one.start for one in spans]
     token_ends = [one.end for one in spans]
@@ -62,7 +67,7 @@ def json_confidence(text: str, tokens: Sequence[tuple[str | bytes, float]]) -> A
 
 @dataclass(frozen=True)
 class _Token:
-    """start, end: of its bytes in the answer."""
+    """start, end: bytes in the answer."""
 
     start: int
     end: int
@@ -101,7 +106,7 @@ def _text_and_tokens(answer: Any) -> tuple[str, list[tuple[str | bytes, float]]]
 
 
 def _places(text: str, tokens: Sequence[tuple[str | bytes, float]]) -> list[_Token]:
-    """Where the tokens are in the answer. Those of a character that is spread over several have all of its bytes."""
+    """Locate tokens in the answer. Tokens that share a character all cover its bytes."""
     data = text.encode()
     placed: list[_Token] = []
     unknown: list[float] = []
@@ -113,11 +118,11 @@ def _places(text: str, tokens: Sequence[tuple[str | bytes, float]]) -> list[_Tok
         own = shown if isinstance(shown, bytes) else shown.encode()
         found = data.find(own, place) if unknown else place
         if not data.startswith(own, found) and not placed:
-            own = own.lstrip()  # texts do not begin with the space that words begin with
+            own = own.lstrip()  # decoding drops the first word's leading space
         if found < 0 or not data.startswith(own, found):
             if data[place:] and not own.startswith(data[place:]):
                 raise InvalidRequestError("the logprobs of the answer do not belong to its text")
-            own, found = data[place:], place  # a stop string has cut the rest
+            own, found = data[place:], place  # a stop string cut the rest
         placed += [_Token(place, found, one) for one in unknown]
         placed.append(_Token(found, found + len(own), logprob))
         unknown, place = [], found + len(own)
@@ -128,7 +133,7 @@ Probability = Callable[[int, int], float]
 
 
 def _value(text: str, start: int, probability: Probability) -> tuple[Any, int]:
-    """The confidences of the value at a place, and where it ends. Raises ValueError or IndexError if there is none."""
+    """Confidences of the value at a place, and the value's end. Raises ValueError or IndexError if there is none."""
     start = _after_space(text, start)
     if text[start] == '"':
         _, end = _DECODER.raw_decode(text, start)
@@ -151,7 +156,7 @@ def _value(text: str, start: int, probability: Probability) -> tuple[Any, int]:
 
 
 class _Members:
-    """Where the members of an object or an array begin. end: set by who reads one, and in the end that of all."""
+    """The places of an object's or array's members. end: set by the reader of a member, finally the end of all."""
 
     def __init__(self, text: str, start: int, bracket: str) -> None:
         self._text, self._bracket, self.end = text, bracket, start + 1

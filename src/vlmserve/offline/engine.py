@@ -1,4 +1,4 @@
-"""The engine of an `LLM`, which several threads may share: one of them steps it, and the others wait."""
+"""An `LLM`'s engine, shared by threads: one thread steps it while the others wait."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOAD_INTERVAL = 0.002
-"""Seconds between two looks at whether an adapter is loaded."""
+"""Seconds between checks whether an adapter is loaded."""
 
 
 class SharedEngine:
-    """An engine and the requests that threads of this process have in it.
+    """An engine, and the requests that this process's threads have in it.
 
     A thread adds its requests and calls `step` until they have finished. One call at a time steps the engine; the
-    others return when that step has ended. So the engine batches the requests of all threads.
+    others return when that step has ended. So requests of all threads are batched.
 
-    Garbage collection may end an abandoned generator inside any other call, even inside a step. `forget` therefore
-    never waits: it leaves the requests to whoever has the turn.
+    Garbage collection may end an abandoned generator inside any call, even inside a step. So `forget` never waits, but
+    leaves the requests to the thread that holds the turn.
     """
 
     def __init__(self, config: EngineConfig, folder: Path, preparer: RequestPreparer) -> None:
@@ -48,11 +48,11 @@ class SharedEngine:
         self._closed = False
         self._loading = threading.Lock()
         self._turn = threading.Lock()
-        """Whoever holds it may call the engine."""
+        """The thread that holds it may call the engine."""
         self._changed = threading.Condition()
-        """Guards the next three."""
+        """Guards the next three attributes."""
         self._num_arriving = 0
-        """Calls other than `step` that want the turn; they come before the next step."""
+        """Calls other than `step` that want the turn; they precede the next step."""
         self._is_stepping = False
         self._num_steps = 0
         self._generations: dict[str, Generation] = {}
@@ -63,7 +63,7 @@ class SharedEngine:
 
     @property
     def engine(self) -> VLMEngine:
-        """The engine itself, which the first use loads. Raises what `create_engine` and `check` raise."""
+        """The engine, loaded on first use. Raises what `create_engine` and `check` raise."""
         self.check()
         engine = self._engine
         if engine is None:
@@ -73,7 +73,7 @@ class SharedEngine:
         return engine
 
     def check(self) -> None:
-        """Raise ForkError in a process that was forked after the model was loaded, UnavailableError after `close`."""
+        """Raise ForkError in a process forked after loading, UnavailableError after `close`."""
         if self._engine is not None and self._process_id != os.getpid():
             raise ForkError(
                 f"process {self._process_id} loaded this LLM and cannot share it with its fork {os.getpid()}; "
@@ -85,14 +85,14 @@ class SharedEngine:
     def _load(self) -> VLMEngine:
         from vlmserve.engine import create_engine
 
-        gc.collect()  # a deleted model is garbage in cycles, and its memory may be needed
+        gc.collect()  # a deleted model may be in garbage cycles, and its memory is needed
         engine = create_engine(self._config, self._folder)
         self.preparer.fit(engine.info)
         self._process_id = os.getpid()
         return engine
 
     def close(self) -> None:
-        """Give back the model's memory. Calls that run in other threads raise UnavailableError."""
+        """Free the model's memory. Running calls raise UnavailableError."""
         if self._closed or (self._engine is not None and self._process_id != os.getpid()):
             return
         with interrupts_held_back(), self._loading, self._arriving(), self._turn:
@@ -119,9 +119,9 @@ class SharedEngine:
         return request
 
     def step(self) -> None:
-        """Step the engine, or wait for the end of another thread's step.
+        """Step the engine, or wait for another thread's step.
 
-        Outputs go to the unfinished requests of all threads and to suspended streams.
+        Delivers outputs to all threads' unfinished requests and suspended streams.
         """
         self.check()
         with interrupts_held_back():
@@ -142,7 +142,7 @@ class SharedEngine:
                     self._changed.notify_all()
 
     def _deliver(self, engine: VLMEngine) -> list[str]:
-        """Give a step's outputs to their requests. Returns the ids of those that a stop string ended."""
+        """Deliver a step's outputs. Returns the ids of requests that a stop string ended."""
         stopped = []
         for output in engine.step():
             generation = self._generations.get(output.request_id)
@@ -150,7 +150,7 @@ class SharedEngine:
                 continue
             try:
                 generation.take(output)
-            except Exception as error:  # it concerns one request; the others have outputs in this step too
+            except Exception as error:  # it concerns one request; deliver the others' outputs
                 logger.exception("the text of a request cannot be made")
                 generation.fail(f"its text cannot be made: {type(error).__name__}: {error}")
             if generation.finish_reason is not None and output.finish_reason is None:
@@ -158,13 +158,13 @@ class SharedEngine:
         return stopped
 
     def forget(self, requests: Sequence[OfflineRequest]) -> None:
-        """Abort what has not finished, and drop all of it. Never waits."""
+        """Abort unfinished requests and drop all. Never waits."""
         self._forgotten.extend(request.generations for request in requests)
         with interrupts_held_back():
             self._abort_if_free()
 
     def _abort_if_free(self) -> None:
-        """Whoever has the turn calls this again after it, so nothing forgotten meanwhile is left."""
+        """The holder of the turn calls this again at its end, so no forgotten request remains."""
         while self._forgotten and self._turn.acquire(blocking=False):
             try:
                 self._abort_forgotten()
@@ -200,12 +200,12 @@ class SharedEngine:
 
     @contextmanager
     def _change(self) -> Iterator[VLMEngine]:
-        """The engine before its next step."""
+        """The engine, before its next step."""
         with self._arriving(), self._own_turn() as engine:
             yield engine
 
     def load_adapter(self, wanted: LoRARequest) -> str:
-        """The name under which the engine serves an adapter. Raises AdapterError, UnknownModelError."""
+        """Load an adapter; return the engine's name for it. Raises AdapterError, UnknownModelError."""
         with self._adapters_lock:
             with self._change() as engine:
                 name, is_served = self._adapters.find(wanted, {one.name: one.path for one in engine.adapters})
@@ -226,8 +226,8 @@ class SharedEngine:
 class AdapterNames:
     """Names under which the engine serves adapters.
 
-    Another path under a known name is another adapter, which gets a name of its own. Callers at the same time cannot
-    get each other's adapter.
+    A known name with another path is another adapter and gets its own name, so concurrent callers never get each
+    other's adapter.
     """
 
     def __init__(self) -> None:
@@ -235,9 +235,9 @@ class AdapterNames:
         self._latest: dict[str, str] = {}
 
     def find(self, wanted: LoRARequest, served: Mapping[str, str]) -> tuple[str, bool]:
-        """The adapter's name, and whether it is served already. served: paths by name.
+        """The adapter's name, and whether it is served. served: paths by name.
 
-        Raises UnknownModelError for an adapter that is not served and has no path.
+        Raises UnknownModelError for an unserved adapter without a path.
         """
         name, path = wanted.lora_name, wanted.lora_path
         if not path:
@@ -262,7 +262,7 @@ class AdapterNames:
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """Handle SIGINT after the block, not in it: an engine left in the middle of a step cannot go on."""
+    """Handle SIGINT after the block: an interrupted step would leave the engine unusable."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Where boxes and points of an answer lie in the image as it was sent."""
+"""Converts boxes and points in answers to pixels of the original image."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from vlmserve.types import ImageSize
 def original_point(
     point: Sequence[float], size: ImageSize | Mapping[str, Any], scale: float | tuple[float, float] | None = None
 ) -> tuple[float, float]:
-    """A point of an answer, in pixels of the image as it was sent; no point is outside of it.
+    """Convert a point in an answer to pixels of the original image; the result is inside the image.
 
-    point: x and y as the model wrote them. size: of the image, out of ``image_sizes`` of the response or of
-    `RequestOutput`. scale: what the model counts to along each side: 1000 for Qwen2-VL and Qwen3-VL, 1 for fractions,
-    or a number for x and one for y; None: pixels of what it sees, as Qwen2.5-VL counts.
+    - point: x and y as the model wrote them.
+    - size: the image's entry in ``image_sizes`` of a response or `RequestOutput`.
+    - scale: the model's coordinate range: 1000 for Qwen2-VL and Qwen3-VL, 1 for fractions, or an (x, y) pair; None:
+      pixels that the model sees, as in Qwen2.5-VL.
 
-    Raises ValueError if it is not known which part of the image the model saw, or if nothing was seen.
+    Raises ValueError if the part of the image that the model saw is unknown or empty.
     """
     known: Mapping[str, Any] = size if isinstance(size, Mapping) else {name: getattr(size, name) for name in _FIELDS}
     box = known.get("box")
@@ -33,8 +34,10 @@ def original_point(
 def original_box(
     box: Sequence[float], size: ImageSize | Mapping[str, Any], scale: float | tuple[float, float] | None = None
 ) -> tuple[float, float, float, float]:
-    """A box of an answer as left, top, right and bottom in pixels of the image as it was sent. box: left, top, right
-    and bottom as the model wrote them. For the rest see `original_point`."""
+    """Convert a box in an answer to left, top, right and bottom in pixels of the original image.
+
+    box: left, top, right and bottom as the model wrote them. size, scale: as in `original_point`.
+    """
     left, top = original_point(box[:2], size, scale)
     right, bottom = original_point(box[2:4], size, scale)
     return left, top, right, bottom

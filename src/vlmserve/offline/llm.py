@@ -34,18 +34,16 @@ if TYPE_CHECKING:
 
 
 class LLM(OfflineModel[Iterator[str]]):
-    """A model that answers in this process.
+    """A model in this process.
 
-    model: short name, local folder or .gguf file, or Hugging Face repository id. Further options are the fields of
-    `EngineConfig`, `MediaConfig` and `OfflineConfig` (``dtype="float32"``, ``kv_cache_memory="2GiB"``,
-    ``max_images=4``, ``prepare_ahead=64``…).
+    model: short name, local folder or .gguf file, or Hugging Face repository id. Options are the fields of
+    `EngineConfig`, `MediaConfig` and `OfflineConfig`, such as ``dtype="float32"``, ``kv_cache_memory="2GiB"``,
+    ``max_images=4``.
 
-    Several threads may use one LLM: the engine batches their requests. A process that is forked from one with a loaded
-    LLM needs an LLM of its own; calls raise ForkError there. `close` gives back the memory, and so does deleting the
-    last reference.
+    Threads may share an LLM; the engine batches their requests. A forked process needs its own LLM: calls raise
+    ForkError. `close`, or deleting the last reference, frees the memory.
 
-    Raises ConfigurationError for an unknown or impossible option, ModelLoadError for a checkpoint that cannot be
-    served.
+    Raises ConfigurationError for an unknown or impossible option, ModelLoadError for an unusable checkpoint.
     """
 
     def __init__(self, model: str = BUILT_IN_MODEL, **options: Unpack[LLMOptions]) -> None:
@@ -62,18 +60,18 @@ class LLM(OfflineModel[Iterator[str]]):
         self.close()
 
     def load(self) -> None:
-        """Load the model now if it is not loaded. Raises ModelLoadError and ConfigurationError."""
+        """Load the model unless it is loaded. Raises ModelLoadError and ConfigurationError."""
         assert self.engine is not None
 
     def close(self) -> None:
-        """Give back the model's memory. Requests that are not finished, and later calls, raise UnavailableError."""
+        """Free the model's memory. Unfinished requests and later calls raise UnavailableError."""
         self._engine.close()
 
     @property
     def engine(self) -> VLMEngine:
-        """The engine with its model. With ``load="lazy"`` its first use loads it, and raises what that raises.
+        """The engine. With ``load="lazy"``, its first use loads the model and may raise what `load` raises.
 
-        Use it from one thread, while no other call of this LLM runs.
+        Use it from one thread, while no other call runs.
         """
         return self._engine.engine
 
@@ -217,7 +215,7 @@ class LLM(OfflineModel[Iterator[str]]):
             self._engine.forget([request])
 
     def _load_adapter(self, wanted: LoRARequest | None) -> str:
-        """Have an adapter served; returns its name, "" for the model itself. Raises AdapterError, UnknownModelError."""
+        """Load an adapter; return its name, "" for the model itself. Raises AdapterError, UnknownModelError."""
         return "" if wanted is None else self._engine.load_adapter(wanted)
 
     def _answer(self, call: Call, *, stream: bool, use_tqdm: bool) -> Any:
@@ -253,7 +251,9 @@ class LLM(OfflineModel[Iterator[str]]):
 
 @contextmanager
 def _progress(total: int | None, enabled: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on the error stream; yields what to call with each step: requests that finished, new tokens."""
+    """A progress bar on stderr. Yields a function to call after each step with the numbers of finished requests and new
+    tokens.
+    """
     if not enabled:
         yield lambda num_finished, num_tokens: None
         return

@@ -1,4 +1,4 @@
-"""The calls of `LLM` and `AsyncLLM`: each is declared here, once."""
+"""The calls that `LLM` and `AsyncLLM` share."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _OF_VLLM = "encode classify reward beam_search apply_model collective_rpc sleep 
 class OfflineModel(ABC, Generic[Texts]):
     """A model that answers callers in this process.
 
-    `default_sampling_params` is what calls without sampling parameters use: the checkpoint's own. `Texts` is the
-    iterator that `stream` returns.
+    `default_sampling_params` has the checkpoint's sampling parameters, for calls without any. `Texts` is the iterator
+    that `stream` returns.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-        """defaults: options that differ from the settings' own defaults."""
+        """defaults: option defaults that differ from the settings'."""
         self._setup = set_up(model, options, defaults)
         self.config, self.preparer = self._setup.engine, self._setup.preparer
         self.default_sampling_params = self._setup.params
@@ -47,7 +47,7 @@ class OfflineModel(ABC, Generic[Texts]):
 
     @property
     def template_settings(self) -> frozenset[str]:
-        """Names of what `chat_template_kwargs` can set."""
+        """Names that `chat_template_kwargs` can set."""
         return self.preparer.template_settings
 
     def __getattr__(self, name: str) -> Any:
@@ -57,16 +57,16 @@ class OfflineModel(ABC, Generic[Texts]):
         raise AttributeError(f"{kind} has no attribute {name!r}{did_you_mean(name, dir(type(self)))}")
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The checkpoint's own parameters, which calls without any use."""
+        """The checkpoint's sampling parameters, for calls without any."""
         return self.default_sampling_params
 
     def get_tokenizer(self) -> Any:
-        """The checkpoint's tokenizer as transformers loads it. Raises ModelLoadError if transformers cannot."""
+        """The checkpoint's tokenizer from Transformers. Raises ModelLoadError if Transformers cannot load it."""
         from transformers import AutoTokenizer
 
         try:
             return AutoTokenizer.from_pretrained(self._setup.folder, local_files_only=True)
-        except Exception as error:  # transformers raises anything
+        except Exception as error:  # Transformers raises anything
             message = f"transformers cannot load the tokenizer of {self.config.model}: {error}"
             raise ModelLoadError(message) from error
 
@@ -87,33 +87,39 @@ class OfflineModel(ABC, Generic[Texts]):
         lora_request: Adapters = None,
         **others: Any,
     ) -> Any:
-        """Answer one conversation (a list of messages) or many (a list of lists); results are in the same order.
+        """Answer one conversation (a list of messages) or many (a list of conversations). Results keep the order.
 
-        Messages have OpenAI's form; an image is a part ``{"type": "image", "image": x}`` where x is a
-        `PIL.Image.Image`, a path, a file's bytes or a URL, or a part ``{"type": "image_url", …}``. A video is a part
-        ``{"type": "video", "video": x}`` where x is a file or a list of such images, or ``{"type": "video_url", …}``. A
-        document is a part ``{"type": "document", "document": x, "pages": "1-3"}`` where x is a path, a file's bytes or
-        a URL, and each of its pages is an image.
-        sampling_params: one for all, or one each. use_tqdm: whether `LLM` shows a progress bar.
-        stream: return an iterator instead of a list. It gives results in order, each as soon as it and all before it
-        have finished, and only prepares as many ahead as `OfflineConfig` says; conversations may come from an iterator
-        as well. Closing it ends all requests.
-        on_error: "raise" ends the call with what is wrong in all conversations and answers none; "return" answers the
-        others, and has an InvalidRequestError in the place of a result.
-        schema: a JSON schema (dict) or a pydantic model that answers fit. Results are then parsed JSON or instances of
-        the model. An answer that the limit of tokens cut off cannot be parsed: it is an AnswerError, which is raised,
-        or takes the place of a result. `SamplingParams(grammar=Grammar.json(schema))` returns
-        `RequestOutput` with the same objects in `parsed`.
-        add_generation_prompt: whether the prompt ends with the beginning of an answer (True). continue_final_message:
-        whether the answer continues the last message, which is text of the assistant (False). chat_template_kwargs:
-        values for the model's chat template by name, such as ``enable_thinking``. cache_salt: only requests with the
-        same salt share what is cached. mm_processor_kwargs: the budget of images that have none of their own, such as
-        ``{"max_pixels": 500_000, "max_tokens": 512}``, and the ``fps`` of videos. lora_request: the adapter that
-        answers, one for all, or one or None each. With ``enable_lora=True`` it is loaded at its first use.
+        Messages have OpenAI's form, with these additional content parts:
 
-        Raises InvalidRequestError for a conversation that cannot be answered, naming its place and its file or URL, and
-        InvalidRequestsError for several. A request that fails while it runs ends with finish_reason "error"; the others
-        go on.
+        - ``{"type": "image", "image": x}``: x is a `PIL.Image.Image`, a path, a file's bytes or a URL.
+        - ``{"type": "video", "video": x}``: x is a file or a list of such images.
+        - ``{"type": "document", "document": x, "pages": "1-3"}``: x is a path, a file's bytes or a URL. Each page
+          becomes an image.
+
+        Arguments:
+
+        - sampling_params: one for all conversations, or a list with one for each.
+        - use_tqdm: show a progress bar (only `LLM`).
+        - stream: return an iterator that yields results in order, each once it and all earlier ones have finished. It
+          prepares as many ahead as `OfflineConfig` says. Conversations may be an iterator. Closing it aborts all
+          requests.
+        - on_error: "raise" answers nothing and raises the errors of all conversations. "return" answers the valid
+          conversations and returns an InvalidRequestError in place of each other result.
+        - schema: a JSON schema (dict) or pydantic model. Results are parsed JSON or instances of the model. An answer
+          that the token limit cut off is an AnswerError, which is raised or returned as `on_error` says.
+          `SamplingParams(grammar=Grammar.json(schema))` returns `RequestOutput` with the object in `parsed`.
+        - add_generation_prompt: end the prompt with the beginning of an answer.
+        - continue_final_message: continue the last message, which is the assistant's and has text.
+        - chat_template_kwargs: variables of the chat template, such as ``enable_thinking``.
+        - cache_salt: requests share caches only with requests of equal salt.
+        - mm_processor_kwargs: default budget of images, such as ``{"max_pixels": 500_000, "max_tokens": 512}``, and
+          ``fps`` of videos.
+        - lora_request: the adapter for all conversations, or a list with an adapter or None for each. With
+          ``enable_lora=True``, it is loaded on first use.
+
+        Raises InvalidRequestError for an invalid conversation, naming its place and its file or URL, and
+        InvalidRequestsError for several. A request that fails while running has finish_reason "error"; the others
+        continue.
         """
         check_arguments(OfflineModel.chat, others)
         call = self._prompts.chat_call(
@@ -141,12 +147,17 @@ class OfflineModel(ABC, Generic[Texts]):
         lora_request: Adapters = None,
         **others: Any,
     ) -> Any:
-        """Continue one prompt or many, without a chat template; results are in the same order.
+        """Continue one prompt or many, without a chat template. Results keep the order.
 
-        A prompt is text, ``{"prompt": text, "multi_modal_data": {"image": image or list of images, "video": …}}`` with
-        the model's image or video token in the text for each, a list of token ids, or ``{"prompt_token_ids": [...]}``;
-        the dicts may have a "cache_salt" and "mm_processor_kwargs". A video is a file or a list of frames; a list of
-        `PIL.Image.Image` or arrays is one video, any other list several. For the rest see `chat`.
+        A prompt is one of:
+
+        - text
+        - ``{"prompt": text, "multi_modal_data": {"image": image or list of images, "video": …}}``; the text contains
+          the model's image or video token for each
+        - a list of token ids, or ``{"prompt_token_ids": [...]}``
+
+        Dicts may have "cache_salt" and "mm_processor_kwargs". A video is a file or a list of frames: a list of
+        `PIL.Image.Image` or arrays is one video, any other list is several. Other arguments: as in `chat`.
         """
         check_arguments(OfflineModel.generate, others)
         call = self._prompts.text_call(prompts, sampling_params, on_error, lora_request)
@@ -169,13 +180,16 @@ class OfflineModel(ABC, Generic[Texts]):
         cache_salt: str | None = None,
         **others: Any,
     ) -> Any:
-        """Return the vector of one prompt or of many, as `PoolingRequestOutput`; results are in the same order.
+        """Return the embedding of one prompt or of many, as `PoolingRequestOutput`. Results keep the order.
 
-        A prompt is what `generate` takes, or a conversation, which shows images, videos and documents as in `chat`.
-        Nothing is generated. The checkpoint's ``modules.json``, or the option ``pooling``, says how hidden states
-        become a vector. dimensions: keep that many leading elements, before normalization. truncate_prompt_tokens:
-        keep that many of a prompt's last tokens. add_generation_prompt: None means what the checkpoint says, else True.
-        For the rest see `chat`.
+        A prompt is a prompt of `generate` or a conversation of `chat`. The checkpoint's ``modules.json``, or the option
+        ``pooling``, says how hidden states become an embedding.
+
+        - dimensions: leading elements to keep, before normalization.
+        - truncate_prompt_tokens: last prompt tokens to keep.
+        - add_generation_prompt: None means as the checkpoint says, else True.
+
+        Other arguments: as in `chat`.
         """
         check_arguments(OfflineModel.embed, others)
         call = self._prompts.embed_call(
@@ -207,13 +221,15 @@ class OfflineModel(ABC, Generic[Texts]):
     ) -> Any:
         """Return how well documents fit a query, as `ScoringRequestOutput` in the order of the documents.
 
-        queries: one, or one for each document. Each query and document is a text, a list of parts as in a message, or
-        ``{"content": parts}``. An embedding model compares vectors (cosine), a classifier reads pairs, others judge
-        each pair: the score is the probability of "yes". instruction: what they judge; default: web search.
-        truncate_prompt_tokens: tokens of a prompt; of a pair, the end of the document is left out. For the rest see
-        `chat`.
+        - queries: one, or one for each document. Queries and documents are texts, lists of message parts, or
+          ``{"content": parts}``.
+        - instruction: the task of a model that judges pairs (default: web search).
+        - truncate_prompt_tokens: maximum tokens of a prompt; a pair loses the end of its document.
 
-        Raises InvalidRequestError for a model that has no way to judge, and VLMServeError if a request fails.
+        An embedding model compares vectors (cosine), a classifier reads pairs, other models judge each pair: the score
+        is the probability of "yes". Other arguments: as in `chat`.
+
+        Raises InvalidRequestError for a model that cannot score, and VLMServeError if a request fails.
         """
         check_arguments(OfflineModel.score, others)
         call = self._prompts.score_call(
@@ -241,8 +257,8 @@ class OfflineModel(ABC, Generic[Texts]):
     ) -> Any:
         """Return the probabilities of the answers to questions about one conversation: a list for each question.
 
-        questions: of `vlmserve.frontend.deciding`. temperature: instead of the checkpoint's, see ``vlmserve eval
-        calibration``. For the rest see `chat`. Raises as `score` does.
+        questions: from `vlmserve.frontend.deciding`. temperature: replaces the checkpoint's, see ``vlmserve eval
+        calibration``. Other arguments: as in `chat`. Raises as `score` does.
         """
         call = self._prompts.decide_call(
             messages,
@@ -268,10 +284,10 @@ class OfflineModel(ABC, Generic[Texts]):
         lora_request: LoRARequest | None = None,
         on_thought: Callable[[str], None] | None = None,
     ) -> Texts:
-        """Return an iterator that yields the text of one answer during generation. Closing it ends the request.
+        """Return an iterator over the text of one answer while it is generated. Closing it aborts the request.
 
-        on_thought: gets the text of what the model thinks before it answers, as it is generated. For the rest see
-        `chat`. Raises as `chat` does, and VLMServeError if the request fails while it runs, when the iterator advances.
+        on_thought: called with the text of the reasoning. Other arguments: as in `chat`.
+        Raises as `chat` does, and VLMServeError from the iterator if the running request fails.
         """
         params = sampling_params or self.default_sampling_params
         if params.num_samples > 1:
@@ -289,14 +305,12 @@ class OfflineModel(ABC, Generic[Texts]):
         return self._texts(call, messages, params, on_thought or _ignore)
 
     @abstractmethod
-    def _answer(self, call: Call, *, stream: bool, use_tqdm: bool) -> Any:
-        """Return the results of `chat` or `generate`."""
+    def _answer(self, call: Call, *, stream: bool, use_tqdm: bool) -> Any: ...
 
     @abstractmethod
     def _texts(
         self, call: Call, messages: Conversation, params: SamplingParams, on_thought: Callable[[str], None]
-    ) -> Texts:
-        """Return the iterator of `stream`."""
+    ) -> Texts: ...
 
 
 def _ignore(thought: str) -> None:

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNBOUNDED_QUEUE = 2**31
-"""Offline, all requests come from callers who wait for them, so the queue needs no limit."""
+"""No limit: offline callers wait for their requests."""
 WINDOWS = 4
-"""Finished results may wait for an earlier, slow one, up to this many times the running requests."""
+"""Limits results that wait for an earlier, slow one, as a multiple of the running requests."""
 KINDS = (EngineConfig, MediaConfig, OfflineConfig)
 """The settings whose fields are options."""
 
@@ -47,7 +47,7 @@ ByteCount: TypeAlias = int | str
 
 
 class VLLMOptions(TypedDict, total=False):
-    """Common options under vLLM's names; `vlmserve.settings.vllm_flags` has all of them."""
+    """Common options by vLLM's names; `vlmserve.settings.vllm_flags` has all."""
 
     gpu_memory_utilization: float
     swap_space: float
@@ -72,7 +72,7 @@ class VLLMOptions(TypedDict, total=False):
 
 
 class LLMOptions(VLLMOptions, total=False):
-    """The fields of `EngineConfig`, `MediaConfig` and `OfflineConfig`, which describe them."""
+    """The fields of `EngineConfig`, `MediaConfig` and `OfflineConfig`."""
 
     # `EngineConfig`
     revision: str | None
@@ -182,7 +182,9 @@ class LLMOptions(VLLMOptions, total=False):
 
 
 class Setup(NamedTuple):
-    """A model's settings and what prepares its prompts. folder: of its checkpoint. params: the checkpoint's own."""
+    """A model's settings and request preparer. folder: the checkpoint's. params: the checkpoint's sampling
+    parameters.
+    """
 
     engine: EngineConfig
     media: MediaConfig
@@ -193,7 +195,7 @@ class Setup(NamedTuple):
 
     @property
     def window(self) -> int:
-        """Results of a stream that may be under way or wait for an earlier one."""
+        """Results of a stream in flight or waiting for an earlier one."""
         return WINDOWS * (self.engine.max_num_seqs + self.offline.prepare_ahead)
 
 
@@ -221,9 +223,9 @@ def set_up(model: str, options: Mapping[str, Any], defaults: Mapping[str, Any] |
 
 
 class _Options:
-    """Options as fields of the settings. None stands for an option's default, as in vLLM.
+    """Options as fields of the settings. None means an option's default, as in vLLM.
 
-    Raises ConfigurationError for names that are neither ours nor vLLM's, and for what is not supported.
+    Raises ConfigurationError for unknown names and unsupported options.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any]) -> None:
@@ -241,7 +243,7 @@ class _Options:
                 self._translate(name, value, entry, known)
 
     def spelling(self, field: str) -> str:
-        """The name under which the caller gave a field."""
+        """The caller's name for a field."""
         return self._written.get(field, field)
 
     def _set(self, field: str, name: str, value: Any) -> None:
@@ -253,7 +255,7 @@ class _Options:
 
     def _translate(self, name: str, value: Any, entry: Entry, known: Set[str]) -> None:
         if isinstance(entry, Missing):
-            if value:  # nothing, 0 and False are what vLLM has where nobody asks for anything
+            if value:  # vLLM's default is None, 0 or False
                 raise ConfigurationError(f"LLM has no option {name}. {_in_python(entry.why)}")
         elif entry.is_switch and not value:
             return
@@ -272,5 +274,5 @@ class _Options:
 
 
 def _in_python(text: str) -> str:
-    """A sentence about flags, with the names that options have."""
+    """Replace flags in a sentence by option names."""
     return re.sub(r"--([a-z][a-z0-9-]*)", lambda flag: flag[1].replace("-", "_"), text)

@@ -1,4 +1,4 @@
-"""What `LLM` returns, under the names that vLLM has for it."""
+"""Results of `LLM`, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class Logprob:
-    """How likely a token was. rank: 1 for the likeliest one. decoded_token: its text."""
+    """A token's log probability. rank: 1 for the most likely token. decoded_token: its text."""
 
     logprob: float
     rank: int
@@ -27,27 +27,26 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer. token_ids: without the end token that finished it. error: what went wrong, if something did.
-
-    finish_reason: "stop", "length" (the limit of tokens), or "error". stop_reason: the stop string, or the token of
-    `stop_token_ids`, that ended it; None for anything else, the model's own end token included.
-    logprobs: for each of `token_ids`, if they were asked for: that token first, then the likeliest ones in order, by
-    their ids. grammar: what the answer was held to. reasoning_content: what the model thought before `text`, where
-    thoughts are told from answers and there are some; `token_ids` has its tokens, too.
-    """
+    """One answer."""
 
     index: int
     text: str
     token_ids: list[int]
+    """Without the end token that finished it; includes the reasoning's tokens."""
     finish_reason: FinishReason
+    """"stop", "length" (the token limit), or "error"."""
     stop_reason: int | str | None = None
+    """The stop string, or token of `stop_token_ids`, that ended it; None otherwise, also for the model's end token."""
     error: str | None = None
+    """The reason of finish_reason "error"."""
     logprobs: list[dict[int, Logprob]] | None = None
+    """For each of `token_ids`, if requested: by token id, the token first, then the most likely ones in order."""
     grammar: Grammar | None = None
+    """The format that it follows."""
     reasoning_content: str | None = None
+    """The reasoning before `text`, if the model separates it."""
 
     def __repr__(self) -> str:
-        """The fields that people look at; others are attributes."""
         shown = {"text": _short(self.text), "finish_reason": self.finish_reason, "tokens": len(self.token_ids)}
         shown |= {name: value for name in ("stop_reason", "error") if (value := getattr(self, name)) is not None}
         return f"CompletionOutput({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
@@ -61,10 +60,10 @@ class CompletionOutput:
 
     @property
     def parsed(self) -> Any:
-        """The value of an answer that was held to JSON, or an instance of the pydantic model that it was held to.
+        """The value of an answer with a JSON format, or an instance of the format's pydantic model.
 
-        None if it was not held to JSON, or did not end by itself (see `finish_reason`). Raises pydantic's
-        ValidationError where validators of the model refuse what its schema allows.
+        None without such a format, or if the answer did not end by itself (see `finish_reason`). Raises pydantic's
+        ValidationError if the model's validators reject the answer.
         """
         if self.grammar is None or not self.grammar.is_json or self.finish_reason != "stop":
             return None
@@ -77,27 +76,26 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What came of one prompt.
-
-    prompt: its text, with one placeholder for each image; of a conversation, what the chat template made of it.
-    prompt_token_ids: with the placeholders of images expanded. outputs: the answers, as many as `SamplingParams.n`.
-    num_cached_tokens: tokens of the prompt that were found in the prefix cache. num_images_encoded: images that went
-    through the vision tower for it. prompt_logprobs: for each of `prompt_token_ids`, if they were asked for; None for
-    the first one and for those of images. image_sizes: what the model saw of the prompt's images, in order.
-    """
+    """The result of one prompt."""
 
     request_id: str
     prompt: str
+    """Its text, with one placeholder for each image; of a conversation, the rendered chat template."""
     prompt_token_ids: list[int]
+    """With one token for each image embedding."""
     outputs: list[CompletionOutput]
+    """The answers, `SamplingParams.n` of them."""
     num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
     num_images_encoded: int = 0
+    """Images that went through the vision tower for it."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each of `prompt_token_ids`, if requested; None for the first token and for images."""
     finished: bool = True
     image_sizes: list[ImageSize] = field(default_factory=list)
+    """What the model saw of each image, in order."""
 
     def __repr__(self) -> str:
-        """The answers and the beginning of the prompt; other fields are attributes."""
         return (
             f"RequestOutput(request_id={self.request_id!r}, prompt={_short(self.prompt)!r}, "
             f"prompt_tokens={len(self.prompt_token_ids)}, outputs={self.outputs!r})"
@@ -105,7 +103,7 @@ class RequestOutput:
 
     @property
     def text(self) -> str:
-        """The text of the first answer."""
+        """The first answer's text."""
         return self.outputs[0].text
 
     @property
@@ -116,30 +114,26 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class PoolingOutput:
-    """A vector, or one for each token."""
+    """An embedding, or one for each token."""
 
     data: npt.NDArray[np.float32]
-    """``[dimensions]`` or ``[tokens, dimensions]``; empty if there is an error."""
+    """``[dimensions]`` or ``[tokens, dimensions]``; empty after an error."""
     error: str | None = None
     """The reason, if it failed."""
 
     @property
     def embedding(self) -> list[Any]:
-        """The vector as a list of floats, or a list of such lists."""
+        """The embedding as a list of floats, or of such lists."""
         values: list[Any] = self.data.tolist()
         return values
 
     def __repr__(self) -> str:
-        """The size and the error."""
         return f"PoolingOutput(shape={self.data.shape}{'' if self.error is None else f', error={self.error!r}'})"
 
 
 @dataclass(frozen=True)
 class PoolingRequestOutput:
-    """The vector of one prompt.
-
-    prompt_token_ids, num_cached_tokens, num_images_encoded: as in `RequestOutput`.
-    """
+    """The embedding of one prompt. Other fields: as in `RequestOutput`."""
 
     request_id: str
     outputs: PoolingOutput
@@ -151,7 +145,7 @@ class PoolingRequestOutput:
 
 @dataclass(frozen=True)
 class ScoringOutput:
-    """The score of a document: a probability, a cosine of vectors, or the sum of the cosines of tokens."""
+    """A document's score: a probability, a cosine, or a sum of token cosines."""
 
     score: float
 
@@ -169,7 +163,7 @@ def _short(text: str) -> str:
 
 
 def logprobs_by_id(logprobs: TokenLogprobs, token_bytes: Callable[[int], bytes]) -> dict[int, Logprob]:
-    """A token and its alternatives by token ids, the token itself first. token_bytes: the bytes of a token id."""
+    """A token and its alternatives by token id, the token first. token_bytes: returns the bytes of a token id."""
     others = [(token_id, score, rank) for rank, (token_id, score) in enumerate(logprobs.top, start=1)]
     return {
         token_id: Logprob(score, rank, token_bytes(token_id).decode(errors="replace"))

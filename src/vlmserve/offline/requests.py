@@ -1,4 +1,4 @@
-"""Requests of callers in this process, and what becomes of them."""
+"""Requests of callers in this process, and their results."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 
 
 class LoRARequest(NamedTuple):
-    """The adapter that answers, under vLLM's names.
+    """An adapter to answer with, by vLLM's names.
 
-    lora_name: under which it is served. lora_int_id: vLLM's number for it, which has no effect. lora_path: of its
-    folder or repository, from which it is loaded if none of that name and path is served; "": it is served already.
+    - lora_name: the name to serve it under.
+    - lora_int_id: vLLM's number; no effect.
+    - lora_path: folder or repository to load it from, unless it is served; "": it is already served.
     """
 
     lora_name: str
@@ -47,26 +48,27 @@ class LoRARequest(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A prompt that is ready for the engine. text: as the caller wrote it; None: it was made of something else.
-    adapter: the name of the adapter that answers; "": the model itself."""
+    """A prompt that is ready for the engine."""
 
     prompt: Prompt
     cache_salt: str = ""
     text: str | None = None
+    """As the caller wrote it; None: the prompt was not text."""
     adapter: str = ""
+    """The adapter's name; "": the model itself."""
     task: Task = GENERATE
 
     @property
     def num_bytes(self) -> int:
-        """Memory of its token ids and images."""
+        """Bytes of its token ids and pixels."""
         return 8 * len(self.prompt.token_ids) + sum(image.pixels.nbytes for image in self.prompt.image_inputs)
 
 
 @dataclass(eq=False)
 class Generation:
-    """One answer in the engine and the text that it has brought so far.
+    """One answer in the engine, and its text so far.
 
-    The thread that steps the engine writes it while the caller's thread reads it, so `finish_reason` is set last.
+    The stepping thread writes it while the caller's thread reads it, so `finish_reason` is set last.
     """
 
     request_id: str
@@ -104,11 +106,10 @@ class Generation:
 
     @property
     def has_text(self) -> bool:
-        """Text that `take_text` has not returned yet exists."""
         return self.num_taken < len(self.said)
 
     def take_text(self, on_thought: Callable[[str], None]) -> Iterator[str]:
-        """Text of the answer that was not taken yet. on_thought: gets the text of its reasoning."""
+        """Return new text. on_thought: called with the reasoning's text."""
         while self.has_text:
             said = self.said[self.num_taken]
             self.num_taken += 1
@@ -123,7 +124,7 @@ class Generation:
 
     @property
     def likelihood(self) -> float:
-        """By which the best of several is chosen: thoughts do not count."""
+        """Ranks samples; reasoning does not count."""
         return mean_logprob(self.logprobs[self.answer_text.num_reasoning_tokens :])
 
     @property
@@ -134,7 +135,7 @@ class Generation:
 
 
 class OfflineRequest:
-    """A prompt with its answers, of which there are several with `n`."""
+    """A prompt and its `n` answers."""
 
     def __init__(self, request_id: str, prepared: Prepared, params: SamplingParams, preparer: RequestPreparer) -> None:
         self.request_id = request_id
@@ -168,7 +169,7 @@ class OfflineRequest:
         return all(one.finish_reason is not None for one in self.generations)
 
     def result(self) -> RequestOutput | PoolingRequestOutput:
-        """What came of it, once it has finished."""
+        """The result, once finished."""
         prompt, task = self.requests[0].prompt, self.requests[0].task
         first = self.generations[0]
         if not isinstance(task, Generate):
@@ -219,7 +220,7 @@ class OfflineRequest:
 
 
 def fitted(prepared: Prepared, params: SamplingParams, info: ModelInfo) -> Prepared:
-    """The prompt with as many tokens as the parameters say. Raises InvalidRequestError if the answer does not fit."""
+    """Truncate the prompt as the parameters say. Raises InvalidRequestError if the answer does not fit."""
     prompt = truncate(prepared.prompt, params.truncate_prompt_tokens, info.max_prompt_len)
     check_min_tokens(params.min_tokens, prompt, info)
     return prepared._replace(prompt=prompt)

@@ -33,11 +33,6 @@ RATE_LIMIT_HEADERS = tuple(
 
 
 class Bucket:
-    """A token bucket. It holds a minute's amount, refills evenly, and may become negative.
-
-    taken: amount that was not yet reported to other servers with the same limit.
-    """
-
     def __init__(self, per_minute: int, clock: Clock) -> None:
         self.per_minute = per_minute
         self._clock = clock
@@ -47,39 +42,36 @@ class Bucket:
 
     @property
     def level(self) -> float:
-        """The current amount; may be negative."""
         now = self._clock()
         self._level = min(self.per_minute, self._level + (now - self._then) * self.per_minute / _MINUTE)
         self._then = now
         return self._level
 
     def take(self, amount: float) -> None:
-        """Take an amount; the level may become negative."""
         self._level = self.level - amount
         self.taken += amount
 
     def tell(self) -> float:
-        """Return what was taken since the last call, for other servers, less the refill since then."""
+        """Return what was taken since the last call, less the refill since then, to report to other servers."""
         told = min(self.taken, max(0.0, self.per_minute - self.level))
         self.taken = 0.0
         return told
 
     def hear(self, used: float) -> None:
-        """Set the amount that all servers together have used, including what this one reported."""
+        """Set the amount that all servers together have used."""
         self._level = self.per_minute - used - self.taken
         self._then = self._clock()
 
     def seconds_until(self, amount: float) -> float:
-        """Seconds until the bucket holds `amount` if nothing is taken; 0 if it does already."""
+        """Seconds until the bucket holds `amount` if nothing is taken."""
         return max(0.0, amount - self.level) * _MINUTE / self.per_minute
 
 
 class Account:
-    """The running requests of a key, and the rest of its limits. Use it from one thread.
+    """A key's running requests and remaining limits. Not thread-safe.
 
-    owner: of the key's history, the same after every start; default: the owner of the key's name. on_use: called when
-    something was taken from the limits or given back. places: concurrent requests that this server may run, a share of
-    the key's `max_concurrency`; None: this server counts alone.
+    owner: of the key's history, the same after every start. on_use: called when a limit was used or given back. places:
+    this server's share of the key's `max_concurrency`; None: it counts alone.
     """
 
     def __init__(self, key: StoredKey, clock: Clock = time.monotonic, owner: str = "") -> None:
@@ -204,7 +196,7 @@ class KeyRing:
         return cls(config.api_key, None if config.api_keys_file is None else expanded(config.api_keys_file))
 
     def find(self, key: str) -> Account | None:
-        """The account of a key. It compares all keys, so that timing reveals none."""
+        """Compares all keys, so that timing reveals none."""
         self._reload()
         if not 0 < len(key) <= MAX_KEY_LENGTH:
             return None
@@ -240,12 +232,12 @@ class KeyRing:
 
 
 def owner_of_key(name: str) -> str:
-    """The owner of the history of a key in a file. A new key with the name of a removed one continues its history."""
+    """The owner of a stored key's history. A new key with a removed key's name continues its history."""
     return f"key {name}"
 
 
 def _owner(key: str) -> str:
-    """The owner of the history of a key without a name. People choose such keys, so the hash must be slow."""
+    """The owner of a plain key's history. People choose such keys, so the hash must be slow."""
     return "plain " + hashlib.scrypt(key.encode(), salt=b"vlmserve owner", n=2**14, r=8, p=1, dklen=24).hex()
 
 

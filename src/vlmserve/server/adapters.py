@@ -234,7 +234,6 @@ class Adapters:
 
 
 def _signature(folder: Path) -> Signature:
-    """A value that changes with the files."""
     found = []
     for path in files_of(folder):
         with contextlib.suppress(OSError):

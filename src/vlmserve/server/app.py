@@ -81,7 +81,6 @@ from vlmserve.settings.config import ServerConfig
 
 
 def operations(config: ServerConfig) -> list[Operation]:
-    """All operations of a server, without the web page."""
     caches = Operation("GET", "/debug/cache", show_caches, answer=dict[str, Any])
     return [
         Operation("POST", "/v1/chat/completions", chat_completions, ChatRequest, answer=ChatCompletion, streams=True),
@@ -146,7 +145,7 @@ def create_app(service: Service) -> Starlette:
 
 
 def assemble(front: Front, served: Sequence[Route]) -> Starlette:
-    """Make an application of routes, with the common parts: page, OpenAPI document, keys, access log and errors."""
+    """Make an application of routes plus page, OpenAPI document, keys, access log and errors."""
     config = front.config
 
     @functools.lru_cache(1)
@@ -198,7 +197,6 @@ async def health(request: Request) -> Response:
 
 
 async def ping(request: Request) -> Response:
-    """Return the same as /health, for SageMaker."""
     return await health(request)
 
 

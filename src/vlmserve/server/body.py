@@ -121,7 +121,6 @@ def skip_byte_order_mark(body: bytearray) -> None:
 
 
 def content_type(request: Request) -> str:
-    """The content type of a request, like ``application/json``."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
@@ -131,13 +130,13 @@ def wrong_content_type(wanted: str, kind: str) -> RefusedError:
 
 
 async def read_body(request: Request, max_bytes: int, share: BodyShare, pause: float = 30.0) -> bytearray:
-    """Read the body of a request, and inflate it if it is compressed.
+    """Read the body of a request, and decompress it.
 
-    Raises RefusedError for a body
+    Raises RefusedError for a body that is
 
-    - over `max_bytes`, declared or actual, compressed or inflated
-    - that does not fit into memory, or is slow while others need the memory
-    - that pauses for `pause` seconds or is slower than `MIN_RATE`
+    - over `max_bytes`, compressed or not
+    - too large for the free memory, or slow while others need memory
+    - silent for `pause` seconds, or slower than `MIN_RATE`
     - of unknown encoding
     """
     expects_continue = "expect" in request.headers

@@ -80,7 +80,6 @@ class AskedPrompt:
 
     @property
     def num_bytes(self) -> int:
-        """Size in memory, roughly."""
         num_parts = sum(map(len, self._messages)) + sum(map(len, self._system)) + len(self._images)
         return self._token_ids.nbytes + _PART_BYTES * (num_parts + 10)
 
@@ -136,7 +135,6 @@ class CacheLog:
         self._num_bytes = 0
 
     def keep(self, response_id: str, model: str, asked: AskedPrompt) -> None:
-        """Remember a prompt. The oldest ones are forgotten."""
         self._asked[response_id] = model, asked
         self._num_bytes += asked.num_bytes
         while self._num_bytes > MAX_BYTES:
@@ -205,7 +203,6 @@ def _kind(part: Any) -> str:
 
 
 def _digest(value: object) -> bytes:
-    """A digest of a JSON value, whose strings may be bytes."""
     hasher = blake3()
     _add(hasher, value)
     return hasher.digest(16)

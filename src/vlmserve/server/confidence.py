@@ -14,8 +14,6 @@ from vlmserve.server.schema.logprobs import TokenBytes
 
 
 class AnswerConfidences:
-    """Collects the tokens of the answers to one request as they come."""
-
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
         self._deltas: dict[int, list[TextDelta]] = defaultdict(list)

@@ -86,7 +86,6 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -103,13 +102,11 @@ def note(request: Request, text: str, **fields: str | int) -> None:
 
 
 def add_note(scope: Scope, text: str, **fields: str | int) -> None:
-    """Like `note`, for middleware."""
     scope[_NOTES].append(text)
     scope[_FIELDS].update(fields)
 
 
 def note_error(scope: Scope, code: str, reason: str) -> None:
-    """Remember an error for the access log."""
     reason = _shown(reason)
     scope[_FIELDS].update(error=code, reason=reason)
     scope[_NOTES].append(f"{code}: {reason}")

@@ -35,7 +35,6 @@ async def show_caches(request: Request) -> Response:
 
 
 def cache_report(snapshot: EngineSnapshot, image_cache: ImageCacheStats | None) -> dict[str, Any]:
-    """The response. image_cache: None if prepared images are not cached."""
     stats = snapshot.stats
     return {
         "kv_blocks": {

@@ -46,7 +46,6 @@ class Demand:
         await self._settled.wait()
 
     def loaded(self) -> None:
-        """Let waiting requests continue."""
         self._last_use = time.monotonic()
         self._settled.set()
 

@@ -71,7 +71,6 @@ class RefusedError(VLMServeError):
 
 
 def status_of(error: VLMServeError) -> HTTPStatus:
-    """The HTTP status of an error."""
     match error:
         case RefusedError():
             return error.status
@@ -111,7 +110,6 @@ def error_body(error: VLMServeError) -> dict[str, Any]:
 
 
 def error_code(error: VLMServeError) -> str:
-    """The code in an error's body."""
     code: str = error_body(error)["error"]["code"]
     return code
 
@@ -177,18 +175,15 @@ def internal_error_response() -> Response:
 
 
 def json_response(value: object, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> Response:
-    """A JSON response. value: builtins or msgspec structs."""
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
 async def handle_vlmserve_error(request: Request, error: Exception) -> Response:
-    """Exception handler for `VLMServeError`."""
     assert isinstance(error, VLMServeError)
     return error_response(error, request.url.path)
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
-    """Exception handler for paths and methods that do not exist."""
     assert isinstance(error, HTTPException)
     path, status = request.scope["path"], HTTPStatus(error.status_code)
     headers = dict(error.headers or {})

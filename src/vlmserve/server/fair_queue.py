@@ -25,7 +25,6 @@ class FairQueue:
 
     @property
     def running(self) -> int:
-        """Amount of running work."""
         return self._running.total()
 
     @property
@@ -59,7 +58,6 @@ class FairQueue:
         return name
 
     def release(self, name: str) -> None:
-        """End a client's turn."""
         self._running[name] -= 1
         self._running += Counter()  # drops clients without work
         self._grant()

@@ -13,14 +13,10 @@ if TYPE_CHECKING:
 
 
 class ErrorCounter(Protocol):
-    """Counts requests that were answered with an error."""
-
     def count_error(self, code: str) -> None: ...
 
 
 class Front(Protocol):
-    """A server or gateway."""
-
     config: ServerConfig
     keys: KeyRing | None
     """None: requests need no key."""

@@ -67,7 +67,7 @@ class GenerationRequest:
 
 
 class OffsetLogprobs(NamedTuple):
-    """The logprobs of a token. offset: its start in the answer, in characters."""
+    """offset: the token's start in the answer, in characters."""
 
     logprobs: TokenLogprobs
     offset: int
@@ -100,7 +100,7 @@ class OutputStream(Protocol):
 
 
 class Answer:
-    """One of a request's answers during generation."""
+    """A running answer."""
 
     def __init__(
         self, index: int, stream: OutputStream, text: AnswerText, record: AnswerRecord, request: GenerationRequest
@@ -124,7 +124,7 @@ class Answer:
         self._record = record
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
-        """Yield text as it comes. Raises VLMServeError if the answer fails; closing it aborts the answer."""
+        """Yield text as it comes. Raises VLMServeError. Closing aborts the answer."""
         try:
             async for output in self._stream:
                 self._record.output(output)
@@ -210,7 +210,6 @@ class Answer:
         return tuple(self._held.popleft() for _ in range(count))
 
     def close(self) -> None:
-        """Abort the answer unless it has ended."""
         self._stream.close()
         self._record.end("abort")
 
@@ -306,7 +305,6 @@ class Generation:
         return text, fields
 
     def close(self) -> None:
-        """Abort answers that have not ended."""
         for answer in self.answers:
             answer.close()
 
@@ -370,7 +368,6 @@ class Generation:
 
 
 def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
-    """Join all deltas of an answer."""
     return replace(
         deltas[-1],
         text="".join(delta.text for delta in deltas),

@@ -66,7 +66,6 @@ class GpuReader:
         )
 
     def _or_none(self, ask: Callable[[], Any]) -> Any:
-        """A value from the driver; None if the GPU does not report it."""
         try:
             return ask()
         except self._errors():

@@ -129,7 +129,6 @@ class Guard:
 
 
 def account_of(request: Request) -> Account | None:
-    """The request's account; None on a server without keys."""
     account: Account | None = request.scope.get(ACCOUNT)
     return account
 

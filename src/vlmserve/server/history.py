@@ -27,7 +27,6 @@ Message = dict[str, Any]
 
 
 def owner_of(request: Request) -> str:
-    """The owner of a request's history; "" if all clients share one."""
     return str(request.scope.get(OWNER, ""))
 
 

@@ -28,11 +28,9 @@ class Hop:
 
 
 def set_hop(scope: Scope, hop: Hop) -> None:
-    """Store a gateway's settings in a request's scope."""
     scope[_KEY] = hop
 
 
 def hop_of(scope: Scope) -> Hop | None:
-    """A gateway's settings for a request; None for a client's request."""
     hop: Hop | None = scope.get(_KEY)
     return hop

@@ -142,7 +142,6 @@ def _is_of(line: str, name: str) -> bool:
 
 
 def _write(path: Path, lines: Sequence[str]) -> None:
-    """Replace the file atomically, readable only by its owner."""
     new = path.with_name(f"{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

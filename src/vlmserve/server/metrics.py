@@ -143,11 +143,9 @@ class ServerMetrics:
             self._wanted_tokens.observe(max_tokens)
 
     def count_error(self, code: str) -> None:
-        """Count an HTTP request that ended with an error."""
         self._errors.labels(self._model_name, code).inc()
 
     def count_restart(self) -> None:
-        """Count a restart of a dead engine."""
         self._restarts.inc()
 
     async def refresh(self) -> None:
@@ -194,7 +192,6 @@ class AnswerRecord:
         self._ended = False
 
     def output(self, output: EngineOutput) -> None:
-        """Add an output of the engine."""
         self._timings = output.timings or self._timings
         self._num_cached_tokens = output.cached_tokens
         count = len(output.token_ids) + (output.stop_token_id is not None)
@@ -211,7 +208,7 @@ class AnswerRecord:
         self._num_tokens += count
 
     def end(self, reason: FinishReason) -> None:
-        """End the answer. Only the first call counts."""
+        """Only the first call counts."""
         if self._ended:
             return
         self._ended = True

@@ -38,7 +38,6 @@ class ServedNames:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """All names, the model's own first."""
         adapters = (name for name, _ in self.adapter_infos())
         return tuple(dict.fromkeys((*self.own, *sorted(self._aliases), *adapters)))
 

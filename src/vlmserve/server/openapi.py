@@ -25,8 +25,6 @@ _COMPONENTS = "#/components/schemas/"
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of the server. Its endpoint's docstring is the summary."""
-
     method: str
     path: str
     endpoint: Endpoint

@@ -33,7 +33,6 @@ class OnePath:
 
 
 def methods_at(path: str, routes: Iterable[BaseRoute]) -> list[str]:
-    """All methods of a path's routes, sorted."""
     found: set[str] = set()
     for route in routes:
         if isinstance(route, Route) and route.path_regex.match(path):

@@ -74,7 +74,6 @@ class Preparation:
         self.memory = IdleMemory(self._text_workers, lambda: any(queue.running for queue in self._queues.values()))
 
     def open(self, preparer: RequestPreparer) -> None:
-        """Start to prepare requests. preparer: knows the engine's limits."""
         self._preparer = preparer
 
     @property
@@ -96,7 +95,6 @@ class Preparation:
         return None if self._preparer is None else self._preparer.media.image_cache.stats()
 
     def close(self) -> None:
-        """Release the threads."""
         self.memory.close()
         for pool in (
             self._body_workers,

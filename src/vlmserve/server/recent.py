@@ -50,7 +50,6 @@ class RecentLatencies:
         self.slots: list[_Slot] = [_Slot(-1) for _ in range(_NUM_SLOTS)]
 
     def note(self, kind: Latency, seconds: float) -> None:
-        """Add a latency."""
         number = self._now()
         slot = self.slots[number % _NUM_SLOTS]
         if slot.number != number:

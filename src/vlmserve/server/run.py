@@ -128,7 +128,6 @@ class _Launcher:
         self._taken = False
 
     def take(self) -> EngineProcess:
-        """The launched process, or a new one. The caller owns it."""
         if self._process is None or self._taken:
             self.launch()
         assert self._process is not None
@@ -309,7 +308,6 @@ def raise_file_limit() -> None:
 
 
 def _announce(line: str, url: str, model: str) -> None:
-    """Report that the server is ready, as text or JSON."""
     if log_format_in_use() == "json":
         logger.info(line, extra={"fields": {"url": url, "model": model}})
     else:

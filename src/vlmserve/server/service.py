@@ -147,7 +147,6 @@ class Service:
         return self._idle.is_set()
 
     def close(self) -> None:
-        """Close worker threads, tracing and history. The caller closes the client."""
         self.preparation.close()
         if self.store is not None:
             self.store.close()

@@ -21,7 +21,6 @@ TRACE = "vlmserve.trace"
 
 
 def trace_of(request: Request) -> Trace | None:
-    """A request's trace; None if it is not recorded."""
     trace: Trace | None = request.scope.get(TRACE)
     return trace if trace is not None and trace.is_recorded else None
 

@@ -57,7 +57,6 @@ class Supervisor:
             await self._restart(self._client.death or "The engine ended")
 
     async def close(self) -> None:
-        """Stop the engine at once."""
         await self._client.close()
 
     async def _wait_until_dead(self) -> bool:

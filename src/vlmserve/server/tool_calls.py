@@ -40,7 +40,6 @@ class AnswerReader:
         return bool(self._parsers)
 
     def read(self, delta: TextDelta) -> list[Event]:
-        """Parse a delta of an answer. Read each delta once."""
         thoughts: list[Event] = [ThoughtDelta(delta.thought)] if delta.thought and self.shows_thoughts else []
         if not self._parsers:
             return [*thoughts, ContentDelta(delta.text)] if delta.text else thoughts

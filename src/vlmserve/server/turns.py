@@ -130,7 +130,6 @@ def _said(item: Item) -> Message:
 
 
 def _content(said: str | list[Item]) -> str | list[Item]:
-    """The content of an item in the form of chat completions; files keep the type ``file``."""
     if isinstance(said, str):
         return said
     parts = [_chat_part(part) for part in said]

@@ -1,4 +1,4 @@
-"""What all settings have in common: texts stand for values, and errors say what was meant."""
+"""Base class of settings: parses text and suggests corrections in errors."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _UNITS |= {f"{unit}b": 1000**power for power, unit in enumerate("kmgt", start=1)
 
 
 def parse_size(value: Any) -> Any:
-    """Bytes of a size as people write it: ``4GiB``, ``512 MB``, ``1.5g``, ``1048576``.
+    """Parse a size: ``4GiB``, ``512 MB``, ``1.5g``, ``1048576``; return bytes.
 
-    Raises ValueError for text that is no size; passes values that are not text through.
+    Raises ValueError for other text. Returns values that are not text unchanged.
     """
     if not isinstance(value, str):
         return value
@@ -43,7 +43,7 @@ def parse_size(value: Any) -> Any:
 
 
 def parse_json(value: Any) -> Any:
-    """The value that a text is in JSON. Raises ValueError for any other text; passes what is not text through."""
+    """Parse JSON text. Raises ValueError for other text. Returns values that are not text unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -56,7 +56,7 @@ ByteSize = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 
 
 def parse_list(text: str) -> list[Any]:
-    """The entries of a list that is written as JSON or with commas. Raises ValueError for broken JSON."""
+    """Split a list written as JSON or with commas. Raises ValueError for invalid JSON."""
     if not text.lstrip().startswith("["):
         return [entry.strip() for entry in text.split(",") if entry.strip()]
     try:
@@ -67,16 +67,16 @@ def parse_list(text: str) -> list[Any]:
 
 
 class Settings(BaseModel):
-    """Base of all settings: immutable, unknown keys are errors, and a text may stand for any value."""
+    """Base of all settings: immutable, rejects unknown keys, parses text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     @field_validator("*", mode="before")
     @classmethod
     def _from_text(cls, value: Any, info: ValidationInfo) -> Any:
-        """Lists and choices of numbers as environment variables and files write them, which pydantic does not read.
+        """Parse lists and numeric choices in environment variables and files, which pydantic does not.
 
-        Pydantic would also take yes and no for the numbers 1 and 0.
+        Reject yes and no for the numbers 1 and 0, which pydantic accepts.
         """
         parts = annotation_parts(cls.model_fields[str(info.field_name)])
         if isinstance(value, bool) and bool not in parts:
@@ -90,7 +90,7 @@ class Settings(BaseModel):
 
 
 def annotation_parts(field: FieldInfo) -> tuple[Any, ...]:
-    """A field's type and all types that it is made of: of ``tuple[int, ...] | None`` the union, the tuple, int…"""
+    """A field's type and all types in it: ``tuple[int, ...] | None`` gives the union, the tuple, int…"""
 
     def parts(annotation: Any) -> list[Any]:
         inner = () if get_origin(annotation) is Literal else get_args(annotation)
@@ -100,7 +100,7 @@ def annotation_parts(field: FieldInfo) -> tuple[Any, ...]:
 
 
 def is_secret(field: FieldInfo) -> bool:
-    """Whether a setting's value is never shown: it is a SecretStr, or its field is marked ``repr=False``."""
+    """True if a value is never shown: a SecretStr, or a field with ``repr=False``."""
     return SecretStr in annotation_parts(field) or not field.repr
 
 
@@ -108,9 +108,9 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 def read_settings(kind: type[SettingsT], values: Mapping[str, Any], spelling: Callable[[str], str] = str) -> SettingsT:
-    """Settings from values that a person gave; `spelling` turns a field's name into what that person wrote.
+    """Make settings from a person's values. spelling: returns a field's name as the person wrote it.
 
-    Raises ConfigurationError: one line that names every wrong value and says what it should be.
+    Raises ConfigurationError: one line that names every wrong value and what it should be.
     """
     try:
         return kind(**values)
@@ -120,10 +120,7 @@ def read_settings(kind: type[SettingsT], values: Mapping[str, Any], spelling: Ca
 
 
 def check_names(names: Iterable[str], kinds: Sequence[type[Settings]], others: Iterable[str] = ()) -> None:
-    """Raise ConfigurationError, which says what was probably meant, for names that no field of these settings has.
-
-    others: names that are allowed besides.
-    """
+    """Raise ConfigurationError for unknown names, and suggest the nearest known one. others: additional known names."""
     known = {name for kind in kinds for name in kind.model_fields}
     if unknown := [name for name in names if name not in known]:
         known.update(others)
@@ -132,9 +129,9 @@ def check_names(names: Iterable[str], kinds: Sequence[type[Settings]], others: I
 
 
 def _problem(kind: type[Settings], problem: ErrorDetails, spelling: Callable[[str], str]) -> str:
-    """What is wrong with one value, beginning with its name and the value unless it is secret."""
+    """Describe one wrong value: its name, the value unless it is secret, and the problem."""
     text = problem_text(problem)
-    if not problem["loc"]:  # it is not about one of them
+    if not problem["loc"]:  # it is about several fields
         return text
     name, *path = map(str, problem["loc"])
     field = kind.model_fields.get(name)

@@ -1,4 +1,4 @@
-"""All settings, with sane defaults and limits. Sizes are bytes, times are seconds, lengths are tokens."""
+"""All settings, with defaults and limits. Sizes are bytes, times are seconds, lengths are tokens."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from vlmserve.settings.quantization import (
 
 BUILT_IN_MODEL = "pixie"
 MAX_FPS = 1000
-"""Frames of a second of video that anybody may ask for."""
+"""Maximum frames per second of a video."""
 MAX_STOP_STRINGS = 256
-"""Strings that end an answer, of which the server's own limit may allow fewer."""
+"""Maximum stop strings; the server's limit may be lower."""
 
 
 def check_cache_type(value: Any) -> Any:
-    """Take vLLM's names of types of the KV cache; pass all else through. Raises ValueError for types of vLLM that
-    vlmserve lacks."""
+    """Accept vLLM's names of KV cache types. Raises ValueError for vLLM's types that vlmserve lacks."""
     if value == "fp8_e4m3":
         return "fp8"
     if isinstance(value, str) and value.startswith("fp8_"):
@@ -53,7 +52,7 @@ _SCHEME = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*:/*", re.IGNORECASE)
 
 
 def check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
-    """Raises ValueError for what can be no browser's ``Origin`` header."""
+    """Raises ValueError unless each is a valid ``Origin`` header."""
     for origin in origins:
         if _SCHEME.fullmatch(origin):
             raise ValueError(f"{origin!r} has no host; write {origin.rstrip('/')}//* for all hosts")
@@ -236,24 +235,23 @@ class EngineConfig(Settings):
 
     @property
     def quantization(self) -> QuantizationConfig:
-        """What the fields about quantization say together. Raises ConfigurationError if they contradict each other."""
+        """Collect the fields about quantization. Raises ConfigurationError if they contradict each other."""
         names = {name: engine_name(name) for name in QuantizationConfig.model_fields}
         values = {name: getattr(self, own) for name, own in names.items() if own in type(self).model_fields}
         return read_settings(QuantizationConfig, values, lambda name: f"--{engine_name(name).replace('_', '-')}")
 
 
 class ProcessorOverrides(Settings):
-    """What counts instead of a checkpoint's own image processor, under the names that vLLM and Qwen use.
-
-    min_pixels, max_pixels: bounds of the area of an image, or of a video's frame, once it is resized. max_tokens: of an
-    image, or of a video for each frame of its embeddings. fps: frames that
-    are taken of a second of a video.
-    """
+    """Overrides of a checkpoint's image processor, by vLLM's and Qwen's names."""
 
     min_pixels: Annotated[int, Field(ge=1)] | None = None
+    """Minimum area of an image or frame after resizing."""
     max_pixels: Annotated[int, Field(ge=1)] | None = None
+    """Maximum area of an image or frame after resizing."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Maximum tokens of an image, or of each group of video frames that share embeddings."""
     fps: Annotated[float, Field(gt=0, le=MAX_FPS)] | None = None
+    """Frames per second to sample from a video."""
 
 
 class MediaConfig(Settings):
@@ -335,7 +333,7 @@ class MediaConfig(Settings):
         description="Fetch images only from these hosts and allowed_media_hosts (default: all public hosts).",
     )
     allowed_media_hosts: tuple[str, ...] = Field(
-        (), description="Hosts with private addresses from which images may be fetched."
+        (), description="Hosts with private addresses that images may be fetched from."
     )
     allowed_media_path: str | None = Field(
         None, description="Folder whose files requests may use as file:// URLs (default: none)."
@@ -353,14 +351,12 @@ class MediaConfig(Settings):
 
 
 class OfflineConfig(Settings):
-    """How `LLM` goes through a list.
-
-    prepare_ahead: requests that are prepared and wait for the engine, at most. prepare_ahead_memory: memory of their
-    prompts and images; once they take that much, no other one is prepared.
-    """
+    """How `LLM` processes a list."""
 
     prepare_ahead: int = Field(256, ge=1, le=65536)
+    """Maximum requests that are prepared and wait for the engine."""
     prepare_ahead_memory: ByteSize = 512 * 1024**2
+    """Maximum bytes of their prompts and images."""
 
 
 class ServerConfig(Settings):
@@ -463,7 +459,7 @@ class ServerConfig(Settings):
     )
     storage_url: str | None = Field(
         None,
-        repr=False,  # there may be a password in it
+        repr=False,  # it may contain a password
         description="Database for responses, conversations and files: a SQLAlchemy URL, like "
         "postgresql://user:password@host/name; memory; none (default: an SQLite file).",
     )

@@ -1,4 +1,4 @@
-"""llama.cpp's flags of llama-server: which of them mean a setting of ours, and which have no effect.
+"""llama-server's flags: which ones set our settings, and which have no effect.
 
 This is data, like `vlmserve.settings.vllm_flags`; `vlmserve.cli.spellings` applies both to command lines.
 """
@@ -11,18 +11,18 @@ from vlmserve.errors import ConfigurationError
 from vlmserve.settings.vllm_flags import Entry, Missing, Renamed, Unused
 
 MODEL_FLAGS = ("--model", "-m", "-hf", "-hfr", "--hf-repo")
-"""Flags before the model, which is an argument of our commands."""
+"""Flags that name the model, which is an argument of our commands."""
 
 _CACHE_TYPES = {"f32": "auto", "f16": "auto", "bf16": "auto", "q8_0": "int8"}
 
 
 def _context(text: str) -> Mapping[str, str]:
-    """0 is the length that the checkpoint allows, which is our default."""
+    """0 means the checkpoint's context length, our default."""
     return {} if text == "0" else {"max_model_len": text}
 
 
 def _gpu_layers(text: str) -> Mapping[str, str]:
-    """All layers run on one device. 0 keeps them off the GPU."""
+    """0 means no GPU. Other numbers have no effect: all layers run on one device."""
     return {"device": "cpu"} if text == "0" else {}
 
 
@@ -73,4 +73,4 @@ _ENTRIES: Mapping[tuple[str, ...], Entry] = {
 }
 
 LLAMA_FLAGS: Mapping[str, Entry] = {name: entry for names, entry in _ENTRIES.items() for name in names}
-"""Every flag that is not called the same here, by its name."""
+"""All flags of llama.cpp with other names here, by name."""

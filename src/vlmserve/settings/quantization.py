@@ -1,4 +1,4 @@
-"""Settings of quantization, which each command, file and option reads from here."""
+"""Settings of quantization, shared by commands, files and options."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pydantic import AfterValidator, Field, model_validator
 from vlmserve.settings.base import ByteSize, Settings
 
 Scheme = Literal["none", "int8", "int4"]
-"""What becomes of a layer's weight."""
+"""Quantization of a layer's weights."""
 Quantize = Literal["none", "int8", "int4", "w8a8"]
-"""w8a8 is int8 with inputs of 8 bits."""
+"""w8a8 is int8 with 8-bit inputs."""
 QuantizeMethod = Literal["rtn", "awq", "gptq", "awq+gptq", "smoothquant"]
 GroupSize = Literal[32, 64, 128]
 TokenCount = Annotated[int, Field(ge=1)]
@@ -33,29 +33,27 @@ LayerRules = Annotated[tuple[str, ...], AfterValidator(check_rules)]
 class QuantizationConfig(Settings):
     """How weights are quantized.
 
-    int8 has a scale for each output. int4 has a scale and a minimum for each group of inputs of an output; with
-    `symmetric` zero is the middle of the range, with `zero_points` a whole number of steps above the minimum.
+    int8 has a scale per output row. int4 has a scale and a minimum per group of inputs of an output row; with
+    `symmetric`, zero is the middle of the range; with `zero_points`, it is a whole number of steps above the minimum.
     """
 
     scheme: Quantize = Field(
-        default="none", description="Quantize weights to 8 or 4 bits; w8a8 rounds inputs to 8 bits as well."
+        default="none", description="Quantize weights to 8-bit or 4-bit; w8a8 also rounds inputs to 8-bit."
     )
     method: QuantizeMethod = Field(
         default="rtn",
-        description="rtn rounds to nearest; the others calibrate with data, once. smoothquant is for inputs of 8 bits.",
+        description="rtn rounds to nearest; the others calibrate with data, once. smoothquant is for 8-bit inputs.",
     )
-    group_size: GroupSize = Field(default=32, description="4 bits: inputs that share a scale.")
-    symmetric: bool = Field(
-        default=False, description="4 bits: zero in the middle of the range, as other servers read it."
-    )
+    group_size: GroupSize = Field(default=32, description="4-bit: inputs that share a scale.")
+    symmetric: bool = Field(default=False, description="4-bit: zero in the middle of the range, for other servers.")
     zero_points: bool = Field(
         default=False,
-        description="4 bits: zero is a whole number of steps above the minimum, as other servers read it.",
+        description="4-bit: zero is a whole number of steps above the minimum, for other servers.",
     )
-    vision: bool = Field(default=False, description="Quantize the vision tower and the projector as well.")
+    vision: bool = Field(default=False, description="Also quantize the vision tower and the projector.")
     layers: LayerRules = Field(
         default=(),
-        description="Layers with a scheme of their own, as PATTERN=SCHEME: 'language_model.layers.0.*=int8'.",
+        description="Layers with another scheme, as PATTERN=SCHEME: 'language_model.layers.0.*=int8'.",
     )
     weight_memory: ByteSize | None = Field(
         default=None,
@@ -64,10 +62,10 @@ class QuantizationConfig(Settings):
     )
     calibration: str | None = Field(
         default=None,
-        description="Prompts to calibrate with: a file (JSONL) or a folder of images; default: those that come along.",
+        description="Prompts to calibrate with: a file (JSONL) or a folder of images (default: built-in prompts).",
     )
     calibration_tokens: TokenCount = Field(
-        default=16384, description="Tokens to calibrate with, those of images included."
+        default=16384, description="Tokens to calibrate with, image tokens included."
     )
     image_weight: float = Field(
         default=0.1, ge=0, le=1, description="Weight of an image's token in calibration; a token of text has 1."
@@ -87,40 +85,40 @@ class QuantizationConfig(Settings):
 
     @property
     def overrides(self) -> Mapping[str, Scheme]:
-        """Schemes by pattern of layers' names; the last pattern that fits counts."""
+        """Schemes by pattern of layer names; the last matching pattern wins."""
         return cast(Mapping[str, Scheme], dict(rule.rpartition("=")[::2] for rule in self.layers))
 
     def with_overrides(self, schemes: Mapping[str, Scheme]) -> Self:
-        """The same with further rules, which count before the others."""
+        """Add rules, which take precedence over the existing ones."""
         return self.model_copy(update={"layers": (*self.layers, *(f"{name}={one}" for name, one in schemes.items()))})
 
     @property
     def usual(self) -> Scheme:
-        """The scheme of layers that no rule names; with `weight_memory`, of those that calibration leaves out."""
+        """The scheme of layers without a rule; with `weight_memory`, of layers that calibration skips."""
         return "int8" if self.scheme == "w8a8" or self.weight_memory is not None else self.scheme
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether inputs of 8-bit weights have 8 bits where kernels round them, except those of output heads."""
+        """True if kernels may round inputs of 8-bit weights to 8-bit, except in output heads."""
         return self.scheme == "w8a8" or self.method == "smoothquant"
 
     @property
     def wanted(self) -> bool:
-        """Whether anything is to be quantized."""
+        """True if anything is to be quantized."""
         return any(scheme != "none" for scheme in (self.usual, *self.overrides.values()))
 
     @property
     def calibrates(self) -> bool:
-        """Whether quantizing takes data."""
+        """True if quantizing needs data."""
         return self.wanted and (self.method != "rtn" or self.weight_memory is not None)
 
 
 def same_as(name: str) -> Any:
-    """A field of other settings with the default and the description of one of `QuantizationConfig`."""
+    """Copy the default and description of a field of `QuantizationConfig`, for other settings."""
     field = QuantizationConfig.model_fields[name]
     return Field(field.default, description=field.description)
 
 
 def engine_name(name: str) -> str:
-    """What the engine's settings call a field of `QuantizationConfig`."""
+    """The engine setting's name for a field of `QuantizationConfig`."""
     return {"scheme": "quantize", "weight_memory": "weight_memory"}.get(name, f"quantize_{name}")

@@ -1,4 +1,4 @@
-"""What is wrong with a value, in plain English: findings of pydantic's validators, each as part of a sentence."""
+"""Turns pydantic's errors into plain English."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _TEXTS: Mapping[str, str] = {
     "missing": "is missing",
     "extra_forbidden": "does not exist",
 }
-"""By pydantic's names for its findings, which are stable while its sentences are not."""
+"""By pydantic's error types, which are stable; its sentences are not."""
 
 
 def problem_text(problem: ErrorDetails) -> str:
-    """What a value must be or is not, like "must be at least 1"."""
+    """The rule that a value breaks, like "must be at least 1"."""
     text = _TEXTS.get(problem["type"])
     if text is None:
         message = problem["msg"].removeprefix("Value error, ")
@@ -54,13 +54,13 @@ def problem_text(problem: ErrorDetails) -> str:
 
 
 def did_you_mean(name: str, known: Collection[str], describe: Callable[[str], str] = str) -> str:
-    """``; did you mean NAME?`` for the known name that is most like `name`, or nothing if none is."""
+    """``; did you mean NAME?`` for the known name nearest to `name`, or ""."""
     close = difflib.get_close_matches(name, list(known), 1)
     return f"; did you mean {describe(close[0])}?" if close else ""
 
 
 def value_text(value: Any) -> str:
-    """A value as a person wrote it; in quotes if it could otherwise not be told apart from what is around it."""
+    """A value as a person wrote it, quoted if its end would be unclear."""
     if isinstance(value, list | tuple) and value:
         return ", ".join(map(value_text, value))
     return value if isinstance(value, str) and value and not set(value) & set(" \n\t'\":;,") else repr(value)

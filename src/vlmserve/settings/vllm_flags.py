@@ -1,7 +1,6 @@
-"""vLLM's flags: which of them mean a setting of ours, which change nothing here, and which there are none for.
+"""vLLM's flags: which ones set our settings, which have no effect, and which are unsupported.
 
-This is data; `vlmserve.cli.spellings` applies it to command lines. A flag of our own always counts before an
-entry with its name.
+This is data; `vlmserve.cli.spellings` applies it to command lines. Our own flag of the same name takes precedence.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from vlmserve.settings.validation import did_you_mean
 class Renamed:
     """A flag that sets fields of ours.
 
-    convert: from its value to theirs, which are texts, of switches "true" or "false"; None passes the value on.
-    is_switch: it takes no value, and convert gets "". note: what is not quite the same.
+    convert: converts its text to our fields' texts (a switch has "true" or "false"); None: copies it. is_switch: takes
+    no value; convert gets "". note: what differs.
     """
 
     fields: tuple[str, ...]
@@ -28,14 +27,14 @@ class Renamed:
     is_switch: bool = False
     note: str = ""
     elsewhere: str = ""
-    """A whole sentence: the way to do it in commands that lack the fields. Empty: the flag is unknown there."""
+    """A sentence for commands without these fields; empty: they do not know the flag."""
 
 
 @dataclass(frozen=True)
 class Unused:
-    """A flag that is accepted and changes nothing.
+    """A flag that is accepted and has no effect.
 
-    values: which ones are accepted; empty: any. is_switch: it takes none. why: what holds instead, a whole sentence.
+    values: accepted values; empty: any. is_switch: takes no value. why: a sentence, what vlmserve does instead.
     otherwise: what to do instead of another value.
     """
 
@@ -47,7 +46,7 @@ class Unused:
 
 @dataclass(frozen=True)
 class Missing:
-    """A flag for something that vlmserve does not do. why: what to do instead, a whole sentence."""
+    """A flag for an unsupported feature. why: a sentence, what to do instead."""
 
     why: str
 
@@ -56,14 +55,14 @@ Entry: TypeAlias = Renamed | Unused | Missing
 
 
 def entry_called(name: str) -> Entry | None:
-    """What there is to say of vLLM's flag for `name`, which is written as a field."""
+    """The entry of vLLM's flag for a field name."""
     return FLAGS.get("--" + name.replace("_", "-"))
 
 
 def hint(name: str, known: Collection[str], describe: Callable[[str], str], otherwise: str = "") -> str:
-    """What was probably meant by an unknown `name`, by vLLM's name for it or by likeness; else `otherwise`.
+    """Suggest what an unknown `name` means: by vLLM's flags, or by similarity; else `otherwise`.
 
-    describe: how a known name is written where the hint is read.
+    describe: writes a known name as the reader types it.
     """
     entry = entry_called(name)
     if isinstance(entry, Renamed):
@@ -87,7 +86,7 @@ def _always(field: str, value: str) -> Callable[[str], Mapping[str, str]]:
 
 
 def _limits(text: str) -> Mapping[str, str]:
-    """``{"image": 4, "video": {"count": 1}}``, or ``image=4,video=1`` as it was once written."""
+    """Parse ``{"image": 4, "video": {"count": 1}}``, or the older ``image=4,video=1``."""
     try:
         is_json = text.lstrip().startswith("{")
         limits = json.loads(text) if is_json else dict(entry.split("=") for entry in text.split(","))
@@ -105,7 +104,7 @@ def _limits(text: str) -> Mapping[str, str]:
 
 
 def _log_level(text: str) -> Mapping[str, str]:
-    """What uvicorn logs in vLLM is a line for each request, at the level info."""
+    """vLLM's uvicorn logs requests at the level info."""
     levels = ("trace", "debug", "info", "warning", "error", "critical")
     if text not in levels:
         raise ConfigurationError(f"--uvicorn-log-level {text}: write one of {', '.join(levels)}")
@@ -116,7 +115,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "model_impl": {"vllm": "vlmserve"},
 }
-"""Values that vLLM writes otherwise, by the field that gets them."""
+"""Values with other names in vLLM, by our field."""
 
 _RENAMED: Mapping[str, Renamed] = {
     "--gpu-memory-utilization": Renamed(("memory_fraction",)),
@@ -297,4 +296,4 @@ def _expand() -> dict[str, Entry]:
 
 
 FLAGS: Mapping[str, Entry] = _expand()
-"""Every flag of vLLM's that is not called the same here, by its name."""
+"""All flags of vLLM with other names here, by name."""

@@ -1,1 +1,1 @@
-"""Commands' work besides serving: benchmarks, verification, perplexity, routing plots, advice."""
+"""The work of commands other than serving: benchmarks, verification, perplexity, routing plots, advice."""

@@ -1,7 +1,7 @@
-"""How fast a model runs on this machine, and how close that is to what the machine can do.
+"""Measures a model's speed on this machine, relative to the machine's limits.
 
-Every figure comes from steps of the real engine; their limits are measured in the same run: what a sum over a large
-tensor reads a second, and what a large product of the model's type computes.
+All figures come from steps of the real engine. The limits are measured in the same run: the bandwidth of summing a
+large tensor, and the rate of a large matmul in the model's type.
 """
 
 from __future__ import annotations
@@ -35,32 +35,29 @@ PRODUCT_SIZE = 2048
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Limits of the machine: bytes read and floating point operations per second."""
-
     bytes_per_s: float
     flops_per_s: float
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """One measurement.
-
-    kernels: "torch" or an instruction set. what: "prefill", "decode" or "vision". rate: tokens or images a second.
-    of_bandwidth, of_flops: the share of the limits that moving the weights and keys and values, and multiplying, make
-    up at that rate; in a vision tower, attention's own products are not counted."""
+    """One measurement."""
 
     weights: str
     kernels: str
+    """"torch" or an instruction set."""
     what: str
+    """"prefill", "decode" or "vision"."""
     at_once: int
     rate: float
+    """Tokens/s or images/s."""
     milliseconds: float
     of_bandwidth: float
+    """Fraction of the memory bandwidth, from reading weights, keys and values."""
     of_flops: float
+    """Fraction of the arithmetic limit. In vision towers, attention's own MACs are not counted."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All figures of one model on one machine."""
-
     model: str
     device: str
     dtype: str
@@ -72,19 +69,19 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def memory_bandwidth(device: torch.device, num_bytes: int = 2**28) -> float:
-    """Bytes a second that a sum over a large tensor reads; the best of a few tries."""
+    """Bytes/s of summing a large tensor, best of a few runs."""
     data = torch.ones(num_bytes // 4, device=device)
     return data.nbytes / _best(lambda: data.sum().item())
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating point operations a second of a large product; the best of a few tries."""
+    """FLOP/s of a large matmul, best of a few runs."""
     matrix = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, device=device, dtype=dtype)
     return 2 * PRODUCT_SIZE**3 / _best(lambda: (matrix @ matrix)[0, 0].item())
 
 
 def measure_limits(model: LoadedModel) -> Limits:
-    """Of the device that a model is on, in the model's type, or in the one that a CPU computes it in."""
+    """Measure the model's device, in the model's type or the type that a CPU computes it in."""
     device = model.device.torch_device
     return Limits(memory_bandwidth(device), product_rate(device, type_for_torch(device, model.dtype)))
 
@@ -110,23 +107,24 @@ def bench(
     steps: int = 16,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Report:
-    """Measure a checkpoint with each way of quantizing it, by each kind of kernels.
+    """Measure a checkpoint with each quantization scheme and each kind of kernels.
 
-    kernels: torch and instruction sets; default: what the settings choose. prompt_len: tokens in the cache of each
-    request that decodes. long_prompt_len: of the prompt that is prefilled, at most what the context holds. steps: how
-    many are measured of each kind; medians are reported. Raises ConfigurationError for what cannot be measured.
+    kernels: "torch" and instruction sets; default: as the settings choose. prompt_len: cached tokens of each decoding
+    request. long_prompt_len: tokens of the prefill, at most the context. steps: measured steps of each kind; medians
+    are reported.
+    Raises ConfigurationError for unsupported combinations.
     """
     figures: list[Figure] = []
     limits = info = None
     for scheme, kind in itertools.product(schemes, kernels or (config.kernels,)):
         progress(f"{scheme}: loading")
-        # A limit on the time of prompts in a step would let the first requests end before the last ones begin.
+        # With a time limit for prompts, the first requests would end before the last begin.
         plain = {"enable_prefix_caching": False, "speculation": "off", "step_seconds": math.inf}
         settings = config.model_copy(update={"quantize": scheme, "kernels": kind, **plain})
         model = load(settings, folder)
         if model.cross is not None:
             raise ConfigurationError("bench measures models that read their images as part of the prompt")
-        # So that all compute in the same type, whatever each would choose.
+        # So that all schemes compute in the same type.
         config = config.model_copy(update={"dtype": str(model.dtype).removeprefix("torch.")})
         limits = limits or measure_limits(model)
         engine = Engine.from_model(settings, model)
@@ -152,34 +150,32 @@ def bench(
 
 
 def answer_length(config: EngineConfig, count: int, prompt_len: int, steps: int) -> int:
-    """Tokens of each answer, so that `count` requests decode together for that many steps after a warm-up."""
-    # Requests that decode take a token each of the budget while others compute their prompts.
+    """Tokens per answer, so that `count` requests decode together for `steps` steps after the warm-up."""
+    # While others prefill, each decoding request takes a token of the budget.
     prompt_steps = math.ceil(count * prompt_len / max(config.max_num_batched_tokens - count, 1))
     return prompt_steps + WARM_UP_STEPS + steps
 
 
 class Rounds:
-    """Rounds of requests through one engine."""
-
     def __init__(self, engine: Engine, model: LoadedModel, limits: Limits, scheme: str) -> None:
-        """scheme: how the weights are quantized, for the figures."""
+        """scheme: quantization of the weights, for the figures."""
         self._engine, self._model, self._limits, self._scheme = engine, model, limits, scheme
         self._kernels = model.device.kernels
         self._random = random.Random(0)
         language_model = model.language_model
         assert isinstance(language_model, Decoder)
         self._weight_bytes, products = _sizes(language_model)
-        # The output head meets only the rows after which a token is sampled.
+        # The output head computes only rows whose next token is sampled.
         head = language_model.lm_head or language_model.embed_tokens
         assert isinstance(head, Weight)
         self._head_products = head.in_features * head.out_features
         self._layer_products = products - self._head_products
-        # Of a query with a key, and of its weight with a value.
+        # MACs of query times key, and of weight times value.
         self._pair_products = 2 * sum(spec.num_heads * spec.head_size for spec in language_model.spec.attention)
         self._cache_bytes = language_model.cache_bytes(16)
 
     def prefill(self, length: int) -> Figure:
-        """One long prompt, in as many steps as the token budget cuts it into."""
+        """Prefill one long prompt, in as many steps as the token budget requires."""
         seconds = []
         for _ in range(3):
             self._add(1, length, 1)
@@ -191,7 +187,7 @@ class Rounds:
         return self._figure("prefill", 1, length, statistics.median(seconds), self._weight_bytes, length, pairs)
 
     def decode(self, count: int, length: int, answer: int) -> Figure:
-        """Measure steps in which each of `count` requests generates a token. length, answer: tokens of each request."""
+        """Measure steps in which `count` requests decode. length, answer: tokens of each prompt and answer."""
         self._add(count, length, answer)
         seconds = []
         before = time.perf_counter()
@@ -205,7 +201,7 @@ class Rounds:
         return self._figure("decode", count, count, statistics.median(seconds[WARM_UP_STEPS:]), moved, count, pairs)
 
     def vision(self, image: ImageInput) -> Figure:
-        """One image at a time through tower and projector."""
+        """Encode one image at a time."""
         vision = self._model.vision
         assert vision is not None
         assert isinstance(vision, nn.Module)
@@ -233,14 +229,14 @@ class Rounds:
             self._engine.add(EngineRequest(str(number), Prompt(tokens), params))
 
     def _outputs(self) -> Iterator[int]:
-        """How many requests got a token in each step, until all are done."""
+        """Yield the number of requests with a new token for each step, until all are done."""
         while self._engine.has_work():
             yield len(self._engine.step())
 
     def _figure(
         self, what: str, at_once: int, units: int, seconds: float, moved: float, tokens: int, pairs: int
     ) -> Figure:
-        """pairs: of queries and keys that meet."""
+        """pairs: query-key pairs in attention."""
         products = self._layer_products * tokens + self._head_products * at_once + self._pair_products * pairs
         return Figure(
             self._scheme, self._kernels, what, at_once, units / seconds, 1e3 * seconds,
@@ -250,7 +246,7 @@ class Rounds:
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of weights that a step reads, and multiplications with weights for each token."""
+    """Bytes of weights that a step reads, and MACs per token."""
     num_bytes = products = 0
     for module in model.modules():
         if isinstance(module, Weight):
@@ -262,7 +258,7 @@ def _sizes(model: nn.Module) -> tuple[int, int]:
 
 
 def noise_image(folder: Path) -> ImageInput:
-    """Coloured noise, as the checkpoint's own preprocessing hands it to the tower."""
+    """Coloured noise, preprocessed for the checkpoint's tower."""
     from PIL import Image
 
     from vlmserve.frontend.requests import RequestPreparer

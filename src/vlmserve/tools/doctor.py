@@ -1,4 +1,4 @@
-"""What this machine has for serving models, and what it lacks."""
+"""Reports what this machine has for serving models, and what it lacks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ EXTRAS = {
     "ray": ("ray", "several engines behind a gateway"),
     "gpu": ("pynvml", "metrics of NVIDIA's GPUs"),
 }
-"""By extra: a package of it, and what it is for."""
+"""By extra: one of its packages, and its purpose."""
 
 
 BESIDE_EXPERTS = 6 * 10**9
-"""Bytes for the system, the KV cache and images beside the weights of a model with experts."""
+"""Bytes for the system, KV cache and images, in addition to the weights of a mixture of experts."""
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at. problem: what is wrong with it, and what to do; empty if nothing is."""
+    """One check. problem: what is wrong and how to fix it; empty if nothing."""
 
     topic: str
     text: str
@@ -42,7 +42,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def examine() -> list[Finding]:
-    """Everything that was found, in the order in which a person reads it."""
+    """All findings, in reading order."""
     checks: list[Callable[[], Iterator[Finding]]] = [_software, _processor, _memory, _gpus, _extras, _folders]
     return [finding for check in checks for finding in check()]
 
@@ -134,7 +134,7 @@ def _extras() -> Iterator[Finding]:
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent is not there
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
@@ -149,7 +149,7 @@ def _folders() -> Iterator[Finding]:
 
 
 def largest_models(free: int) -> dict[str, float]:
-    """Return the billions of parameters that fit into `free` bytes with a KV cache, by the type of weights."""
+    """Billions of parameters that fit into `free` bytes with a KV cache, by weight type."""
     return {name: free * (1 - KV_SHARE) / size / 1e9 for name, size in BYTES.items()}
 
 
@@ -158,14 +158,14 @@ def _sizes(free: int) -> str:
 
 
 def _models(free: int) -> str:
-    """Short names by the widest type of weights that fits."""
+    """Short names of models, by the widest weight type that fits."""
     widest = {model.name: next((name for name in BYTES if model.fits(free, name)), None) for model in MODELS}
     fitting = {weights: [name for name, fits in widest.items() if fits == weights] for weights in BYTES}
     return "; ".join(f"{', '.join(names)} in {weights}" for weights, names in fitting.items() if names) or "none"
 
 
 def mixtures(total: int) -> str:
-    """Return short names of models with experts whose 4-bit weights fit a computer of `total` bytes, smallest first."""
+    """Short names of mixtures of experts whose 4-bit weights fit `total` bytes, smallest first."""
     sizes = sorted((model.memory("int4"), model) for model in MODELS if model.active)
     fitting = [(size, model) for size, model in sizes if size <= total - BESIDE_EXPERTS]
     if not fitting:

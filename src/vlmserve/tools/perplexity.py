@@ -1,6 +1,6 @@
-"""The perplexity of a model on a text: e to the mean loss of a token.
+"""Measures a model's perplexity on a text: e to the mean loss per token.
 
-The text is cut into windows, and each token is predicted from those before it in its window.
+The text is cut into windows. Each token is predicted from the earlier tokens of its window.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from vlmserve.models.protocols import LoadedModel
 
 BLOCK_SIZE = 16
 ROWS_AT_ONCE = 256
-"""Rows of logits in memory: there may be as many columns as a vocabulary has tokens."""
+"""Rows of logits in memory; each has the size of the vocabulary."""
 
 
 class Perplexity(msgspec.Struct, frozen=True):
-    """What came of a text: tokens that were predicted, and the mean of -log(probability)."""
+    """tokens: predicted tokens. loss: mean of -log(probability)."""
 
     num_tokens: int
     loss: float
@@ -37,7 +37,7 @@ class Perplexity(msgspec.Struct, frozen=True):
 
 
 def python_manual() -> str:
-    """A long English text that every Python brings along: the topics of ``help()``, of this Python's version."""
+    """A long English text in every Python: the topics of ``help()``."""
     topics: dict[str, str] = import_module("pydoc_data.topics").topics
     return "\n\n".join(topics[name].strip() for name in sorted(topics))
 
@@ -50,9 +50,10 @@ def perplexity(
     window: int = 1024,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Perplexity:
-    """Measure a model on a text. window: tokens of a window, at most what the model's positions allow.
+    """Measure a model on a text. window: tokens per window, limited by the model's positions.
 
-    progress: called with the number of tokens done and of all. Raises InvalidRequestError for less than two tokens.
+    progress: called with the number of tokens done, and of all tokens. Raises InvalidRequestError for fewer than two
+    tokens.
     """
     window = min(window, model.max_position)
     if len(token_ids) < 2:

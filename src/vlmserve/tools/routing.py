@@ -1,4 +1,4 @@
-"""Which adapters X-LoRA gives the tokens of an answer, and a plot of it."""
+"""Shows how X-LoRA weighs adapters for each token of an answer, with a plot."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from vlmserve.types import EngineRequest, SamplingParams
 
 _NAME = "routing"
 _CELL, _ROW, _LEFT, _TOP, _TEXT = 14, 22, 130, 40, 110
-"""Pixels: a token's width, an adapter's height, the margins, and the height of the tokens' text."""
+"""Pixels: token width, adapter height, margins, and height of the tokens' text."""
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Tokens of one kind: "prompt", "image" or "answer". means: of each adapter's scalings over them."""
+    """Tokens of one kind: "prompt", "image" or "answer". means: mean scaling of each adapter."""
 
     kind: str
     num_tokens: int
@@ -33,20 +33,21 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Routing(msgspec.Struct, frozen=True):
-    """A request by X-LoRA, token by token.
-
-    adapters: their names. tokens: what each says. kinds: what each belongs to, as in `Part`. scalings: of each adapter,
-    for each token, the mean of all layers. answer: all of it.
-    """
+    """An X-LoRA request, token by token."""
 
     adapters: list[str]
+    """Names."""
     tokens: list[str]
+    """Text of each token."""
     kinds: list[str]
+    """Kind of each token, as in `Part`."""
     scalings: list[list[float]]
+    """By token, then by adapter: the mean over layers."""
     answer: str
+    """The whole text."""
 
     def parts(self) -> list[Part]:
-        """The means of the tokens of each kind."""
+        """Mean scalings for each kind of tokens."""
         found = []
         for kind in dict.fromkeys(self.kinds):
             rows = [row for row, own in zip(self.scalings, self.kinds, strict=True) if own == kind]
@@ -66,8 +67,9 @@ class Routing(msgspec.Struct, frozen=True):
         return "\n".join(lines)
 
     def to_svg(self) -> str:
-        """A heatmap: a row for each adapter, a column for each token; those of images in sequence are one wide column
-        with their mean."""
+        """A heatmap: a row per adapter, a column per token. Adjacent image tokens share one wide column with their
+        mean.
+        """
         columns = _columns(self)
         width = _LEFT + sum(size for *_, size in columns) + 20
         height = _TOP + _ROW * len(self.adapters) + _TEXT
@@ -118,15 +120,15 @@ def _columns(routing: Routing) -> list[tuple[str, str, list[float], int]]:
 
 
 class Router:
-    """A model with an X-LoRA checkpoint, which answers one conversation at a time.
+    """Answers one conversation at a time with an X-LoRA checkpoint.
 
-    Raises what `Engine` raises, AdapterError for a checkpoint that cannot be loaded, ConfigurationError for an adapter
-    that mixes none.
+    Raises what `Engine` raises, AdapterError for an unusable checkpoint, ConfigurationError for an adapter without
+    X-LoRA.
     """
 
     def __init__(self, config: EngineConfig, adapter: Path) -> None:
         folder = resolve_model(config.model, config.revision, config.mmproj)
-        # Scalings of cached prefixes are not known.
+        # Cached prefixes have no scalings.
         self._engine = Engine(config.model_copy(update={"enable_lora": True, "enable_prefix_caching": False}), folder)
         if not is_xlora(adapter):
             raise ConfigurationError(f"{adapter} mixes no adapters: it is no X-LoRA checkpoint")
@@ -134,7 +136,7 @@ class Router:
         self.preparer = RequestPreparer(folder, read_settings(MediaConfig, {}), config.model_impl)
 
     def route(self, conversation: list[dict[str, Any]], max_tokens: int) -> Routing:
-        """Answer a conversation greedily. Raises InvalidRequestError for one that cannot be answered."""
+        """Answer a conversation greedily. Raises InvalidRequestError for an invalid conversation."""
         prompt = self.preparer.chat(conversation, allow_local=True)
         scalings: dict[int, list[float]] = {}
         names: list[str] = []

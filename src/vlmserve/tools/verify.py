@@ -1,6 +1,6 @@
-"""A checkpoint beside transformers: the same conversations, with logits and greedy tokens compared.
+"""Compares a checkpoint with Transformers: logits and greedy tokens for the same conversations.
 
-transformers prepares its own inputs, so templates, tokenizers and images are compared as well.
+Transformers prepares its own inputs, so this also compares templates, tokenizers and images.
 """
 
 from __future__ import annotations
@@ -25,27 +25,29 @@ from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
-"""How far logits may be apart, in standard deviations of a row of them. Rounding adds up over layers on both sides."""
+"""Maximum difference of logits, in standard deviations of a row. Rounding errors add up over layers on both sides."""
 
 Conversation = list[dict[str, Any]]
 Verdict = Literal["same", "near tie", "other prompt", "other logits", "other tokens"]
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """What came of a conversation.
-
-    error: the largest difference of two logits up to the first token that differs, in standard deviations of
-    transformers' logits. ours, theirs: tokens of the answers. prompt_place: the first token of the prompt that differs;
-    None: none does. gap: at the first token of the answer that differs, how far both tokens' logits are apart in
-    transformers, in the same unit; None: no token differs. tolerance: what `error` may be.
-    """
+    """The result for one conversation."""
 
     error: float
+    """Maximum difference of logits up to the first differing token, in standard deviations of Transformers' logits."""
     ours: list[int]
+    """Answer tokens of vlmserve."""
     theirs: list[int]
+    """Answer tokens of Transformers."""
     prompt_place: int | None
+    """First differing prompt token; None: all are equal."""
     gap: float | None
+    """Difference of both tokens' logits in Transformers at the first differing token, in the unit of `error`; None: all
+    are equal.
+    """
     tolerance: float
+    """Maximum `error`."""
 
     @property
     def verdict(self) -> Verdict:
@@ -55,27 +57,24 @@ class Comparison(msgspec.Struct, frozen=True):
             return "other logits"
         if self.gap is None:
             return "same"
-        # Two likeliest tokens cannot be further apart than that.
+        # Rounding can swap two tokens only if their logits are this close.
         return "near tie" if self.gap <= 2.01 * self.error else "other tokens"
 
     @property
     def place(self) -> int:
-        """How many tokens of the answers agree."""
+        """Number of equal leading tokens."""
         pairs = zip(self.ours, self.theirs, strict=False)
         return next((place for place, (our, their) in enumerate(pairs) if our != their), len(self.ours))
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """prompt_ids, token_ids: of prompt and answer. logits: float32 ``[len(token_ids), vocabulary]``, of each token."""
-
     prompt_ids: list[int]
     token_ids: list[int]
     logits: Tensor
+    """float32 ``[len(token_ids), vocabulary]``."""
 
 
 class Ours:
-    """The engine, with one request at a time."""
-
     def __init__(self, config: EngineConfig, folder: Path) -> None:
         config = config.model_copy(update={"enable_prefix_caching": False})
         self.model = load(config, folder)
@@ -100,9 +99,9 @@ class Ours:
 
 
 class Theirs:
-    """transformers, in the same type on the same device, or in float32 where the device computes that type slowly.
+    """Transformers in the same type on the same device, or in float32 if the device computes that type slowly.
 
-    Raises UnsupportedModelError for a checkpoint that transformers cannot load by itself, or that takes images but no
+    Raises UnsupportedModelError for a checkpoint that Transformers cannot load, or that takes images but no
     conversations.
     """
 
@@ -158,7 +157,7 @@ class Theirs:
 
 
 def compare(ours: Answer, theirs: Answer, tolerance: float) -> Comparison:
-    """Up to the first token that differs: behind it, both sides go on from different texts."""
+    """Compare up to the first differing token: after it, the texts differ."""
     pairs = zip(ours.prompt_ids, theirs.prompt_ids, strict=False)
     prompt_place = next((place for place, (our, their) in enumerate(pairs) if our != their), None)
     if prompt_place is None and len(ours.prompt_ids) != len(theirs.prompt_ids):
@@ -177,14 +176,14 @@ def compare(ours: Answer, theirs: Answer, tolerance: float) -> Comparison:
 
 
 def supports_images(folder: Path) -> bool:
-    """Whether transformers has the checkpoint among the models that see."""
+    """True if Transformers knows the checkpoint as a vision model."""
     config = {} if folder.is_file() else read_json(folder / "config.json")
     return any(name in config for name in ("vision_config", "visual"))
 
 
 @contextmanager
 def record_logits(model: Any) -> Iterator[list[Tensor]]:
-    """Copies of all logits that a language model computes meanwhile, float32 ``[rows, vocabulary]`` each."""
+    """Record copies of all logits that a language model computes, float32 ``[rows, vocabulary]`` each."""
     rows: list[Tensor] = []
     compute: Callable[..., Tensor] = model.logits
 

@@ -33,8 +33,6 @@ class _Details(msgspec.Struct, frozen=True):
 
 
 class _Usage(msgspec.Struct, frozen=True):
-    """Usage in the fields of all APIs."""
-
     prompt_tokens: int = 0
     completion_tokens: int = 0
     input_tokens: int = 0

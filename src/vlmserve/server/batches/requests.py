@@ -16,8 +16,6 @@ MOST_ERRORS = 50
 
 
 class _Head(msgspec.Struct):
-    """Fields of a body that are checked in advance."""
-
     model: str | None = None
     stream: bool | None = None
 

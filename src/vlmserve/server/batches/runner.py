@@ -53,7 +53,6 @@ class BatchRunner:
         self._later: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Run batches until cancelled."""
         news = self._service.batch_news
         try:
             while True:

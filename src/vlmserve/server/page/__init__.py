@@ -1,6 +1,5 @@
-"""The pages that ``web/`` builds: chat and the live view at ``/``, and the API reference at ``/docs``.
-
-Each page is a client of the public API like any other and knows nothing else of the server.
+"""The pages that ``web/`` builds: chat and live view at ``/``, API reference at ``/docs``. They use only the public
+API.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from starlette.routing import Route
 
 REFERENCE = "/docs"
 ASSETS = ("/assets/", REFERENCE + "/")
-"""Prefixes of paths that need no key: their files are the same on every server."""
+"""Prefixes of paths without a key: their files are the same on every server."""
 
 _POLICY = "; ".join(
     (
@@ -32,7 +31,7 @@ _POLICY = "; ".join(
         "frame-ancestors 'self'",
     )
 )
-"""Nothing is loaded from elsewhere and no script or style stands in the document, whatever an answer may contain."""
+"""Loads nothing from elsewhere, and runs no inline script or style, whatever an answer contains."""
 _YEAR = 365 * 86400
 mimetypes.add_type("font/woff2", ".woff2")  # not every system knows it
 _COMPRESSED = ("text/", "application/json", "image/svg+xml")
@@ -64,7 +63,7 @@ async def _show_reference_file(request: Request) -> Response:
 
 
 def _checked(request: Request, kind: str, *parts: str) -> Response:
-    """A built file that browsers ask for again and get only if it changed."""
+    """A built file that browsers revalidate."""
     content, packed = _read(*parts)
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = {
@@ -83,7 +82,7 @@ async def _show_asset(request: Request) -> Response:
     if name not in _names("assets"):
         raise HTTPException(404)
     content, packed = _read("assets", name)
-    # The name holds a digest of the content, which therefore never changes.
+    # The name holds a digest, so the content never changes.
     headers = {"Cache-Control": f"public, max-age={_YEAR}, immutable"}
     return _response(request, content, packed, mimetypes.guess_type(name)[0] or "application/octet-stream", headers)
 
@@ -106,6 +105,6 @@ def _names(folder: str) -> frozenset[str]:
 
 @functools.cache
 def _read(*parts: str) -> tuple[bytes, bytes]:
-    """A built file, as it is and packed."""
+    """Return a built file's content, plain and gzipped."""
     content = _built().joinpath(*parts).read_bytes()
     return content, gzip.compress(content, mtime=0)

@@ -57,7 +57,6 @@ async def unload(service: Service, body: UnloadAdapterRequest) -> str:
 
 
 def _check_model(service: Service, name: str | None) -> None:
-    """Raise UnknownModelError unless `name` is this server's model."""
     if not service.names.is_own(name):
         raise UnknownModelError(f"There is no model {name!r:.100} here, only {service.model_name!r}", param="model")
 

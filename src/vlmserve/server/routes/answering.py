@@ -62,7 +62,6 @@ class Dialect(ABC, Generic[Body]):
     """Content type of streams."""
 
     async def read(self, request: Request, share: BodyShare) -> Body:
-        """Read the body. Raises VLMServeError."""
         return await read_parsed(request, self.kind, share)
 
     @abstractmethod

@@ -175,7 +175,6 @@ class ChatDialect(Dialect[ChatRequest]):
         return "function_call" if self._uses_functions else "tool_calls"
 
     def _choice(self, body: ChatRequest, answer: TextDelta, generation: Generation) -> AnswerChoice:
-        """A complete answer."""
         text: list[str] = []
         thoughts: list[str] = []
         calls: list[AnswerToolCall] = []
@@ -207,7 +206,6 @@ class ChatDialect(Dialect[ChatRequest]):
         )
 
     def _confidence(self, delta: TextDelta) -> Any:
-        """The confidence of an answer that ends with this delta, if requested. Read each delta once."""
         return msgspec.UNSET if self._confidences is None else self._confidences.read(delta)
 
 

@@ -14,8 +14,6 @@ from vlmserve.types import SamplingParams
 
 
 class ClassifyDialect(Dialect[ClassifyRequest]):
-    """vLLM's classification. Make one for each request."""
-
     kind = ClassifyRequest
     id_prefix = "classify-"
     operation = "classify"

@@ -106,7 +106,6 @@ async def delete_conversation_item(request: Request, conversation_id: str, item_
 
 
 async def _with_body(request: Request, kind: type[Body], work: Callable[[Body], Result]) -> Result:
-    """Call `work` with the request's body, in a history thread."""
     service: Service = request.app.state.service
     with service.bodies.share() as share:
         body = await read_parsed(request, kind, share)

@@ -47,8 +47,6 @@ _FOREIGN_IDS = (
 
 
 class _VectorDialect(Dialect[Vectors]):
-    """Base of vectors. Make one for each request: errors name its field."""
-
     id_prefix = "embd-"
     operation = "embeddings"
     content_field = "input"

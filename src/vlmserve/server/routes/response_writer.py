@@ -88,7 +88,6 @@ class ResponseWriter:
         return b""
 
     def end(self) -> bytes:
-        """The last event, with the complete response."""
         return self._event(f"response.{self.response.status}", response=self.response)
 
     def fail(self, reason: str) -> bytes:

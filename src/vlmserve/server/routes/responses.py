@@ -206,7 +206,6 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         )
 
     def _confidence(self, delta: TextDelta) -> Any:
-        """The confidence of an answer that ends with this delta, if requested. Read each delta once."""
         return msgspec.UNSET if self._confidences is None else self._confidences.read(delta)
 
     def _response(self, body: ResponsesRequest, generation: Generation) -> ResponseObject:

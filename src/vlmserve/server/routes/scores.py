@@ -38,8 +38,6 @@ Scoring = TypeVar("Scoring", ScoreRequest, RerankRequest)
 
 
 class _ScoringDialect(Dialect[Scoring]):
-    """Base of scores. Make one for each request: it keeps the scorer."""
-
     operation = "rerank"
     content_field = "documents"
 
@@ -53,7 +51,6 @@ class _ScoringDialect(Dialect[Scoring]):
         return len(body.queries) + len(body.documents)
 
     def documents(self, preparer: RequestPreparer, body: Scoring) -> list[Side]:
-        """Return the documents to score."""
         return [one.side for one in body.documents]
 
     async def ask(self, service: Service, body: Scoring) -> GenerationRequest:
@@ -107,8 +104,6 @@ class _ScoringDialect(Dialect[Scoring]):
 
 
 class ScoreDialect(_ScoringDialect[ScoreRequest]):
-    """vLLM's scores."""
-
     kind = ScoreRequest
     id_prefix = "score-"
 
@@ -118,8 +113,6 @@ class ScoreDialect(_ScoringDialect[ScoreRequest]):
 
 
 class RerankDialect(_ScoringDialect[RerankRequest]):
-    """Jina's rankings."""
-
     kind = RerankRequest
     id_prefix = "rerank-"
 
@@ -145,8 +138,6 @@ class RerankDialect(_ScoringDialect[RerankRequest]):
 
 
 class CohereDialect(RerankDialect):
-    """Cohere's rankings."""
-
     async def complete(self, body: RerankRequest, generation: Generation) -> CohereRanking:
         ranked = await self._ranked(body, generation, bounded=True)
         meta = {"api_version": {"version": "2"}, "tokens": {"input_tokens": usage_of(generation).prompt_tokens}}

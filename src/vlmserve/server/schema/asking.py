@@ -40,13 +40,13 @@ class ModelRequest(RequestModel):
 
     model: str | None = Field(None, description="A name that /v1/models lists; default: the only one.")
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, le=MAX_COUNT, description="Only the prompt's last tokens are read; -1: as many as fit."
+        None, ge=-1, le=MAX_COUNT, description="Keep only the prompt's last tokens; -1: as many as fit."
     )
     cache_salt: str | None = Field(
         None,
         min_length=1,
         max_length=MAX_CACHE_SALT,
-        description="Nothing that is cached is shared with requests of another salt, or of none.",
+        description="Requests share caches only with requests of equal salt.",
     )
 
     @property

@@ -292,7 +292,6 @@ def _json_problem(error: Exception) -> str:
 
 
 def _path(location: tuple[str | int, ...]) -> str:
-    """``messages[0].content[1].image_url.url``"""
     path = ""
     for part in location:
         if isinstance(part, int):

@@ -78,7 +78,7 @@ class BatchRequest(RequestModel):
 class BatchesQuery(Query):
     """Query of the list of batches."""
 
-    after: str | None = Field(None, description="The id of the last batch of the page before.")
+    after: str | None = Field(None, description="The id of the previous page's last batch.")
     limit: int = Field(20, ge=1, le=100)
 
     @property

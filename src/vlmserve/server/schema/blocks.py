@@ -411,7 +411,6 @@ class ChatMessages:
 
 
 def _placed_parts(blocks: Sequence[tuple[str, _Said]]) -> list[Placed]:
-    """The content parts of blocks, with the blocks' paths."""
     return [(place, part) for place, block in blocks for part in block.parts()]
 
 

@@ -89,8 +89,7 @@ class ChatRequest(PromptRequest, ChoicesRequest):
     chat_template_kwargs: TemplateSettings = None
     reasoning_effort: ReasoningEffort | None = Field(
         None,
-        description="For models whose chat template knows it; none also works with enable_thinking. Other "
-        "models ignore it.",
+        description="For models whose chat template has it; none also works with enable_thinking.",
     )
     include_reasoning: bool = Field(True, description="Return the model's reasoning, if it reasons.")
 
@@ -99,12 +98,12 @@ class ChatRequest(PromptRequest, ChoicesRequest):
     )
     continue_final_message: bool | None = Field(
         None,
-        description="Continue the last message. Default: if it is text of the assistant, and "
-        "add_generation_prompt, response_format and a required tool call are absent.",
+        description="Continue the last message. Default: if it is the assistant's text, without "
+        "add_generation_prompt, response_format and a required tool call.",
     )
 
     prediction: Prediction | None = Field(
-        None, description="Text that the answer probably repeats. It saves time on CPUs, and changes no answer."
+        None, description="Text that the answer probably repeats; makes answers on CPUs faster."
     )
 
     logprobs: bool = Field(False, description="Return the logprob of each token.")

@@ -26,7 +26,7 @@ class ChatPart(RequestModel):
 
 TemplateSettings = Annotated[
     JSONObject | None,
-    Field(description="Values that the model's chat template may know by name, such as enable_thinking."),
+    Field(description="Variables of the model's chat template, such as enable_thinking."),
 ]
 
 

@@ -94,7 +94,6 @@ class _Question(RequestModel):
 
     @property
     def num_answers(self) -> int:
-        """Number of possible answers."""
         raise NotImplementedError
 
 
@@ -185,7 +184,6 @@ class DecisionRequest(PromptRequest, ModelRequest):
 
     @property
     def num_branches(self) -> int:
-        """Number of answers to score."""
         return sum(question.num_answers for question in self.questions)
 
     @model_validator(mode="after")

@@ -52,7 +52,7 @@ class EmbeddingRequest(PromptRequest, ModelRequest):
     add_generation_prompt: bool | None = Field(
         None, description="End the conversation with the start of an answer. Default: the model's, else yes."
     )
-    continue_final_message: bool = Field(False, description="End the conversation inside of the last message.")
+    continue_final_message: bool = Field(False, description="End the conversation inside the last message.")
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Self:

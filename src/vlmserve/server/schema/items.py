@@ -248,12 +248,10 @@ class ItemReference(RequestModel):
 def message(
     role: str, content: list[dict[str, Any]], status: str = "completed", id: str | None = None
 ) -> dict[str, Any]:
-    """A message to store and show."""
     return {"id": id or _new_id("msg"), "type": "message", "status": status, "role": role, "content": content}
 
 
 def reasoning(text: str, status: str = "completed", id: str | None = None) -> dict[str, Any]:
-    """Reasoning to store and show."""
     content = [reasoning_text(text)] if text else []
     return {"id": id or _new_id("rs"), "type": "reasoning", "status": status, "summary": [], "content": content}
 
@@ -261,7 +259,6 @@ def reasoning(text: str, status: str = "completed", id: str | None = None) -> di
 def function_call(
     call_id: str, name: str, arguments: str, status: str = "completed", id: str | None = None
 ) -> dict[str, Any]:
-    """A function call to store and show."""
     return {
         "id": id or _new_id("fc"),
         "type": "function_call",

@@ -116,7 +116,6 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int] = []
 
     def add(self, token_id: int, logprobs: TokenLogprobs | None, offset: int, names: TokenNames) -> None:
-        """Append a token."""
         self.tokens.append(names.key(token_id))
         self.token_logprobs.append(None if logprobs is None else max(logprobs.logprob, _LEAST))
         self.text_offset.append(offset)

@@ -128,7 +128,6 @@ class PromptFields(PromptRequest):
         return thinking_settings(isinstance(self.thinking, ThinkingEnabled | ThinkingAdaptive), known)
 
     def chat(self) -> ChatMessages:
-        """The messages of chat completions."""
         return ChatMessages(self.system, self.messages)
 
     @property
@@ -172,7 +171,7 @@ class MessagesRequest(PromptFields, SamplingRequest):
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     stop_sequences: list[str] = Field(default_factory=list, description="Strings that end the answer.")
     output_config: OutputConfig = OutputConfig()
-    diagnostics: DiagnosticsWanted | None = Field(None, description="Asks why the prompt was not found in the caches.")
+    diagnostics: DiagnosticsWanted | None = Field(None, description="Ask why the caches lacked a part of the prompt.")
 
     @property
     def thinking_budget(self) -> int | None:
@@ -181,7 +180,6 @@ class MessagesRequest(PromptFields, SamplingRequest):
 
     @property
     def shows_thoughts(self) -> bool:
-        """True if the answer includes the reasoning."""
         return getattr(self.thinking, "display", None) != "omitted"
 
     def grammar(self) -> Grammar | None:

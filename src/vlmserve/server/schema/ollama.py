@@ -40,7 +40,6 @@ class Options(RequestModel):
     frequency_penalty: float | None = None
 
     def as_chat(self) -> JSONObject:
-        """Convert to fields of chat completions."""
         fields = self.model_dump(exclude_none=True)
         limit = fields.pop("num_predict", None)
         return fields if limit is None or limit in _UNLIMITED else {**fields, "max_tokens": limit}

@@ -28,7 +28,7 @@ class ItemsQuery(Query):
     after: str | None = Field(None, description="The id of the last item of the page before.")
     limit: int = Field(20, ge=1, le=100)
     order: Literal["asc", "desc"] = "desc"
-    include: list[Includable] = Field(default_factory=list, description="All that there is is shown.")
+    include: list[Includable] = Field(default_factory=list, description="No effect: items always have all parts.")
 
     @property
     def page(self) -> Page:
@@ -38,7 +38,7 @@ class ItemsQuery(Query):
 class ItemQuery(Query):
     """Query of one item."""
 
-    include: list[Includable] = Field(default_factory=list, description="All that there is is shown.")
+    include: list[Includable] = Field(default_factory=list, description="No effect: items always have all parts.")
 
 
 class ResponseQuery(ItemQuery):
@@ -88,7 +88,6 @@ class ListPage(msgspec.Struct):
 
 
 def list_page(data: Sequence[Any], ids: Sequence[str], has_more: bool) -> ListPage:
-    """Make a page of elements with these ids."""
     return ListPage(data, ids[0] if ids else None, ids[-1] if ids else None, has_more)
 
 

@@ -96,14 +96,15 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
     previous_response_id: str | None = Field(None, description="The response that this one follows.")
     conversation: Annotated[
         ConversationRef | None, BeforeValidator(lambda value: {"id": value} if isinstance(value, str) else value)
-    ] = Field(None, description="An id, or an object with one: what it holds comes first, and it grows by this turn.")
+    ] = Field(
+        None, description="An id, or an object with one. The conversation precedes the input and gains this turn."
+    )
     store: bool | None = Field(None, description="Store the response. Default: if the server keeps a history.")
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     metadata: Metadata = Field(default_factory=dict)
     include: list[Includable] = Field(
         default_factory=list,
-        description="With message.output_text.logprobs the logprob of each token. Others change nothing: all that is "
-        "there is shown.",
+        description="message.output_text.logprobs adds logprobs. Others have no effect: items always have all parts.",
     )
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_COUNT, description="With logprobs: number of likeliest tokens to return at each position."
@@ -120,10 +121,10 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
     chat_template_kwargs: TemplateSettings = None
     reasoning: Reasoning = Field(Reasoning(), description="Its effort is for models whose chat template knows it.")
     prompt_cache_options: CacheOptions | None = Field(
-        None, description="Computes a prompt without an answer, or asks why it was not found in the caches."
+        None, description="Compute a prompt without an answer, or ask why the caches lacked it."
     )
     truncation: Literal["auto", "disabled"] = Field(
-        "disabled", description="auto: the oldest turns are left out if the context is too short for all."
+        "disabled", description="auto: drop the oldest turns if the context is too short."
     )
 
     def grammar(self) -> Grammar | None:

@@ -153,7 +153,6 @@ class SamplingRequest(ModelRequest):
 
     @property
     def includes_usage(self) -> bool:
-        """True if a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
@@ -161,7 +160,6 @@ class SamplingRequest(ModelRequest):
         return self.stream
 
     def with_seed(self, seed: int) -> Self:
-        """See `ModelRequest.with_seed`."""
         return self if self.seed is not None else self.model_copy(update={"seed": seed})
 
     @property
