@@ -1,4 +1,4 @@
-"""vlmserve: a vision-language model server for many users at once, on a CPU or a GPU."""
+"""A vision-language model server for many users at once, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         StructuredOutputsParams,
     )
 
-if "torch" not in sys.modules:  # else it is too late: the engine warns
+if "torch" not in sys.modules:  # otherwise it is too late, and the engine warns
     bound_spinning(os.environ)
 name_hub_folder(os.environ)
 
@@ -65,7 +65,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for on first use, so that importing a single package stays cheap."""
+    """Import public names on first use, so that importing one subpackage stays fast."""
     if name not in _HOMES:
         raise AttributeError(f"module 'vlmserve' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

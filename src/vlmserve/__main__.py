@@ -1,4 +1,4 @@
-"""``python -m vlmserve`` is the command ``vlmserve``."""
+"""Runs the command ``vlmserve``."""
 
 from vlmserve.cli import app
 

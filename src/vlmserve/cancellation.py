@@ -1,4 +1,4 @@
-"""Work in threads: who asked for it, and whether anybody still waits for its result."""
+"""Work in threads: its client, and whether the result is still needed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vlmserve.errors import CancelledWorkError
 Result = TypeVar("Result")
 
 client: contextvars.ContextVar[str] = contextvars.ContextVar("client", default="")
-"""Who sent the current request: the owner of its key, or without keys its address."""
+"""The client of the current request: the owner of its key, or without keys its address."""
 current: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("cancelled", default=None)
-"""Set when nobody waits for the work of this context any longer."""
+"""Set when this context's result is no longer needed."""
 
 
 def check_cancelled() -> None:
-    """Raises CancelledWorkError if nobody waits for what this thread does. Work that takes long calls it often."""
+    """Raise CancelledWorkError if this thread's result is no longer needed. Long work calls it often."""
     event = current.get()
     if event is not None and event.is_set():
         raise CancelledWorkError("the result is no longer needed")
@@ -30,10 +30,10 @@ def check_cancelled() -> None:
 async def run_in_thread(
     executor: Executor, work: Callable[[], Result], ended: Callable[[], None] = lambda: None
 ) -> Result:
-    """Run `work` in a thread of `executor`, with the context variables of the caller. Returns and raises what it does.
+    """Run `work` in a thread with the caller's context variables. Returns and raises as `work` does.
 
-    If the caller is cancelled, work that has not begun never begins, and work that runs stops at its next
-    `check_cancelled`. ended: called in the event loop once the thread is free.
+    If the caller is cancelled, queued work never starts, and running work stops at its next `check_cancelled`. ended:
+    called in the event loop once the thread is free.
     """
     event = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Limits of the container that this process runs in, from Linux control groups of version 1 and 2."""
+"""Resource limits of this process's container, from Linux control groups (versions 1 and 2)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ControlGroups:
-    """Where to read control groups."""
-
     root: Path = Path("/sys/fs/cgroup")
-    """The folder where control groups are mounted."""
+    """The mount point of control groups."""
     process: Path = Path("/proc/self/cgroup")
-    """The file that names the groups of this process."""
+    """The file that names this process's groups."""
 
     def folders(self, controller: str) -> set[Path]:
-        """Folders whose limits hold for this process. controller: "cpu" or "memory".
+        """Folders with limits of this process. controller: "cpu" or "memory".
 
-        They include the root, because the group inside a container may look like it, and all outer groups.
+        Includes all outer groups and the root, because a container may show its group as the root.
         """
         folders = {self.root, self.root / controller}
         for line in read(self.process).splitlines():
@@ -31,7 +29,7 @@ class ControlGroups:
 
 
 def read(path: Path) -> str:
-    """The content of a small file without surrounding blanks; empty if the file cannot be read."""
+    """The stripped content of a small file; empty if unreadable."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,6 +1,6 @@
-"""Every error that vlmserve raises on purpose.
+"""All errors that vlmserve raises on purpose.
 
-A message says what was wrong and what to do about it. Only the server turns these into HTTP statuses.
+A message says what was wrong and what to do. Only the server turns errors into HTTP statuses.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 MAX_SHOWN_ERRORS = 20
-"""How many of several errors their common message shows."""
+"""Maximum errors that a combined message shows."""
 
 
 class VLMServeError(Exception):
@@ -17,10 +17,10 @@ class VLMServeError(Exception):
 
 
 class InvalidRequestError(VLMServeError):
-    """A request that can never succeed as it was sent.
+    """A request that can never succeed as sent.
 
-    `param` names the offending field in the API's own spelling (``messages``, ``temperature``…), if there is one;
-    `code` is a stable, machine-readable word. `source` is the path or URL that the error is about, if there is one.
+    `param`: the wrong field, in the API's spelling. `code`: a stable word for programs. `source`: the path or URL at
+    fault.
     """
 
     code = "invalid_request"
@@ -31,7 +31,7 @@ class InvalidRequestError(VLMServeError):
         self.param = param
 
     def locate(self, place: str | None = None) -> None:
-        """Have the message begin with the place in a list, and with the image that it is about and its file or URL."""
+        """Prefix the message with the place in a list, and the image with its file or URL."""
         before = [] if place is None else [place]
         if self.source is not None:
             known = (self.param or "", self.source)
@@ -41,7 +41,7 @@ class InvalidRequestError(VLMServeError):
 
 
 class InvalidRequestsError(InvalidRequestError):
-    """Several requests, or parts of one, that are wrong. `errors` has what is wrong with each."""
+    """Several wrong requests, or parts of one. `errors` has an error for each."""
 
     def __init__(self, errors: Sequence[InvalidRequestError]) -> None:
         all_errors: list[InvalidRequestError] = []
@@ -63,27 +63,27 @@ class InvalidRequestsError(InvalidRequestError):
 
 
 class UnknownModelError(InvalidRequestError):
-    """The request names a model that is not served here."""
+    """The request names a model that this server does not serve."""
 
     code = "model_not_found"
 
 
 class NotFoundError(InvalidRequestError):
-    """The request names a response, conversation, item or file that is not there, or not the caller's."""
+    """The request names a response, conversation, item or file that does not exist or is another owner's."""
 
     code = "not_found"
 
 
 class PromptTooLongError(InvalidRequestError):
-    """The prompt does not fit into the model's context or into the KV cache."""
+    """The prompt exceeds the model's context or the KV cache."""
 
     code = "context_length_exceeded"
 
     @classmethod
     def of(cls, num_tokens: int, max_prompt_len: int, *, param: str, exact: bool = True) -> Self:
-        """The error in the words that clients recognize, in order to shorten the conversation.
+        """Make an error that clients recognize, so that they shorten the conversation.
 
-        num_tokens: tokens of the prompt; with `exact` false, the prompt has more.
+        num_tokens: of the prompt; with `exact` false, a lower bound.
         """
         count = num_tokens if exact else f"more than {num_tokens}"
         return cls(
@@ -94,31 +94,31 @@ class PromptTooLongError(InvalidRequestError):
 
 
 class InvalidImageError(InvalidRequestError):
-    """An image that cannot be read: broken, empty, truncated or not an image at all."""
+    """An image that cannot be read: broken, empty, truncated or no image."""
 
     code = "invalid_image"
 
 
 class ImageTooLargeError(InvalidRequestError):
-    """An image over the limit of bytes or pixels."""
+    """An image with too many bytes or pixels."""
 
     code = "image_too_large"
 
 
 class InvalidVideoError(InvalidRequestError):
-    """A video that cannot be read, has no frames, or frames that do not fit together."""
+    """A video that is unreadable, empty, or has frames of different sizes."""
 
     code = "invalid_video"
 
 
 class VideoTooLargeError(InvalidRequestError):
-    """A video over the limit of bytes, frames or pixels."""
+    """A video with too many bytes, frames or pixels."""
 
     code = "video_too_large"
 
 
 class InvalidDocumentError(InvalidRequestError):
-    """A document that cannot be read or rendered, is encrypted, or lacks the pages that are asked for."""
+    """A document that is unreadable, encrypted, or lacks the requested pages."""
 
     code = "invalid_document"
 
@@ -130,19 +130,19 @@ class DocumentTooLargeError(InvalidRequestError):
 
 
 class TooManyImagesError(InvalidRequestError):
-    """More images or videos in one request than the limits allow, or any for a model that takes none."""
+    """Too many images or videos in one request, or any for a model that takes none."""
 
     code = "too_many_images"
 
 
 class ImageFetchError(InvalidRequestError):
-    """An image's URL could not be fetched within the limits, or points where fetching is not allowed."""
+    """A URL that could not be fetched within the limits, or must not be fetched."""
 
     code = "image_fetch_failed"
 
 
 class AdapterError(InvalidRequestError):
-    """An adapter that cannot be read, does not fit the model, or asks for what is not supported."""
+    """An adapter that is unreadable, does not fit the model, or needs an unsupported feature."""
 
     code = "invalid_adapter"
 
@@ -151,7 +151,7 @@ class AdapterError(InvalidRequestError):
 
 
 class AnswerError(VLMServeError):
-    """An answer that is not the object that it was to be: it was cut off, or failed, or the model refuses it.
+    """An answer without the expected object: cut off, failed, or rejected by the pydantic model.
 
     output: the `RequestOutput`, with the answer as text.
     """
@@ -162,11 +162,11 @@ class AnswerError(VLMServeError):
 
 
 class OverloadedError(VLMServeError):
-    """The waiting queue is full; the same request may succeed later."""
+    """The queue is full; the request may succeed later."""
 
 
 class EngineDeadError(VLMServeError):
-    """The engine process ended, so the request cannot be answered."""
+    """The engine process has died, so the request cannot be answered."""
 
 
 class ForkError(VLMServeError):
@@ -174,9 +174,9 @@ class ForkError(VLMServeError):
 
 
 class UnavailableError(VLMServeError):
-    """The server is loading, restarting its engine or closing; the same request may succeed later or elsewhere.
+    """The server is loading, restarting its engine or closing; the request may succeed later or elsewhere.
 
-    retry_after: seconds after which it may.
+    retry_after: seconds.
     """
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
@@ -185,7 +185,7 @@ class UnavailableError(VLMServeError):
 
 
 class StorageError(UnavailableError):
-    """The history cannot be read or written; the same request may succeed later."""
+    """The history cannot be read or written; the request may succeed later."""
 
 
 class StorageFullError(VLMServeError):
@@ -193,23 +193,23 @@ class StorageFullError(VLMServeError):
 
 
 class ModelLoadError(VLMServeError):
-    """A checkpoint that cannot be loaded."""
+    pass
 
 
 class CheckpointNotFoundError(ModelLoadError):
-    """Neither a local folder nor a repository that can be downloaded or found in the cache."""
+    """No local folder, and no repository that can be downloaded or is cached."""
 
 
 class MissingWeightsError(ModelLoadError):
-    """A checkpoint without weight files, or without a tensor that its architecture needs."""
+    """A checkpoint without weight files, or without a required tensor."""
 
 
 class UnsupportedModelError(ModelLoadError):
-    """An architecture, option or weight format that vlmserve does not implement."""
+    """An unsupported architecture, option or weight format."""
 
 
 class CancelledWorkError(VLMServeError):
-    """Work in a thread was stopped because nobody waits for its result. No caller sees it."""
+    """Stops work whose result is no longer needed. No caller sees it."""
 
 
 class ConfigurationError(VLMServeError):
@@ -217,4 +217,4 @@ class ConfigurationError(VLMServeError):
 
 
 class CapacityError(ConfigurationError):
-    """Settings that ask for more than the model or the memory has. The values themselves are allowed."""
+    """Valid settings that exceed the model or the memory."""

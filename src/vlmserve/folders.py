@@ -1,4 +1,4 @@
-"""Where files of this user are, also for users without a home, like those of many containers."""
+"""Folders for the user's files. Containers may have users without a home."""
 
 from __future__ import annotations
 
@@ -12,25 +12,22 @@ from pathlib import Path
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path with the home for ``~``. Without a home it stays as it is, unlike with `Path.expanduser`, which raises."""
+    """Expand ``~``. Without a home, keep it, unlike `Path.expanduser`, which raises."""
     return Path(os.path.expanduser(path))
 
 
 def data_folder() -> Path | None:
-    """vlmserve's folder for data to keep, in ``XDG_DATA_HOME`` or ``~/.local/share``. None without a home."""
+    """vlmserve's folder for permanent data, in ``XDG_DATA_HOME`` or ``~/.local/share``; None without a home."""
     return _own_folder("XDG_DATA_HOME", "~/.local/share")
 
 
 def cache_folder() -> Path:
-    """vlmserve's folder for files that can be made again, in ``XDG_CACHE_HOME`` or ``~/.cache``.
-
-    Without a home it is in the folder for temporary files.
-    """
+    """vlmserve's cache folder, in ``XDG_CACHE_HOME`` or ``~/.cache``; without a home, a temporary one."""
     return _own_folder("XDG_CACHE_HOME", "~/.cache") or temporary_folder()
 
 
 def name_hub_folder(environ: MutableMapping[str, str]) -> None:
-    """Without a home, have Hugging Face's library use a temporary folder instead of one called ``~``."""
+    """Without a home, let Hugging Face's library use a temporary folder, not one named ``~``."""
     if os.path.expanduser("~") == "~" and not environ.keys() & {"HF_HOME", "XDG_CACHE_HOME"}:
         environ["HF_HOME"] = str(cache_folder() / "huggingface")
 
@@ -42,9 +39,9 @@ def _own_folder(variable: str, default: str) -> Path | None:
 
 @cache
 def temporary_folder() -> Path:
-    """The same for all processes of the user, unless another user has taken the name."""
+    """The same folder for all processes of the user, unless another user has taken its name."""
     folder = Path(tempfile.gettempdir()) / f"vlmserve-{os.geteuid()}"
-    with contextlib.suppress(OSError):  # a file or a broken link has that name
+    with contextlib.suppress(OSError):  # the name belongs to a file or broken link
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:

@@ -1,6 +1,6 @@
-"""Messages with arrays as frames: one of msgpack, then one for each array, as raw memory.
+"""Encodes messages with arrays as frames: one of msgpack, then each array's raw memory.
 
-Arrays are neither copied into the message nor out of it, and one that a message refers to several times is sent once.
+Arrays are not copied, and an array with several references is sent once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Frames: TypeAlias = "list[bytes | memoryview]"
 Message = TypeVar("Message")
 _known: set[type] = set()
-"""Kinds of messages whose fields msgspec has looked up."""
+"""Message types whose fields msgspec has inspected."""
 _looking_up = threading.Lock()
 
 
 def pack(message: Any) -> Frames:
-    """The frames of a message: msgpack, then the uint8 or float32 arrays it refers to by their place in the list."""
+    """Encode a message: msgpack, then the uint8 or float32 arrays, which it references by index."""
     arrays: list[memoryview] = []
     places: dict[int, int] = {}
 
@@ -39,12 +39,12 @@ def pack(message: Any) -> Frames:
 
 
 def unpack(frames: Sequence[Buffer], kind: type[Message]) -> Message:
-    """A message of that kind. Its arrays are views of `frames`; what was one array when it was packed is one again.
+    """Decode a message. Its arrays are views of `frames`; equal references stay one array.
 
-    Raises msgspec.ValidationError if the frames hold no such message.
+    Raises msgspec.ValidationError for another message.
     """
     if kind not in _known:
-        # msgspec crashes where two threads decode the first message of a kind.
+        # msgspec crashes if two threads decode a type's first message.
         with _looking_up:
             msgspec.msgpack.Decoder(kind)
             _known.add(kind)
@@ -57,7 +57,7 @@ def unpack(frames: Sequence[Buffer], kind: type[Message]) -> Message:
                 np.frombuffer(frames[index], np.uint8) if in_bytes else np.frombuffer(frames[index], np.float32)
             )
             array = flat.reshape(shape)
-            # ZeroMQ packs small frames next to each other, and torch wants its memory aligned.
+            # ZeroMQ packs small frames without alignment, which torch needs.
             arrays[index] = array if array.flags.aligned else array.copy()
         return arrays[index]
 

@@ -1,4 +1,4 @@
-"""Keeps Python's cyclic garbage collector away from objects that live as long as the process."""
+"""Keeps the cyclic garbage collector away from long-lived objects."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _YOUNG_OBJECTS = 10_000
-"""More objects than a few hundred requests have at the same time, so that most are freed before a collection."""
+"""Objects between young collections: more than a few hundred concurrent requests have, so most are freed before."""
 
 
 def freeze_loaded_objects() -> None:
-    """Call once all is loaded: what lives now, modules, models and tokenizers, is never scanned again.
+    """Exclude all current objects from collections. Call it after loading modules, models and tokenizers.
 
-    A full collection goes through every container that is alive. Hundreds of thousands of them are from imports, and
-    the more objects come and go with requests, the more often they would be gone through.
+    A full collection would scan the hundreds of thousands of objects from imports, the more often the more requests
+    come.
     """
     gc.collect()
     gc.freeze()
@@ -23,7 +23,7 @@ def freeze_loaded_objects() -> None:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Collect no garbage during imports: collections would scan hundreds of thousands of new objects that all stay."""
+    """Pause collections during imports, which create hundreds of thousands of lasting objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

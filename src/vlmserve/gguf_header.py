@@ -1,7 +1,7 @@
-"""What a GGUF file says about itself, before its tensors. Imports no torch.
+"""Reads GGUF headers: metadata and tensor locations. Imports no torch.
 
-The gguf package reads this as well, but makes arrays of each string and number of a vocabulary, which takes seconds.
-Here arrays are skipped until they are asked for.
+The gguf package makes arrays of all strings and numbers of a vocabulary, which takes seconds. This module skips arrays
+until they are requested.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 FLOAT32 = 0
-"""The type of a tensor of plain float32 numbers."""
+"""Tensor type of unquantized float32."""
 
 PART = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.gguf")
-"""The name of one of several files that are one model."""
+"""File name of a part of a split model."""
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -32,14 +32,15 @@ _LENGTH = struct.Struct("<Q")
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF files do, whatever it is called."""
+    """True if a file has GGUF's signature, whatever its name."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor is. type: a number, as `gguf.GGMLQuantizationType` has it. shape: outermost axis first. offset: in
-    bytes from the beginning of the file at `path`."""
+    """The location of a tensor. type: from `gguf.GGMLQuantizationType`. shape: outermost axis first. offset: bytes from
+    the start of the file at `path`.
+    """
 
     name: str
     type: int
@@ -56,22 +57,24 @@ class _Array(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """Metadata and places of tensors, both by name. path: of the file, the first one of a model in several parts, which
-    has the metadata of all. sizes: of all parts, in bytes. values: metadata but arrays."""
+    """Metadata and tensors, by name."""
 
     path: Path
+    """Of the file, or of a split model's first part, which has all metadata."""
     sizes: Mapping[Path, int]
+    """Bytes of all parts."""
     values: Mapping[str, Any]
+    """Metadata, except arrays."""
     arrays: Mapping[str, _Array]
     tensors: Mapping[str, TensorInfo]
 
     @property
     def architecture(self) -> str:
-        """As the file names it; empty if it does not."""
+        """`general.architecture`; empty if missing."""
         return str(self.values.get("general.architecture", ""))
 
     def array(self, key: str) -> list[Any]:
-        """An array of the metadata, empty if there is none."""
+        """An array of the metadata; empty if missing."""
         array = self.arrays.get(key)
         if array is None:
             return []
@@ -82,7 +85,7 @@ class Header:
             return list(cursor.numbers(f"{array.length}{_NUMBERS[array.kind]}"))
 
     def texts(self, key: str, places: Collection[int]) -> dict[int, str]:
-        """Some texts of an array of the metadata, by place. Places that the array does not have are left out."""
+        """Some strings of an array, by index. Missing indices are omitted."""
         array = self.arrays.get(key)
         if array is None or array.kind != _STRING or not places:
             return {}
@@ -90,7 +93,7 @@ class Header:
             return _Cursor(self.path, data, array.offset).some_texts(array.length, places)
 
     def vector(self, name: str) -> list[float]:
-        """A small tensor of float32 numbers. Raises ModelLoadError for one of another type."""
+        """Read a small float32 tensor. Raises ModelLoadError for another type."""
         info = self.tensors[name]
         if info.type != FLOAT32 or len(info.shape) != 1:
             raise ModelLoadError(f"{self.path}: {name} is not a vector of float32 numbers")
@@ -99,10 +102,10 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read what comes before the tensors of a file, or of all parts of the model that it is a part of.
+    """Read the header of a file, or of all parts of its model.
 
-    Raises ModelLoadError for a file that is none of GGUF or ends too early and for parts that are missing or do not
-    belong together, UnsupportedModelError for another version of the format.
+    Raises ModelLoadError for other or truncated files and for missing or mismatched parts, UnsupportedModelError for
+    another GGUF version.
     """
     try:
         own = _read_file(*_version(path))
@@ -118,14 +121,14 @@ def read_header(path: Path) -> Header:
 
 
 def _version(path: Path) -> tuple[Path, int, int]:
-    """What is cached is so while the file is the same: it is opened once for every part that is copied."""
+    """Cache key of an unchanged file: copying a split model opens each part once per tensor."""
     stat = path.stat()
     return path, stat.st_size, stat.st_mtime_ns
 
 
 @lru_cache(maxsize=4)
 def _joined(*versions: tuple[Path, int, int]) -> Header:
-    """Of all parts of a model, in order."""
+    """Join the headers of all parts, in order."""
     parts = [_read_file(*version) for version in versions]
     for number, part in enumerate(parts):
         if (part.values.get("split.no"), part.values.get("split.count")) != (number, len(parts)):
@@ -142,7 +145,7 @@ def _joined(*versions: tuple[Path, int, int]) -> Header:
 
 
 def _part_paths(path: Path, count: int) -> list[Path]:
-    """All parts, by the name of one."""
+    """Paths of all parts, from the path of one."""
     match = PART.fullmatch(path.name)
     if match is None or int(match["count"]) != count:
         raise ModelLoadError(
@@ -183,7 +186,7 @@ def _read_file(path: Path, size: int, modified: int) -> Header:
 
 
 class _Cursor:
-    """Reads little-endian values one after another. Raises ModelLoadError at the end of the file."""
+    """Reads consecutive little-endian values. Raises ModelLoadError at the end of the file."""
 
     def __init__(self, path: Path, data: mmap.mmap, position: int) -> None:
         self._path = path
@@ -202,7 +205,7 @@ class _Cursor:
         return self._data[start : self.position].decode("utf-8", "replace")
 
     def texts(self, count: int) -> list[str]:
-        # Tokens of old files may be parts of characters.
+        # Old files have tokens that are incomplete UTF-8.
         return [self._data[start:end].decode("utf-8", "replace") for start, end in self._spans(count)]
 
     def some_texts(self, count: int, places: Collection[int]) -> dict[int, str]:
@@ -236,7 +239,7 @@ class _Cursor:
         return TensorInfo(name, kind, shape, offset, self._path)
 
     def _spans(self, count: int) -> Iterator[tuple[int, int]]:
-        """Where each of so many texts is. As fast as may be: a vocabulary has hundreds of thousands."""
+        """Locate `count` strings. Optimized: vocabularies have hundreds of thousands."""
         end, read = self.position, _LENGTH.unpack_from
         for _ in range(count):
             start = end + _LENGTH.size

@@ -1,4 +1,4 @@
-"""How long the vision tower takes for an image, by the area that the model sees."""
+"""Time of the vision tower, by an image's area."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 
 
 class ImageCost(msgspec.Struct, frozen=True):
-    """Seconds for an image of `p` pixels: ``per_pixel * p + per_square * p**2``. Attention makes the second part.
+    """Seconds for `p` pixels: ``per_pixel * p + per_square * p**2``. The second term is attention.
 
-    A group of video frames that share embeddings costs as much as an image.
+    A group of video frames that share embeddings costs the same as an image.
     """
 
     per_pixel: float
@@ -18,7 +18,7 @@ class ImageCost(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, small: tuple[int, int], large: tuple[int, int], seconds_per_mac: float) -> ImageCost | None:
-        """Fit the cost to two images, each as pixels and MACs. None: the larger one costs no more."""
+        """Fit the cost to two images, given as (pixels, MACs). None: the larger one costs no more."""
         (p, a), (q, b) = small, large
         if b <= a or q <= p:
             return None
@@ -29,7 +29,7 @@ class ImageCost(msgspec.Struct, frozen=True):
         return self.per_pixel * pixels + self.per_square * pixels**2
 
     def pixels(self, seconds: float) -> int:
-        """Maximum area of an image that takes that time."""
-        # The root in this form loses no digits where per_square is small.
+        """Maximum area of an image for this time."""
+        # This form of the root loses no digits if per_square is small.
         root = math.sqrt(self.per_pixel**2 + 4 * self.per_square * seconds)
         return int(2 * seconds / (self.per_pixel + root))

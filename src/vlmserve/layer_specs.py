@@ -25,21 +25,18 @@ class AttentionSpec:
     window: int | None = None
     """Positions that a token attends to, itself included. None: all."""
     soft_cap: float | None = None
-    """Scores become ``soft_cap * tanh(score / soft_cap)``. None: they stay."""
+    """Scores become ``soft_cap * tanh(score / soft_cap)``."""
     sinks: tuple[float, ...] | None = None
-    """Attention sinks: for each head a score that takes a share of the softmax."""
+    """Attention sinks: a score per head that takes part in the softmax."""
     shares_with: int | None = None
-    """Another layer's number among all layers with attention: this layer reads its keys and values. None: it has its
-    own."""
+    """Index, among attention layers, of the layer whose keys and values this layer reads; None: its own."""
     is_causal: bool = False
-    """Tokens attend to no later ones, even where other layers do."""
+    """Attend to no later tokens, even if other layers do."""
     values_are_keys: bool = False
-    """Values are the projected keys, before their norm and RoPE; checkpoints have no projection of values."""
+    """Values are the projected keys, before norm and RoPE; checkpoints have no value projection."""
 
 
 class StateTensor(NamedTuple):
-    """A tensor of a layer's state."""
-
     name: str
     shape: tuple[int, ...]
     """Shape of one slot."""
@@ -59,16 +56,14 @@ class DeltaSpec:
     """Elements of a head of queries or keys."""
     value_size: int
     kernel: int
-    """Rows that the causal convolution over queries, keys and values reads."""
+    """Width of the causal convolution over queries, keys and values."""
 
     @property
     def keys(self) -> int:
-        """Elements of the keys of all heads."""
         return self.num_key_heads * self.key_size
 
     @property
     def values(self) -> int:
-        """Elements of the values of all heads."""
         return self.num_value_heads * self.value_size
 
     @property
@@ -92,7 +87,7 @@ class ConvolutionSpec:
 
     channels: int
     kernel: int
-    """Rows that the causal convolution reads."""
+    """Width of the causal convolution."""
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
@@ -104,20 +99,21 @@ class ConvolutionSpec:
 
 
 PADDING_SLOT = 0
-"""Slot of the states of rows that only pad a batch."""
+"""State slot of padding rows."""
 NO_SLOT = -1
-"""Source of a state that begins: it is zero."""
+"""Source of a new state, which is zero."""
 CHUNK = 64
-"""Prompt tokens that the gated delta rule computes at once. Chunks end at absolute multiples of it, so a state does not
-depend on how a prompt was divided into steps."""
+"""Prompt tokens per chunk of the gated delta rule. Chunks end at absolute multiples, so a state does not depend on how
+steps divide the prompt.
+"""
 StateSpec = DeltaSpec | ConvolutionSpec
-"""A layer with a state of fixed size for each sequence."""
+"""A layer with a fixed-size state per sequence."""
 Mixer = AttentionSpec | DeltaSpec | ConvolutionSpec
 """The part of a layer that mixes the tokens of a sequence."""
 
 
 def _tail(channels: int, kernel: int) -> StateTensor:
-    """The last inputs of a causal convolution, the oldest first."""
+    """The last inputs of a causal convolution, oldest first."""
     return StateTensor("tail", (kernel - 1, channels), is_float32=False)
 
 
@@ -135,30 +131,31 @@ class CachePlace(NamedTuple):
 
 
 MAX_UNUSED = 0.1
-"""Share of the slots of a page that may be unused, over all columns."""
+"""Maximum fraction of unused page slots, over all columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
     """Division of the KV cache into pages.
 
-    A page holds one block of tokens of as many layers as there are slots, each in the tensor of its slot. Layers of
-    equal windows share columns. A request has a block table for each column, and all columns take their pages from one
-    pool, so that window layers and full layers share the memory.
+    A page holds one block of tokens of as many layers as there are slots, each in its slot's tensor. Layers of equal
+    windows share columns. A request has a block table per column. All columns take pages from one pool, so window and
+    full layers share the memory.
     """
 
     windows: tuple[int | None, ...]
-    """By column, the positions that a token attends to, itself included. None: all. The largest comes first, so no
-    column's table is longer than the first one's."""
+    """By column: positions that a token attends to, itself included; None: all. The largest comes first, so the first
+    column has the longest table.
+    """
     places: tuple[CachePlace, ...]
     """By layer."""
 
     @classmethod
     def of(cls, layers: Sequence[AttentionSpec]) -> CacheLayout:
-        """Take the fewest columns that leave at most `MAX_UNUSED` of the slots unused.
+        """Use the fewest columns that leave at most `MAX_UNUSED` of the slots unused.
 
-        Layers with heads of different numbers or sizes cannot share a tensor. They get a single column, which keeps
-        what the layer with the largest window attends to. A layer that reads another one's keys has its place.
+        Layers with different head counts or sizes cannot share a tensor. They get a single column for the largest
+        window. A layer that reads another layer's keys has that layer's place.
         """
         own = [(number, layer) for number, layer in enumerate(layers) if layer.shares_with is None]
         by_window: dict[int | None, list[int]] = {}
@@ -185,19 +182,19 @@ class CacheLayout:
 
 
 def _unused(counts: Sequence[int], size: int) -> float:
-    """Share of unused slots if pages hold `size` layers."""
+    """Fraction of unused slots if pages hold `size` layers."""
     slots = sum(-(-count // size) for count in counts) * size
     return 1 - sum(counts) / slots
 
 
 def window_blocks(window: int, chunk: int, block_size: int) -> int:
-    """Blocks that hold a chunk and what its tokens attend to. The first and the last block may be partly in use."""
+    """Blocks for a chunk and everything its tokens attend to. The first and last block may be partly used."""
     return -(-(window - 1 + chunk) // block_size) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class CacheBytes:
-    """Pages and bytes of a sequence's cache, by its tokens."""
+    """Pages and bytes of a sequence's cache, by number of tokens."""
 
     block_size: int
     """Tokens of a block."""
@@ -227,9 +224,8 @@ class CacheBytes:
         return self.page * len(self.windows)
 
     def pages(self, num_tokens: int, max_chunk: int) -> int:
-        """Pages that a sequence holds at most while it grows to this number of tokens.
-
-        max_chunk: maximum number of tokens in a step. Window layers hold window and chunk.
+        """Maximum pages of a sequence while it grows to this length. max_chunk: maximum tokens per step, which window
+        layers hold in addition to their window.
         """
         blocks, size = -(-num_tokens // self.block_size), self.block_size
         return sum(
@@ -237,13 +233,13 @@ class CacheBytes:
         )
 
     def fitting(self, num_pages: int, max_chunk: int, max_tokens: int) -> int:
-        """Tokens, at most `max_tokens`, that a sequence may have if it gets this number of pages."""
+        """Maximum tokens, up to `max_tokens`, of a sequence with this many pages."""
         lengths = range(0, max_tokens + self.block_size, self.block_size)
         fits = bisect_right(lengths, num_pages, key=lambda length: self.pages(length, max_chunk))
         return min(max_tokens, lengths[fits - 1])
 
     def read(self, num_tokens: int) -> float:
-        """Bytes that the newest token of a sequence attends to. Window layers read their window."""
+        """Bytes of keys and values that the newest token reads. Window layers read their window."""
         tokens = ((min(num_tokens, window or num_tokens), size) for window, size in self.layers.items())
         return sum(count * size for count, size in tokens) / self.block_size
 
@@ -259,9 +255,10 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
     "factors": ("factors",),
     "proportional": (),
 }
-"""The parameters that each RoPE scaling requires. "prompt_ntk" changes the base with the length of the prompt.
-"dynamic" differs from "default" only beyond the trained context, which no request reaches. "proportional" rotates whole
-heads, but only the first ``partial_rotary_factor`` of their pairs by more than nothing."""
+"""Required parameters of each RoPE scaling. "prompt_ntk" changes the base with the prompt length. "dynamic" differs
+from "default" only beyond the trained context, which no request reaches. "proportional" covers whole heads, but rotates
+only the first ``partial_rotary_factor`` of their pairs.
+"""
 FACTORS_OF_PAIRS = frozenset({"short_factor", "long_factor", "factors"})
 
 
@@ -270,7 +267,7 @@ class RopeSpec:
     """How positions rotate queries and keys (RoPE)."""
 
     size: int
-    """Elements of a head that are rotated, from its first on."""
+    """Rotated elements of a head, from the first."""
     theta: float
     """Base of the wavelengths."""
     scaling: str = "default"
@@ -279,7 +276,7 @@ class RopeSpec:
     """Parameters of the scaling, by their names in config.json."""
     max_position: int = 0
     interleaved: bool = False
-    """A checkpoint's element ``2 i`` pairs with ``2 i + 1``, not ``i`` with ``i + size / 2``."""
+    """Element ``2 i`` pairs with ``2 i + 1``, not ``i`` with ``i + size / 2``."""
 
     @classmethod
     def from_config(
@@ -292,10 +289,10 @@ class RopeSpec:
         part: float = 1.0,
         interleaved: bool = False,
     ) -> RopeSpec:
-        """From ``rope_scaling`` (older checkpoints) or ``rope_parameters`` (transformers 5) of a config.json.
+        """Read ``rope_scaling`` (older checkpoints) or ``rope_parameters`` (Transformers 5) of a config.json.
 
-        part: fraction of a head that is rotated, unless the parameters say. Raises UnsupportedModelError for an unknown
-        scaling, ModelLoadError for an incomplete one.
+        part: default fraction of a head that rotates. Raises UnsupportedModelError for an unknown scaling,
+        ModelLoadError for an incomplete one.
         """
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
         kind = {"su": "longrope", "mrope": "default"}.get(kind, kind)
@@ -318,34 +315,34 @@ class RopeSpec:
 
     @property
     def levels(self) -> int:
-        """How many sets of frequencies there are, by the length of prompts."""
+        """Number of frequency sets for different prompt lengths."""
         return self.level(self.max_position) + 1
 
     def level(self, prompt_len: int) -> int:
-        """How often the trained context doubles until a prompt of this length fits. 0 unless the base changes."""
+        """Number of doublings of the trained context until a prompt fits; 0 unless the base changes."""
         if self.scaling != "prompt_ntk":
             return 0
         return ((prompt_len - 1) // self.original_context).bit_length()
 
     @property
     def context(self) -> int:
-        """Positions of the longest sequence."""
-        # Linear scaling stretches the trained context, which such configs still state unstretched.
+        """Maximum positions of a sequence."""
+        # Configs with linear scaling state the trained context.
         return int(self.max_position * self.parameters["factor"]) if self.scaling == "linear" else self.max_position
 
     @property
     def switch(self) -> int | None:
-        """Sequences of more tokens than this have different frequencies. None: all have the same."""
+        """Longer sequences use other frequencies; None: all use the same."""
         return self.original_context if self.scaling == "longrope" else None
 
     @property
     def original_context(self) -> int:
-        """Positions that the model was trained on before the context was stretched."""
+        """Positions of the trained context, before scaling."""
         return int(self.parameters.get("original_max_position_embeddings") or self.max_position)
 
     @property
     def attention_factor(self) -> float:
-        """Factor of cosines and sines."""
+        """Factor on cosines and sines."""
         if (stated := self.parameters.get("attention_factor")) is not None:
             return float(stated)
         if self.scaling == "yarn":
@@ -359,7 +356,7 @@ class RopeSpec:
 
     @property
     def factor(self) -> float:
-        """By how much the context is stretched."""
+        """Scaling of the context."""
         return float(self.parameters.get("factor") or self.max_position / self.original_context)
 
 

@@ -1,4 +1,4 @@
-"""What becomes of the levels of pixels, which are sent as they are and normalized where a tower reads them."""
+"""Pixel normalization. Pixels are sent as uint8 and normalized on the device."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import numpy.typing as npt
 
 
 class Levels(msgspec.Struct, frozen=True):
-    """``(rescale * level - mean) / std``, channel by channel; None: that part is left out."""
+    """``(rescale * level - mean) / std`` by channel; None skips a term."""
 
     rescale: float | None
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
 
     def table(self) -> npt.NDArray[np.float32]:
-        """What each of the 256 levels of each of the 3 channels becomes, ``[3, 256]``; rounded as transformers'
-        processors round it."""
+        """The normalized value of each uint8 level, ``[3, 256]``, rounded as Transformers' processors do."""
         levels = np.arange(256, dtype=np.float32)
         if self.rescale is not None:
             levels = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)

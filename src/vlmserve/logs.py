@@ -1,6 +1,6 @@
-"""What a process writes into its log, as text for people or as JSON for what collects logs.
+"""Logging as text for people or as JSON for log collectors.
 
-A record's ``fields``, given as ``extra={"fields": {...}}``, stand in its JSON by their names; text leaves them out.
+JSON lines have a record's ``fields``, given as ``extra={"fields": {...}}``; text lines do not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TEXT_FORMATS = {
 
 
 class JsonFormatter(logging.Formatter):
-    """A line with one JSON object for a record, a traceback included. process: which one writes."""
+    """Writes a JSON object per record, including tracebacks. process: the writing process."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people: date, time and level, or in short the time alone."""
+    """Writes date, time and level, or in the short form only the time."""
 
     def __init__(self, log_format: Literal["text", "short"], process: str) -> None:
         line, time = _TEXT_FORMATS[log_format]
@@ -57,8 +57,9 @@ class TextFormatter(logging.Formatter):
 
 
 class _WithoutHandlers(logging.Logger):
-    """Leaves its records to the root logger, although the library that it belongs to has a handler for them. One that
-    is kept silent, without a handler, remains so."""
+    """Passes a library's records to the root logger, although the library installs a handler. Without a handler, a
+    silenced library stays silent.
+    """
 
     _has_refused = False
     _propagates = True
@@ -76,21 +77,21 @@ class _WithoutHandlers(logging.Logger):
 
 
 def set_up_logging(log_format: LogFormat, process: str = "server", level: int = logging.INFO) -> None:
-    """Say how this process logs, to standard error, once and before anything else logs.
+    """Configure logging to stderr. Call it once, before anything logs.
 
-    process: "server", whose text lines do not name it, or another one.
+    process: its name; text lines name all but "server".
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(log_format, process))
     logging.basicConfig(level=level, handlers=[handler])
-    # Nothing in a line asks for these, and each of them costs every line something.
+    # No format uses these, and each slows every line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     if log_format == "json":
         _catch_other_lines()
 
 
 def log_format_in_use() -> LogFormat:
-    """How this process logs."""
+    """This process's log format."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, JsonFormatter):
             return "json"
@@ -104,8 +105,7 @@ def level_number(level: LogLevel) -> int:
 
 
 def _catch_other_lines() -> None:
-    """What would be written beside the log goes into it: what libraries' own handlers write, Python's warnings, and
-    exceptions that nobody caught."""
+    """Redirect other output into the log: handlers of libraries, Python's warnings, uncaught exceptions."""
     logging.setLoggerClass(_WithoutHandlers)
     logging.captureWarnings(True)
 

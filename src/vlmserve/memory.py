@@ -1,6 +1,6 @@
-"""Main memory that this process may still take: what the machine has free, within the limit of its container.
+"""Main memory that is free for this process, within its container's limit.
 
-psutil is imported when it is needed, because every command reads the settings, whose package this module belongs to.
+Imports psutil lazily, because every command reads the settings, which import this module.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from vlmserve.cgroups import ControlGroups, read
 
 _UNLIMITED = 2**60
-"""Bytes. Version 1 of control groups writes a number near 2**63 where there is no limit."""
+"""Bytes. Version 1 of control groups writes a number near 2**63 for no limit."""
 _CACHED = ("inactive_file", "active_file", "slab_reclaimable")
-"""Counters of memory that the kernel takes back when a process needs it."""
+"""Counters of memory that the kernel reclaims on demand."""
 
 
 def free_memory(groups: ControlGroups | None = None) -> int:
@@ -26,7 +26,7 @@ def free_memory(groups: ControlGroups | None = None) -> int:
 
 
 def total_memory(groups: ControlGroups | None = None) -> int:
-    """Bytes of main memory that this process may take in all: those of the machine, or its container's limit."""
+    """Bytes of the machine's main memory, or the container's limit."""
     import psutil
 
     total: int = psutil.virtual_memory().total
@@ -34,30 +34,29 @@ def total_memory(groups: ControlGroups | None = None) -> int:
 
 
 def return_free_memory() -> None:
-    """Give freed memory back to the system, where the C library (glibc) would keep it.
+    """Return freed memory to the system, which glibc would keep.
 
-    Quantizing to int4 at load leaves a third of the model there.
+    Quantizing to int4 at load frees a third of the model.
     """
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def resident_memory() -> int:
-    """Bytes of this process in main memory."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
 
 
 def num_killed(groups: ControlGroups | None = None) -> int:
-    """How many processes the kernel has killed for want of memory, in this container or, if larger, on the machine."""
+    """Processes killed for lack of memory, in this container or, if larger, on the machine."""
     folders = (groups or ControlGroups()).folders("memory")
     files = [folder / name for folder in folders for name in ("memory.events", "memory.oom_control")]
     return max(_counters(path).get("oom_kill", 0) for path in (Path("/proc/vmstat"), *files))
 
 
 def _limits(groups: ControlGroups | None) -> list[tuple[int, int]]:
-    """Limits of this process's control groups with the bytes that each group uses."""
+    """Limits of this process's control groups, and the bytes each group uses."""
     found = []
     for folder in (groups or ControlGroups()).folders("memory"):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")

@@ -1,4 +1,4 @@
-"""Facts that are measured once and kept in a file of the user's cache folder."""
+"""Measurements that are stored in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bool, float)
 MAX_FACTS = 256
-"""Facts of a file; beyond them, the file forgets the oldest."""
+"""Maximum facts of a file, which drops the oldest."""
 
 
 class Remembered(Generic[T]):
-    """Facts of one type by a key that names all they depend on. name: of the file."""
+    """Facts of one type. Keys name everything that a fact depends on. name: of the file."""
 
     def __init__(self, name: str, kind: type[T]) -> None:
         self._name = name
         self._kind: type[T] = kind
 
     def get(self, key: str, measure: Callable[[], T]) -> T:
-        """Return a fact from the file, or measure it and add it.
+        """Return a stored fact, or measure and store it.
 
-        Processes that measure at the same time agree: the first one to write decides.
+        If processes measure at the same time, the first to write decides.
         """
         if (known := self.facts.get(key)) is not None:
             return known
@@ -43,7 +43,6 @@ class Remembered(Generic[T]):
 
     @property
     def facts(self) -> dict[str, T]:
-        """All facts of the file."""
         try:
             return msgspec.json.decode(self._file.read_bytes(), type=dict[str, self._kind])  # type: ignore[name-defined]
         except FileNotFoundError:

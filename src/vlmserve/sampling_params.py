@@ -1,4 +1,4 @@
-"""What a request asks of its answers: how tokens are sampled, when generation ends, and the format of the text."""
+"""Parameters of a request's answers: sampling, end of generation, and format."""
 
 from __future__ import annotations
 
@@ -18,38 +18,37 @@ from vlmserve.settings.validation import did_you_mean
 MAX_SEED = 2**63 - 1
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 MAX_BIASES = 4096
-"""Tokens that a request may have a bias for."""
+"""Maximum biased tokens of a request."""
 MAX_NGRAM = 1024
-"""Tokens of an n-gram that must not be repeated."""
+"""Maximum size of a non-repeating n-gram."""
 MAX_BAD_WORDS = 1024
-"""Words that a request may forbid."""
+"""Maximum forbidden words of a request."""
 MAX_BAD_WORD = 256
-"""Characters of a forbidden word."""
+"""Maximum characters of a forbidden word."""
 MAX_LOGPROB_TOKEN_IDS = 128
-"""Tokens whose logprobs a request may ask for by their ids, as in vLLM."""
+"""Maximum tokens in `logprob_token_ids`, as in vLLM."""
 MAX_SAMPLES = 1024
-"""Answers to one prompt."""
+"""Maximum answers to one prompt."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """The format of an answer.
-
-    text: a JSON schema; nothing for "json_object"; a regular expression that fits the whole answer; a JSON list of
-    strings to choose from; a grammar in llguidance's dialect of Lark, or in GBNF.
-    strict: False follows a JSON schema as far as it can be followed, and ignores keywords that cannot be.
-    source: the field of a request that it came from, which errors name.
-    model: a pydantic model that `CompletionOutput.parsed` is an instance of; it stays in this process.
-    """
+    """The format of an answer."""
 
     kind: GrammarKind
     text: str = ""
+    """A JSON schema; a regular expression for the whole answer; a JSON list of strings to choose from; or a grammar in
+    llguidance's Lark dialect or GBNF. Empty for "json_object".
+    """
     strict: bool = True
+    """False ignores unsupported keywords of a JSON schema."""
     source: str = "grammar"
+    """The request field that errors name."""
     model: Any = None
+    """A pydantic model for `CompletionOutput.parsed`; it stays in this process."""
 
     @classmethod
     def json(cls, schema: Any, *, strict: bool = True) -> Grammar:
-        """JSON that fits a schema: a dict, a text, or a pydantic model."""
+        """JSON that matches a schema: a dict, text, or pydantic model."""
         model = None
         if hasattr(schema, "model_json_schema"):
             model, schema = schema, schema.model_json_schema()
@@ -63,40 +62,40 @@ class Grammar(msgspec.Struct, frozen=True):
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text that the whole of a regular expression fits."""
+        """Text that matches a regular expression as a whole."""
         return cls("regex", pattern)
 
     @classmethod
     def choice(cls, choices: Sequence[str]) -> Grammar:
-        """One of these texts. Raises InvalidRequestError for what is not a list of strings."""
+        """One of these texts. Raises InvalidRequestError for anything but a list of strings."""
         if isinstance(choices, str) or not all(isinstance(choice, str) for choice in choices):
             raise InvalidRequestError(f"choices must be a list of strings, got {choices!r:.100}", param="grammar")
         return cls("choice", msgspec.json.encode(list(choices)).decode())
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
-        """Text that a grammar in llguidance's dialect of Lark, or in GBNF, derives."""
+        """Text of a grammar in llguidance's Lark dialect or in GBNF."""
         return cls("lark", text)
 
     @property
     def is_json(self) -> bool:
-        """Whether the answer is JSON."""
         return self.kind in ("json_schema", "json_object")
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The format of an answer in vLLM's form, of which one field is set; `Grammar` has more.
-
-    json: a JSON schema as a dict or text, or a pydantic model. regex: fits the whole answer. choice: texts to choose
-    from. grammar: in llguidance's dialect of Lark, or in GBNF. json_object: any JSON object.
-    """
+    """The format of an answer, in vLLM's form. Set one field; `Grammar` has more formats."""
 
     json: Any = None
+    """A JSON schema as a dict or text, or a pydantic model."""
     regex: str | None = None
+    """A regular expression for the whole answer."""
     choice: Sequence[str] | None = None
+    """Texts to choose from."""
     grammar: str | None = None
+    """In llguidance's Lark dialect or GBNF."""
     json_object: bool | None = None
+    """Any JSON object."""
 
 
 GuidedDecodingParams = StructuredOutputsParams
@@ -104,9 +103,9 @@ GuidedDecodingParams = StructuredOutputsParams
 
 
 def grammar_of(wanted: Any, param: str) -> Grammar:
-    """The format that `StructuredOutputsParams`, a dict with its fields, or vLLM's own object asks for.
+    """Convert a `StructuredOutputsParams`, a dict of its fields, or vLLM's own object.
 
-    Raises InvalidRequestError unless it asks for exactly one.
+    Raises InvalidRequestError unless exactly one format is set.
     """
     read = wanted.get if isinstance(wanted, Mapping) else partial(getattr, wanted)
     makers: dict[str, Callable[[Any], Grammar]] = {
@@ -130,11 +129,11 @@ _VLLM_DEFAULTS: Mapping[str, Any] = {
     "logits_processors": None,
     "extra_args": None,
 }
-"""Parameters of vLLM that `SamplingParams` may lack, and the values that change nothing."""
+"""vLLM's parameters that `SamplingParams` lacks, with their neutral values."""
 
 
 class _NamedParams(type(msgspec.Struct)):  # type: ignore[misc]
-    """Explains unknown names, and drops parameters of vLLM that have their default."""
+    """Explains unknown parameters, and drops vLLM's parameters with neutral values."""
 
     if not TYPE_CHECKING:
 
@@ -151,72 +150,83 @@ class _NamedParams(type(msgspec.Struct)):  # type: ignore[misc]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamedParams):
-    """How tokens are sampled, which logprobs are returned, and when generation ends.
+    """Sampling, returned logprobs, and the end of generation.
 
-    n: answers to each prompt. best_of: answers that are sampled, of which the `n` with the highest mean log probability
-    are returned; None: as many as are returned. With a seed, answer number i has the seed plus i.
-    temperature: 0 is greedy. top_k: 0 keeps all. top_p, min_p: probability mass and floor relative to the best token.
-    logit_bias: what is added to the logits of tokens, by their ids, -100 to 100.
-    repetition_penalty: positive logits of tokens of prompt and answer are divided by it, negative ones multiplied.
-    frequency_penalty: subtracted from a token's logit for each time that the answer has it. presence_penalty: for
-    having it at all. repeat_last_n: how many of the latest tokens are penalized, images not counted; -1: all.
-    no_repeat_ngram_size: no so many tokens in a row come twice, counting the prompt, where an image is no token; 0:
-    they may. no_repeat_ngram_window: only those that begin among so many of the latest tokens count; -1: all. Where a
-    grammar allows nothing else, a token may repeat them.
-    allowed_token_ids: the only tokens that an answer may have, end tokens included; None: all. A grammar may end.
-    bad_words: texts that an answer must not have, with or without a space before them.
-    logprob_token_ids: tokens whose logprobs are returned in the place of the likeliest; needs `logprobs`.
-    logprobs: how many alternatives are returned with each token; 0: only the token's own logprob; None: no logprobs.
-    prompt_logprobs: the same for the tokens of the prompt, all of which are computed then, cached or not.
-    thinking_token_budget: the thoughts that an answer begins with are ended after so many tokens, 0: it has none; None:
-    they may take any number. Only for prompts of conversations, and models whose thoughts are told from answers.
-    seed: makes a request reproducible whatever else is in the batch; None draws one.
-    stop: a string, or several, that end the answer and are not part of it. stop_token_ids: token ids that do the same.
-    include_stop_str_in_output: the text has the stop string or token that ended it. Before `min_tokens`, stop strings
-    have no effect. skip_special_tokens: the text has no special tokens. spaces_between_special_tokens: no effect.
-    truncate_prompt_tokens: how many tokens the model reads from the prompt's end; -1: as many as fit; None: all.
-    max_tokens: None means up to the context's end. min_tokens: end tokens are impossible before that many.
-    ignore_eos: keep going after the model's own end tokens.
-    grammar: the format of the answer. It ends where the grammar is complete, with `min_tokens` and `ignore_eos`
-    only if nothing can follow there. structured_outputs, guided_decoding: the same in vLLM's form, a
-    `StructuredOutputsParams` or a dict; they become `grammar`.
-    Raises InvalidRequestError, naming the field, for a value out of range or of another type.
+    Raises InvalidRequestError, naming the field, for a value of the wrong type or out of range.
     """
 
     n: int = 1
+    """Answers to each prompt. With a seed, answer i uses seed + i."""
     best_of: int | None = None
+    """Sampled answers; the `n` with the highest mean log probability are returned (default: `n`)."""
     temperature: float = 1.0
+    """0 is greedy."""
     top_k: int = 0
+    """Keep this many tokens; 0: all."""
     top_p: float = 1.0
+    """Keep the most likely tokens with this total probability."""
     min_p: float = 0.0
+    """Minimum probability relative to the most likely token."""
     logit_bias: dict[int, float] = {}
+    """Added to logits, by token id: -100 to 100."""
     repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative logits, of tokens in prompt and answer."""
     frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each occurrence in the answer."""
     presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the answer."""
     repeat_last_n: int = -1
+    """Latest tokens that penalties count, without images; -1: all."""
     no_repeat_ngram_size: int = 0
+    """Never repeat n-grams of this size from prompt and answer, without images; 0: off. A token may still repeat if the
+    grammar allows no other.
+    """
     no_repeat_ngram_window: int = -1
+    """Latest tokens in which such n-grams may begin; -1: all."""
     logprobs: int | None = None
+    """Alternatives to return with each token; 0: only the token's logprob; None: no logprobs."""
     prompt_logprobs: int | None = None
+    """The same for prompt tokens. All of them are computed, even if cached."""
     thinking_token_budget: int | None = None
+    """End the reasoning after this many tokens; 0: no reasoning; None: no limit. Only for conversations with models
+    whose reasoning vlmserve separates.
+    """
     seed: int | None = None
+    """Makes the request reproducible in any batch; None: a random seed."""
     stop: str | Sequence[str] = ()
+    """Strings that end the answer; they are not part of it. No effect before `min_tokens`."""
     stop_token_ids: Sequence[int] = ()
+    """Tokens that end the answer."""
     ignore_eos: bool = False
+    """Continue after the model's end tokens."""
     max_tokens: int | None = None
+    """None: up to the end of the context."""
     min_tokens: int = 0
+    """Forbid end tokens before this many tokens."""
     grammar: Grammar | None = None
+    """The format. The answer ends when the grammar is complete; with `min_tokens` or `ignore_eos`, only when nothing
+    can follow.
+    """
     structured_outputs: Any = None
+    """vLLM's form of `grammar`: a `StructuredOutputsParams` or a dict."""
     guided_decoding: Any = None
+    """vLLM's older name of `structured_outputs`."""
     allowed_token_ids: Sequence[int] | None = None
+    """The only tokens that an answer may have, including end tokens; None: all. A grammar may still end."""
     bad_words: Sequence[str] = ()
+    """Texts that an answer must not contain, with or without a leading space."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    """The token ids of `bad_words`, which the tokenizer's owner fills in."""
+    """Token ids of `bad_words`, filled in by the tokenizer's owner."""
     logprob_token_ids: Sequence[int] | None = None
+    """Tokens to return logprobs for, in place of the most likely ones; needs `logprobs`."""
     include_stop_str_in_output: bool = False
+    """Include the stop string or token in the text."""
     skip_special_tokens: bool = True
+    """Omit special tokens from the text."""
     spaces_between_special_tokens: bool = True
+    """No effect."""
     truncate_prompt_tokens: int | None = None
+    """Last prompt tokens to keep; -1: as many as fit; None: all."""
 
     def __post_init__(self) -> None:
         self._read_vllms_form()
@@ -263,9 +273,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check(kept is None or kept == -1 or kept >= 1, "truncate_prompt_tokens", "-1 (what fits), or 1 or more")
 
     def _read_vllms_form(self) -> None:
-        if self.top_k == -1:  # vLLM's word for off
+        if self.top_k == -1:  # vLLM's value for off
             msgspec.structs.force_setattr(self, "top_k", 0)
-        if self.seed == -1:  # vLLM's word for none
+        if self.seed == -1:  # vLLM's value for none
             msgspec.structs.force_setattr(self, "seed", None)
         for name in ("structured_outputs", "guided_decoding"):
             wanted = getattr(self, name)
@@ -277,7 +287,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             msgspec.structs.force_setattr(self, name, None)
 
     def _check_types(self) -> None:
-        """Also make tuples of what may be given in other ways."""
+        """Check types, and convert other sequences to tuples."""
 
         def refuse(param: str, rule: str) -> None:
             raise InvalidRequestError(f"{param} must be {rule}, got {getattr(self, param)!r:.100}", param=param)
@@ -289,7 +299,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             abstract = numbers.Integral if kind is int else numbers.Real
             if isinstance(value, bool) or not isinstance(value, abstract):
                 refuse(name, "a whole number" if kind is int else "a number")
-            if not isinstance(value, int | float):  # one of numpy's
+            if not isinstance(value, int | float):  # a numpy number
                 msgspec.structs.force_setattr(self, name, kind(value))
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         if not isinstance(stop, Sequence) or not all(isinstance(one, str) for one in stop):
@@ -331,37 +341,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def penalizes(self) -> bool:
-        """Whether penalties apply."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         return penalties != (1, 0, 0) and self.repeat_last_n != 0
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether a token cannot be sampled before the host knows the tokens before it."""
+        """True if the host must know earlier tokens before a token is sampled."""
         has_phrases = any(len(word) > 1 for word in self.bad_token_ids)
         has_rules = has_phrases or self.no_repeat_ngram_size > 0 or self.thinking_token_budget is not None
         return has_rules or self.penalizes or self.grammar is not None
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host takes part in sampling a token: it makes a mask, or returns logprobs."""
+        """True if the host takes part in sampling: it makes a mask or returns logprobs."""
         return self.grammar is not None or self.allowed_token_ids is not None or self.logprobs is not None
 
     @property
     def num_samples(self) -> int:
-        """How many answers to a prompt are sampled."""
+        """Sampled answers per prompt."""
         return self.best_of or self.n
 
     def without_model(self) -> SamplingParams:
-        """The same without the grammar's pydantic model, which cannot be serialized."""
+        """A copy without the grammar's pydantic model, which cannot be serialized."""
         if self.grammar is None or self.grammar.model is None:
             return self
         return msgspec.structs.replace(self, grammar=msgspec.structs.replace(self.grammar, model=None))
 
     def of_sample(self, index: int, *, ranked: bool) -> SamplingParams:
-        """The params of the answer number `index` alone: with a seed every one gets its own.
-
-        ranked: whether answers are compared by likelihood, which needs logprobs.
+        """Parameters of one answer, with its own seed. ranked: answers are compared by likelihood, which needs
+        logprobs.
         """
         changes: dict[str, Any] = {}
         if self.num_samples > 1:
@@ -402,7 +410,7 @@ _NUMBERS: dict[str, tuple[type[int] | type[float], bool]] = {
         (float, False),
     ),
 }
-"""What each field that is a number is, and whether it may be None."""
+"""Type of each numeric field, and whether it may be None."""
 
 
 def _is_token_id(value: object) -> bool:

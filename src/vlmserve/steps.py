@@ -1,8 +1,7 @@
-"""The messages between the scheduler and the model runner: one step, and its output.
+"""Messages between scheduler and model runner: a step, and its output.
 
-Both are values: they hold all that the other side needs and refer to nothing that either side changes later, so a step
-can be sent to another process, recorded, or run while the next one is planned. The runner keeps the state of each
-request until it is finished; the scheduler sends only what is new.
+Messages are immutable values, so that a step can be sent to another process, recorded, or run while the next one is
+planned. The runner keeps each request's state until it is finished; the scheduler sends only changes.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from vlmserve.tasks import GENERATE, Task, TaskResult
 from vlmserve.types import Bidirectional, ImageInput, ImagePlacement, SamplingParams, Thoughts, TokenLogprobs
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-"""Contents of a cache's entry, ``[bytes]``."""
+"""Content of a cache entry, ``[bytes]``."""
 BlockIds: TypeAlias = tuple[tuple[int, ...], ...]
-"""KV blocks by pass of the model and column of the cache, see `CacheLayout`. Empty: no table has any."""
+"""KV blocks by pass of the model and column of the cache (see `CacheLayout`). Empty: no new blocks."""
 
 
 def bidirectional_spans(
     images: Sequence[ImagePlacement], num_tokens: int, bidirectional: Bidirectional | None
 ) -> tuple[tuple[int, int], ...]:
-    """Tokens ``first <= i < last`` of a prompt with these images that attend to each other in both directions."""
+    """Prompt tokens ``first <= i < last`` that attend to each other in both directions."""
     if bidirectional == "images":
         return tuple(image.shown for image in images)
     if bidirectional == "prefix":
@@ -35,8 +34,9 @@ def bidirectional_spans(
 
 
 class BlockCopy(NamedTuple):
-    """A KV block or a slot of states to copy: from the device to host memory (save), back (load), or on the device.
-    fill: a block gets a content that was read from disk; source is its number in `SchedulerOutput.block_contents`."""
+    """A KV block or state slot to copy: from device to host (save), back (load), or on the device. fill: a block gets
+    content read from disk; `source` is its index in `SchedulerOutput.block_contents`.
+    """
 
     kind: Literal["save", "load", "copy", "fill"]
     source: int
@@ -44,78 +44,78 @@ class BlockCopy(NamedTuple):
 
 
 class StateStep(NamedTuple):
-    """Slots that one pass of a step reads and writes for a request. A slot is in all layers with states."""
+    """State slots that one pass of a step reads and writes for a request. A slot spans all layers with states."""
 
     slot: int
-    """Working slot, which gets the state after the last token of the step."""
+    """Working slot, for the state after the step's last token."""
     source: int
-    """Slot of the state after the tokens before the step, or `NO_SLOT`."""
+    """Slot of the state before the step, or `NO_SLOT`."""
     checkpoints: tuple[tuple[int, int], ...] = ()
-    """Numbers of tokens of the sequence, and the slots that get the states after these tokens. The working slot as well
-    where the computation is cut only."""
+    """Pairs of a sequence length and the slot for the state at that length. With the working slot, it only divides the
+    computation.
+    """
 
 
 class CrossStates(msgspec.Struct, frozen=True):
-    """States that a decoder attends to by cross attention, to be computed from an image and a text.
-
-    key: under which they are cached. image_key: of the image's features, which are in memory by then. token_ids: of
-    the text that is encoded together with the image; none for the image alone.
-    """
+    """States for cross-attention, to compute from an image and a text."""
 
     key: bytes
+    """Cache key."""
     image_key: bytes
+    """Key of the image's features, which are in memory."""
     token_ids: list[int]
+    """Text to encode with the image; empty: the image alone."""
 
 
 class AdapterLoad(NamedTuple):
-    """An adapter to put into a slot, in place of what is there, before the step runs. digest: by which it is known."""
+    """An adapter to load into a slot before the step runs."""
 
     slot: int
     digest: bytes
+    """Identifies the adapter."""
 
 
 class ImageEncoding(msgspec.Struct, frozen=True):
-    """An image that goes through the vision tower in several steps, and how far it gets in this one.
-
-    products: multiplications of the tower; None: all that it lacks, and its embeddings are there when the step computes
-    tokens. image: with the first of these steps and with no other.
-    """
+    """An image that several steps encode, and its progress in this one."""
 
     key: bytes
     products: int | None
+    """MACs in this step; None: all remaining ones, so the step's tokens find the embeddings."""
     image: ImageInput | None = None
+    """Only in the first of these steps."""
 
 
 class NewRequest(msgspec.Struct, frozen=True):
-    """A request that the runner does not know yet. The step computes its tokens ``start <= i < start + num_tokens``."""
+    """A request that the runner does not know. The step computes its tokens ``start <= i < start + num_tokens``."""
 
     request_id: str
     start: int
-    """Tokens before it are computed: their keys and values are in the request's blocks."""
+    """Earlier tokens are computed: their keys and values are in the request's blocks."""
     num_tokens: int
     num_prompt_tokens: int
     token_ids: list[int]
-    """Tokens of the prompt, and of the part of an answer that a beam extends."""
+    """Tokens of the prompt, and of the answer so far in a beam search."""
     block_ids: list[list[int]]
-    """KV blocks by pass of the model and column of the cache. With X-LoRA there is a second pass, the scaling pass,
-    which computes the same tokens before the first one."""
+    """KV blocks by pass of the model and column of the cache. X-LoRA's second pass, the scaling pass, computes the same
+    tokens before the first.
+    """
     params: SamplingParams
     seed: int
     """Seed of its random numbers."""
     max_len: int
-    """Most tokens of prompt and answer together."""
+    """Maximum tokens of prompt and answer."""
     end_token_ids: list[int]
     images: tuple[ImagePlacement, ...] = ()
     cross_key: bytes | None = None
-    """Key of the `CrossStates` that it attends to."""
+    """Key of its `CrossStates`."""
     adapter: bytes = b""
-    """Digest of its adapter, which has a slot whenever the request is in a step."""
+    """Digest of its adapter, which has a slot in every step of the request."""
     thoughts: Thoughts | None = None
     """See `Prompt`."""
     client: str = ""
-    """Who sent it, see `EngineRequest`."""
+    """Its client, see `EngineRequest`."""
     states: tuple[StateStep, ...] | None = None
-    """By pass of the model. None: the model has no states."""
+    """By pass of the model; None: the model has no states."""
     task: Task = GENERATE
 
 
@@ -131,42 +131,39 @@ class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     new_block_ids: BlockIds = ()
     """KV blocks to append to its block tables."""
     resumed: bool = False
-    """It was preempted; `new_block_ids` are its whole block tables."""
+    """It was preempted; `new_block_ids` are complete block tables."""
     states: tuple[StateStep, ...] | None = None
-    """By pass of the model. None: its states go on in their working slots."""
+    """By pass of the model; None: the states stay in their working slots."""
 
 
 class SchedulerOutput(msgspec.Struct):
-    """One step, in the order in which it is run.
-
-    adapter_loads: adapters that get slots.
-    finished_request_ids: requests to drop; a new request of the same step may have the same id. blocks_to_zero,
-    block_copies: changes to KV blocks. block_contents: of blocks that were read from disk. state_copies: of slots of
-    states. embeddings_to_evict: keys of image embeddings and cross-attention states to drop, and to encode no further.
-    embeddings_to_place: by key, embeddings of images that were read from disk. images_to_encode: all of them in one
-    call; their pixels come with no other step.
-    encodings: of images that take several steps. cross_states: to compute.
-    cached_requests, new_requests: the batch; a request is in it at most once. draft_token_ids: by request, draft tokens
-    that may follow its newest one; they are the last tokens that are computed of it.
-    """
+    """One step. The runner applies the fields in this order."""
 
     adapter_loads: list[AdapterLoad] = []
+    """Adapters to load into slots."""
     finished_request_ids: list[str] = []
+    """Requests to drop; a new request of the step may reuse an id."""
     blocks_to_zero: list[int] = []
     block_copies: list[BlockCopy] = []
     block_contents: list[Bytes] = []
+    """Contents of blocks that were read from disk."""
     state_copies: list[BlockCopy] = []
     embeddings_to_evict: list[bytes] = []
+    """Keys of image embeddings and cross-attention states to drop and to encode no further."""
     embeddings_to_place: dict[bytes, Bytes] = {}
+    """By key, image embeddings that were read from disk."""
     images_to_encode: list[ImageInput] = []
+    """Images to encode in one call. No other step has their pixels."""
     encodings: list[ImageEncoding] = []
+    """Images that take several steps."""
     cross_states: list[CrossStates] = []
     cached_requests: list[CachedRequest] = []
     new_requests: list[NewRequest] = []
+    """With `cached_requests`, the batch. A request appears at most once."""
     draft_token_ids: dict[str, list[int]] = {}
+    """By request, draft tokens after its newest token; they are its last computed tokens."""
 
     def append(self, request: CachedRequest | NewRequest) -> None:
-        """Add a request to the batch."""
         if isinstance(request, CachedRequest):
             self.cached_requests.append(request)
         else:
@@ -179,28 +176,31 @@ class SchedulerOutput(msgspec.Struct):
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to run. Evictions alone are not: they free memory for images of the same step."""
+        """True if there is anything to run. Evictions alone do not count: they make room for images of the same
+        step.
+        """
         return self.makes_progress or bool(self.blocks_to_zero or self.block_copies or self.state_copies)
 
     @property
     def makes_progress(self) -> bool:
-        """True if it computes tokens, or brings images or states. Copies of blocks bring no request closer to its
-        end."""
+        """True if the step computes tokens, or provides images or states. Copies of blocks alone do not advance a
+        request.
+        """
         batch = self.cached_requests or self.new_requests
         images = self.images_to_encode or self.encodings or self.embeddings_to_place
         return bool(batch or images or self.cross_states)
 
     @property
     def encoded_keys(self) -> list[bytes]:
-        """Of the images that the step works on."""
+        """Keys of the images that the step encodes."""
         return [image.key for image in self.images_to_encode] + [one.key for one in self.encodings]
 
 
 class RequestFailure(msgspec.Struct, frozen=True):
     """Why a request has no next token.
 
-    kind: "not_finite": its logits hold a NaN, or nothing but minus infinity. "grammar": no token fits its grammar, for
-    the reason in `message`. "out_of_memory": the device had too little for it.
+    kind: "not_finite": its logits contain NaN or only minus infinity. "grammar": see `message`. "out_of_memory": on the
+    device.
     """
 
     kind: Literal["not_finite", "no_token", "grammar", "out_of_memory"]
@@ -208,9 +208,9 @@ class RequestFailure(msgspec.Struct, frozen=True):
 
 
 class RunTimings(msgspec.Struct, frozen=True):
-    """Seconds that a step spent in each part of the runner.
+    """Seconds of each part of the runner's step.
 
-    products: multiplications of the vision tower.
+    products: MACs of the vision tower.
     """
 
     transfer: float = 0.0
@@ -222,26 +222,26 @@ class RunTimings(msgspec.Struct, frozen=True):
 
 
 class ModelRunnerOutput(msgspec.Struct):
-    """The output of a step, by request.
-
-    token_ids: for each request whose newest token was computed, the sampled tokens: accepted drafts, and one more;
-    fewer if the answer ended. An end token is the last one. A request whose grammar is slow has its tokens in the
-    output of a later step instead. logprobs: one for each token, where they are asked for.
-    prompt_logprobs: of the prompt's next tokens, where they are asked for; None for those of images.
-    undone: requests of the step whose states may be lost, because another request had too little memory: all of their
-    tokens have to be computed again. finish_reasons: of answers that their grammar has finished: "stop" where nothing
-    can follow, "length" where the answer was closed because few tokens were left. failures: requests that cannot
-    continue. scalings: of each adapter that X-LoRA mixes for a request, its layers' mean, added up over the tokens that
-    were computed.
-    """
+    """The output of a step, by request."""
 
     token_ids: dict[str, list[int]] = {}
+    """For requests whose newest token was computed: accepted drafts and one more token, fewer if the answer ended; an
+    end token is the last. A slow grammar's tokens come in a later step's output.
+    """
     logprobs: dict[str, list[TokenLogprobs]] = {}
+    """One for each token, if requested."""
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+    """For the prompt's next tokens, if requested; None for images."""
     finish_reasons: dict[str, Literal["stop", "length"]] = {}
+    """For answers that their grammar finished: "stop" if nothing can follow, "length" if the token limit forced the
+    end.
+    """
     failures: dict[str, RequestFailure] = {}
+    """Requests that cannot continue."""
     undone: list[str] = []
+    """Requests whose states may be lost because another request ran out of memory; recompute all their tokens."""
     scalings: dict[str, list[float]] = {}
+    """For X-LoRA requests: scalings of each adapter, mean over layers, sum over computed tokens."""
     results: dict[str, TaskResult] = {}
-    """Results of tasks other than `Generate` whose prompt is computed; `token_ids` has an empty list for them."""
+    """Results of finished tasks other than `Generate`; `token_ids` has an empty list for them."""
     timings: RunTimings = RunTimings()

@@ -8,10 +8,10 @@ import msgspec
 
 
 class Tiling(msgspec.Struct, frozen=True, tag=True):
-    """How the tiles of an image lie. The first one shows all of the image.
+    """An image's tiles. The first shows the whole image.
 
-    rows, columns: of the others. height, width: how many rows and columns of their embeddings the image covers, in
-    the middle of them all; what is around it is padding.
+    rows, columns: of the other tiles. height, width: rows and columns of their embeddings that the image covers, in the
+    center; the rest is padding.
     """
 
     rows: int
@@ -21,13 +21,13 @@ class Tiling(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):
-    """Rows and columns of patches of an image's pieces. The pixels are patches side by side, piece by piece."""
+    """Rows and columns of patches of each piece. Pixels are patches side by side, piece by piece."""
 
     grids: tuple[tuple[int, int], ...]
 
 
 class NamedArray(msgspec.Struct, frozen=True):
-    """A small array, as a model's own code calls it. dtype: numpy's name. data: its bytes, row by row."""
+    """A small array, with the name in the model's own code. dtype: numpy's name. data: bytes in row-major order."""
 
     name: str
     dtype: str
@@ -36,14 +36,14 @@ class NamedArray(msgspec.Struct, frozen=True):
 
 
 class FurtherInputs(msgspec.Struct, frozen=True, tag=True):
-    """Inputs of a tower that transformers' code runs. num_embeddings: of the whole image."""
+    """Inputs of a tower on the Transformers backend. num_embeddings: of the whole image."""
 
     num_embeddings: int
     arrays: tuple[NamedArray, ...]
 
 
 class SquareGrids(msgspec.Struct, frozen=True, tag=True):
-    """Rows and columns of the squares of each part of an image. Each square becomes an embedding."""
+    """Rows and columns of squares of each part of an image. Each square becomes an embedding."""
 
     grids: tuple[tuple[int, int], ...]
 

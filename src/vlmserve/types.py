@@ -1,4 +1,4 @@
-"""Data types that all packages share. They are sent between processes as msgspec messages.
+"""Data types that all packages share, sent between processes as msgspec messages.
 
 Shapes are written as ``[rows, columns]``; lengths are in tokens unless a name says otherwise.
 """
@@ -32,21 +32,22 @@ from vlmserve.tower_inputs import TowerInputs as TowerInputs
 FinishReason = Literal["stop", "length", "abort", "error"]
 MediaKind = Literal["image", "video", "document"]
 Bidirectional = Literal["images", "prefix", "prompt"]
-"""Tokens that attend to each other in both directions: of each image, up to the first image's end (prefix-LM), all."""
+"""Tokens that attend in both directions: each image's, all up to the first image's end (prefix-LM), the whole
+prompt.
+"""
 Pixels = npt.NDArray[np.uint8 | np.float32]
 
 KEY_BYTES = 32
 MAX_CACHE_SALT = 256
-"""Characters of a cache salt."""
+"""Maximum characters."""
 
 
 class ImageSize(msgspec.Struct, frozen=True):
-    """What a model sees of an image or video, and what that costs.
+    """The view of an image or video that a model gets, and its cost.
 
-    width, height: of the image as it came, upright, in pixels. model_width, model_height: of what the model sees of
-    it; None: its processor does not say. box: the part of the image that this shows, in pixels of the image as it
-    came: left, top, right and bottom; what lies beyond it is padding. None: its processor does not say. tokens: of the
-    prompt that it takes. frames: that a video has; None for images.
+    width, height: pixels of the original, upright image. model_width, model_height: pixels of what the model sees;
+    None: unknown. box: the part that it sees, in pixels of the original (left, top, right, bottom); beyond the image is
+    padding; None: unknown. tokens: of the prompt. frames: of a video; None for images.
     """
 
     width: int
@@ -59,7 +60,7 @@ class ImageSize(msgspec.Struct, frozen=True):
 
 
 class Canvas(msgspec.Struct, frozen=True):
-    """How the pieces of an image lie over each other. Sizes are rows and columns of embeddings."""
+    """The pieces of an image that overlap. Sizes are rows and columns of embeddings."""
 
     whole: tuple[int, int]
     """Size of the piece that shows the whole image."""
@@ -70,7 +71,6 @@ class Canvas(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Size of all slices together, or of the whole image."""
         if not self.slices[0]:
             return self.whole
         return self.slices[0] * self.piece[0], self.slices[1] * self.piece[1]
@@ -79,17 +79,13 @@ class Canvas(msgspec.Struct, frozen=True):
 class ImageInput(msgspec.Struct, frozen=True, eq=False):
     """One image or video, ready for a vision tower.
 
-    key: 32-byte digest of the file's bytes, of the preprocessing that made `pixels`, and of the request's cache salt.
-    pixels: ``[tiles or frames, channels, height, width]``, shared between requests, so never written to. levels: what
-    becomes of them, which are uint8; None: they are normalized float32.
-    num_tokens: how many tokens it takes in a prompt: a placeholder for each embedding that the tower returns, and text.
-    grid: frames, rows and columns of its embeddings, or a canvas, where positions count them; None: they count tokens.
-    frame_step: positions from one frame of the grid to the next, each rounded down.
-    tiling: how its tiles lie, or what else the tower must know. text: the tokens that are text, each with its place
-    among all of the image's, in order. end_id: the token that belongs to the image wherever it follows it; None: none.
-    has_label: it may have tokens before it, by its number among such images. adapter: the digest of the adapter that
-    the tower has for it; empty: none.
-    size: what the model sees of it; None: nobody asks.
+    key: 32-byte digest of the file, the preprocessing and the request's cache salt. pixels: ``[tiles or frames,
+    channels, height, width]``, shared between requests, so read-only. levels: normalization of uint8 pixels; None: they
+    are normalized float32. num_tokens: in the prompt, a placeholder for each embedding plus text. grid: frames, rows
+    and columns of embeddings, or a canvas, if positions count them; None: positions count tokens. frame_step: positions
+    between frames, each rounded down. tiling: extra inputs of the tower. text: text tokens with their index among the
+    image's tokens, in order. end_id: a token that belongs to the image if it follows. has_label: tokens with its number
+    may precede it. adapter: digest of the tower's adapter; empty: none. size: None unless requested.
     """
 
     key: bytes
@@ -110,13 +106,13 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
         return self.num_tokens - len(self.text)
 
     def followed_by(self, token_id: int) -> ImageInput:
-        """The same with another token of text at its end."""
+        """Append a text token."""
         text = (*self.text, (self.num_tokens, token_id))
         return msgspec.structs.replace(self, num_tokens=self.num_tokens + 1, text=text)
 
 
 class Run(NamedTuple):
-    """Placeholders ``first <= i < last`` that take an image's embeddings, from its row `offset` on."""
+    """Placeholders ``first <= i < last`` of an image, whose embeddings start at row `offset`."""
 
     first: int
     last: int
@@ -124,9 +120,9 @@ class Run(NamedTuple):
 
 
 class ImagePlacement(msgspec.Struct, frozen=True):
-    """Where an image lies in a prompt, without its pixels: tokens ``start <= i < end`` of `Prompt.token_ids`.
+    """An image in a prompt, without its pixels: tokens ``start <= i < end`` of `Prompt.token_ids`.
 
-    The other fields are those of its `ImageInput`.
+    Other fields: as in its `ImageInput`.
     """
 
     key: bytes
@@ -141,7 +137,7 @@ class ImagePlacement(msgspec.Struct, frozen=True):
         return self.start + self.num_tokens
 
     def runs(self, start: int, end: int) -> Iterator[Run]:
-        """The image's placeholders among ``start <= i < end``, without the text between them."""
+        """Runs of the image's placeholders within ``start <= i < end``, without the text between them."""
         first, last = max(self.start, start), min(self.end, end)
         passed = bisect_left(self.text, (first - self.start,))
         while first < last:
@@ -152,13 +148,13 @@ class ImagePlacement(msgspec.Struct, frozen=True):
 
     @property
     def shown(self) -> tuple[int, int]:
-        """From its first placeholder to behind the last, without the text around them."""
+        """From its first placeholder to the end of the last, without surrounding text."""
         runs = list(self.runs(self.start, self.end))
         return runs[0].first, runs[-1].last
 
 
 class ImageSpan(msgspec.Struct, frozen=True, eq=False):
-    """An image in a prompt: tokens ``start <= i < end`` of `Prompt.token_ids` are its."""
+    """An image in a prompt, at tokens ``start <= i < end`` of `Prompt.token_ids`."""
 
     image: ImageInput
     start: int
@@ -174,9 +170,9 @@ class ImageSpan(msgspec.Struct, frozen=True, eq=False):
 
 
 class CrossInput(msgspec.Struct, frozen=True, eq=False):
-    """What a decoder attends to by cross attention: an image, or a text that an encoder reads along with the image.
+    """Input of cross-attention: an image, or a text that an encoder reads with the image.
 
-    token_ids: of that text; none for the image alone.
+    token_ids: of the text; empty: the image alone.
     """
 
     image: ImageInput
@@ -184,15 +180,15 @@ class CrossInput(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def num_states(self) -> int:
-        """How many states the decoder attends to: one for each token of the text, or each of the image's features."""
+        """States for cross-attention: one per text token, or per image feature."""
         return len(self.token_ids) or self.image.num_embeddings
 
 
 class Thoughts(msgspec.Struct, frozen=True):
-    """What an answer may think before it says anything: the tokens between two markers.
+    """Reasoning before an answer, between two marker tokens.
 
-    start_id, end_id: the markers. begun: whether an answer begins inside of thoughts; if it does not, it has some only
-    if it begins with `start_id`. blank_ids: tokens of space that may stand before `start_id`.
+    begun: the answer starts inside the reasoning; otherwise it has reasoning only if it starts with `start_id`.
+    blank_ids: whitespace tokens that may precede `start_id`.
     """
 
     start_id: int
@@ -202,10 +198,10 @@ class Thoughts(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, eq=False):
-    """What a model reads: token ids with placeholders expanded, and the images behind them in prompt order.
+    """The model's input: token ids with expanded placeholders, and their images in prompt order.
 
-    cross: what its decoder attends to by cross attention, if it does. thoughts: that its answers may begin with; None:
-    they have none. num_shared: leading tokens that a `Prefill` has computed; 0: none, or it is not known.
+    cross: input of cross-attention. thoughts: reasoning that answers may begin with. num_shared: leading tokens that a
+    `Prefill` computed; 0: none or unknown.
     """
 
     token_ids: list[int]
@@ -222,7 +218,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def image_inputs(self) -> list[ImageInput]:
-        """The images, in order. One that the decoder attends to by cross attention is the last."""
+        """All images, in order; the image of cross-attention last."""
         return [span.image for span in self.images] + ([] if self.cross is None else [self.cross.image])
 
     @property
@@ -231,7 +227,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def image_sizes(self) -> list[ImageSize]:
-        """What the model sees of the images, in order. One that it sees by cross attention takes no tokens."""
+        """Sizes of the images, in order. An image of cross-attention takes no tokens."""
         sizes = [span.image.size for span in self.images]
         if self.cross is not None and self.cross.image.size is not None:
             sizes.append(msgspec.structs.replace(self.cross.image.size, tokens=0))
@@ -239,24 +235,24 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
 
 class BeamSearch(msgspec.Struct, frozen=True):
-    """What is searched for. width: beams that go on. length_penalty: scores are log probabilities divided by the
-    length to the power of it. early_stopping: end as soon as `width` answers have ended."""
+    """width: beams to continue. length_penalty: scores are log probabilities divided by ``length ** length_penalty``.
+    early_stopping: end once `width` answers have ended.
+    """
 
     width: int
     length_penalty: float = 1.0
     early_stopping: bool = False
 
     def end_token_ids(self, params: SamplingParams, model_end_token_ids: Iterable[int]) -> frozenset[int]:
-        """Tokens that end an answer."""
         return frozenset() if params.ignore_eos else frozenset([*model_end_token_ids, *params.stop_token_ids])
 
     def num_choices(self, num_end_tokens: int) -> int:
-        """How many choices each beam needs, so that enough are left when all of the best end."""
+        """Choices per beam, so that enough are left if all the best ones end."""
         return max(2, 1 + num_end_tokens) * self.width
 
 
 class BeamAnswer(msgspec.Struct, frozen=True):
-    """One of the answers that a beam search found. token_ids: without the end token that finished it."""
+    """An answer of a beam search. token_ids: without its end token."""
 
     token_ids: list[int]
     finish_reason: FinishReason
@@ -264,13 +260,11 @@ class BeamAnswer(msgspec.Struct, frozen=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, eq=False):
-    """One prompt and what is wanted of it. `request_id` is unique among the engine's unfinished requests.
+    """A prompt and its task. `request_id` is unique among the engine's unfinished requests.
 
-    cache_salt: requests share cached prefixes only with those of the same salt, so that one tenant cannot find out
-    from timings what another has sent. The images' keys hold it already. beams: search for answers instead of sampling
-    one; of `params`, the tokens that end an answer and its least and largest length count. adapter: the name of the
-    adapter that answers; empty: the model itself. priority: those with a larger number wait for those with a smaller
-    one, and give way to them.
+    cache_salt: requests share cached prefixes only with requests of equal salt, so timing reveals nothing about other
+    tenants. Image keys include it. beams: search instead of sampling; `params` then sets only end tokens and length.
+    adapter: its name; empty: the model itself. priority: lower numbers run first and preempt higher ones.
     """
 
     request_id: str
@@ -281,16 +275,16 @@ class EngineRequest(msgspec.Struct, frozen=True, eq=False):
     adapter: str = ""
     priority: int = 0
     client: str = ""
-    """Who sent it. Clients share the time for grammars fairly."""
+    """The sender. Clients share the time for grammars fairly."""
     task: Task = GENERATE
 
 
 class RequestTimings(msgspec.Struct, frozen=True):
-    """Where a request's seconds went.
+    """Durations of a request in seconds.
 
-    queue: until it first ran. vision: in steps' encoding of images that it needed. prefill: from when it first ran
-    to its first token, vision included. decode: from its first token to its end; None while it goes on.
-    arrived: when the engine got it, as Unix time. before_vision: from then until a step first encoded an image for it.
+    queue: until it first ran. vision: encoding of its images, within steps. prefill: from its first run to its first
+    token, including vision. decode: from first token to end; None while running. arrived: Unix time. before_vision:
+    from arrival until a step first encoded an image for it.
     """
 
     queue: float
@@ -302,10 +296,10 @@ class RequestTimings(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """How likely a token was, by the model's own logits: before bias, penalties, temperature and filters.
+    """A token's log probability by the model's unmodified logits: before bias, penalties, temperature and filters.
 
-    rank: 1 for the likeliest token. top: ids and log probabilities of the likeliest tokens, in order, as many as were
-    asked for; the token itself may be among them.
+    rank: 1 for the most likely token. top: ids and log probabilities of the most likely tokens, in order, as many as
+    requested; may include the token.
     """
 
     token_id: int
@@ -315,18 +309,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineOutput(msgspec.Struct, frozen=True):
-    """What one step brought for one request.
+    """One step's output for one request.
 
-    token_ids: the new tokens, without the end token that finished it.
-    logprobs: one for each of `token_ids`, if they were asked for. prompt_logprobs: with the first output, if they were
-    asked for, one for each token of the prompt; None for the first, which nothing comes before, and for images.
-    finish_reason: None while it goes on. stop_token_id: the end token, if one finished it.
-    error: what went wrong, with finish_reason "error". cached_tokens: prompt tokens that did not have to be computed
-    when the request first ran. images_encoded: images that went through the vision tower for its sake so far.
-    timings: with the first token, for those who abort it before its end, and with the last output.
-    error_param: the field of the request whose fault an error is, if it is one's. beams: what a beam search found, the
-    best first; a search has one output, whose other fields are those of the best answer. stop_logprobs: of the end
-    token, if logprobs were asked for.
+    token_ids: new tokens, without an end token. logprobs: one for each of `token_ids`, if requested. prompt_logprobs:
+    with the first output, if requested, one for each prompt token; None for the first token and images. finish_reason:
+    None while running. stop_token_id: the end token that finished it. error: the reason of finish_reason "error".
+    error_param: the request field at fault. cached_tokens: prompt tokens found cached at the first run. images_encoded:
+    images encoded for it so far. timings: with the first token (for clients that abort) and the last output. beams: a
+    beam search's answers, best first, in its only output; the other fields describe the best. stop_logprobs: of the end
+    token, if requested.
     """
 
     request_id: str
@@ -343,15 +334,16 @@ class EngineOutput(msgspec.Struct, frozen=True):
     beams: list[BeamAnswer] | None = None
     stop_logprobs: TokenLogprobs | None = None
     accepted_drafts: int = 0
-    """Draft tokens so far that are part of the answer; `rejected_drafts` were checked and are not."""
+    """Draft tokens in the answer so far; `rejected_drafts` failed verification."""
     rejected_drafts: int = 0
     result: TaskResult | None = None
-    """The only output of a task other than `Generate` has it, with finish_reason "stop"."""
+    """The result of a task other than `Generate`, in its only output, with finish_reason "stop"."""
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
-    """An adapter that is served. path: of its folder. digest: of its content, in hex. vision: whether it changes the
-    embeddings of images. num_bytes: that it takes in memory. mixes: the adapters that X-LoRA mixes, by name."""
+    """A served adapter. path: its folder. digest: of its content, in hex. vision: it changes image embeddings. mixes:
+    names of the adapters that X-LoRA mixes.
+    """
 
     name: str
     path: str
@@ -363,7 +355,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """A loaded model, for frontend and server. max_model_len: tokens of prompt and answer together."""
+    """A loaded model, for frontend and server. max_model_len: tokens of prompt and answer."""
 
     name: str
     architecture: str
@@ -373,50 +365,49 @@ class ModelInfo(msgspec.Struct, frozen=True):
     device: str
     num_parameters: int
     max_prompt_len: int
-    """The longest prompt that can ever run: what the context and the KV cache allow."""
+    """Maximum prompt tokens that context and KV cache allow."""
     kv_cache_bytes: int
     supports_images: bool
     kv_cache_tokens: int = 0
-    """Tokens that the KV cache holds."""
+    """Capacity of the KV cache in tokens."""
     weight_bytes: int = 0
     end_token_ids: list[int] = []
     gpu_uuid: str | None = None
-    """Which GPU it runs on, as NVML knows it."""
+    """NVML's name of its GPU."""
     image_token_bytes: int = 0
-    """What an embedding of an image takes in the encoder cache."""
+    """Bytes of an image embedding in the encoder cache."""
     tensor_parallel_size: int = 1
     embedding_size: int = 0
-    """Elements of an embedding of a prompt."""
+    """Elements of a prompt's embedding."""
     image_cost: ImageCost | None = None
-    """Time of the vision tower on this machine; None: all images have one size, or it is not known."""
+    """Time of the vision tower on this machine; None: unknown, or all images have one size."""
 
 
 class EngineStats(DiskStats, frozen=True):
-    """A snapshot of an engine, cheap enough to take after every step."""
+    """A snapshot of an engine, taken after every step."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0
     prompt_tokens: int = 0
-    """Prompt tokens computed since start, those computed again after a preemption counted again."""
+    """Computed since start; recomputation after preemption counts again."""
     generation_tokens: int = 0
     preemptions: int = 0
     images_encoded: int = 0
     steps: int = 0
     step_seconds: float = 0.0
-    """Spent in steps, all of which run something."""
     vision_seconds: float = 0.0
-    """Those of them in which images were encoded."""
+    """Time of steps that encoded images."""
     images_in_progress: int = 0
     image_seconds_left: float = 0.0
-    """Expected time of the vision tower for the images in progress."""
+    """Expected time to encode the images in progress."""
     prefix_queried_tokens: int = 0
-    """Prompt tokens of requests that have started."""
+    """Prompt tokens of started requests."""
     prefix_cached_tokens: int = 0
-    """Those of them that were found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     kv_blocks_cached: int = 0
-    """Blocks whose content can be found again, those of running requests included."""
+    """Blocks that can be found again, including blocks of running requests."""
     kv_evictions: int = 0
     state_slots_total: int = 0
     state_slots_used: int = 0
@@ -429,22 +420,22 @@ class EngineStats(DiskStats, frozen=True):
     host_blocks_total: int = 0
     host_blocks_used: int = 0
     blocks_offloaded: int = 0
-    """Blocks copied to host memory when they were evicted."""
+    """Blocks copied to host memory on eviction."""
     blocks_loaded: int = 0
     encoder_queries: int = 0
     """Images whose embeddings a request needed."""
     encoder_hits: int = 0
-    """The part of them that the encoder cache has or is about to have."""
+    """Images found in the encoder cache, or being encoded."""
     encoder_cache_bytes: int = 0
     encoder_cache_used_bytes: int = 0
     encoder_cache_pinned: int = 0
-    """Images whose embeddings a running request needs."""
+    """Images that running requests need."""
     adapters_served: int = 0
     adapters_loaded: int = 0
     adapters_active: int = 0
-    """Those that running requests have."""
+    """Adapters of running requests."""
     adapter_bytes: int = 0
-    """What those in memory take."""
+    """Bytes of the loaded adapters."""
     adapter_loads: int = 0
     adapter_evictions: int = 0
     drafted_tokens: int = 0
@@ -452,14 +443,14 @@ class EngineStats(DiskStats, frozen=True):
 
 
 MAX_MAP_CELLS = 1024
-"""Of a map of the KV cache."""
+"""Maximum cells of a `BlockMap`."""
 
 
 class BlockMap(msgspec.Struct, frozen=True):
-    """The KV cache's blocks in the order of their ids, `blocks_per_cell` of them together where there are many.
+    """The KV cache's blocks in the order of their ids, in cells of `blocks_per_cell`.
 
-    Of each cell, held: blocks that requests hold. cached: those that nobody holds and that can be found again; all
-    others are free and empty. holders: how many requests hold the block that most of them hold.
+    Lists are by cell. held: blocks that requests hold. cached: unheld blocks that can be found again; the others are
+    free. holders: requests that hold the cell's most shared block.
     """
 
     num_blocks: int
@@ -473,12 +464,12 @@ RequestState = Literal["running", "waiting", "preempted"]
 
 
 class RequestSnapshot(msgspec.Struct, frozen=True):
-    """Where an unfinished request stands. Numbers only: nothing of what it asks or answers.
+    """The progress of an unfinished request, without its content.
 
-    state: "preempted" waits as well, after it has run. num_tokens: prompt and answer so far; num_computed_tokens:
-    leading ones of them whose keys and values are in `num_blocks` KV blocks, shared ones included.
-    num_cached_tokens: as `EngineOutput.cached_tokens`. images_in_progress: images that take several steps of the tower.
-    adapter_shares: of each adapter that X-LoRA mixes for it, its share of all scalings so far; none without.
+    state: "preempted" requests wait again. num_tokens: prompt and answer so far. num_computed_tokens: leading tokens
+    whose keys and values are in `num_blocks` KV blocks, including shared blocks. num_cached_tokens: as in
+    `EngineOutput`. images_in_progress: images that take several steps. adapter_shares: for X-LoRA, each adapter's
+    fraction of the scalings so far.
     """
 
     request_id: str
@@ -494,7 +485,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True):
-    """What an engine holds between two steps. requests: the unfinished ones, running ones first."""
+    """State of an engine between two steps. requests: unfinished ones, running ones first."""
 
     stats: EngineStats
     requests: list[RequestSnapshot]
