@@ -60,7 +60,7 @@ class Header:
     """Metadata and tensors, by name."""
 
     path: Path
-    """Of the file, or of a split model's first part, which has all metadata."""
+    """The file, or the first part of a split model, which has all metadata."""
     sizes: Mapping[Path, int]
     """Bytes of all parts."""
     values: Mapping[str, Any]
