@@ -93,33 +93,27 @@ class OfflineModel(ABC, Generic[Texts]):
 
         - ``{"type": "image", "image": x}``: x is a `PIL.Image.Image`, a path, a file's bytes or a URL.
         - ``{"type": "video", "video": x}``: x is a file or a list of such images.
-        - ``{"type": "document", "document": x, "pages": "1-3"}``: x is a path, a file's bytes or a URL. Each page
-          becomes an image.
+        - ``{"type": "document", "document": x, "pages": "1-3"}``: x is a file; each page becomes an image.
 
         Arguments:
 
         - sampling_params: one for all conversations, or a list with one for each.
         - use_tqdm: show a progress bar (only `LLM`).
         - stream: return an iterator that yields results in order, each once it and all earlier ones have finished. It
-          prepares as many ahead as `OfflineConfig` says. Conversations may be an iterator. Closing it aborts all
-          requests.
+          prepares as many ahead as `OfflineConfig` says. Conversations may be an iterator. Closing it aborts all.
         - on_error: "raise" answers nothing and raises the errors of all conversations. "return" answers the valid
           conversations and returns an InvalidRequestError in place of each other result.
         - schema: a JSON schema (dict) or pydantic model. Results are parsed JSON or instances of the model. An answer
-          that the token limit cut off is an AnswerError, which is raised or returned as `on_error` says.
-          `SamplingParams(grammar=Grammar.json(schema))` returns `RequestOutput` with the object in `parsed`.
+          cut off by the token limit is an AnswerError, raised or returned as `on_error` says.
         - add_generation_prompt: end the prompt with the beginning of an answer.
         - continue_final_message: continue the last message, which is the assistant's and has text.
         - chat_template_kwargs: variables of the chat template, such as ``enable_thinking``.
         - cache_salt: requests share caches only with requests of equal salt.
-        - mm_processor_kwargs: default budget of images, such as ``{"max_pixels": 500_000, "max_tokens": 512}``, and
-          ``fps`` of videos.
-        - lora_request: the adapter for all conversations, or a list with an adapter or None for each. With
-          ``enable_lora=True``, it is loaded on first use.
+        - mm_processor_kwargs: budget of images, such as ``{"max_pixels": 500_000}``, and ``fps`` of videos.
+        - lora_request: the adapter for all, or a list with an adapter or None for each; needs ``enable_lora=True``.
 
         Raises InvalidRequestError for an invalid conversation, naming its place and its file or URL, and
-        InvalidRequestsError for several. A request that fails while running has finish_reason "error"; the others
-        continue.
+        InvalidRequestsError for several. A request that fails while running has finish_reason "error"; others continue.
         """
         check_arguments(OfflineModel.chat, others)
         call = self._prompts.chat_call(
