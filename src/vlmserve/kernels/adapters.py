@@ -32,8 +32,6 @@ class Run(NamedTuple):
 
 
 class RowSlots(NamedTuple):
-    """The adapter slot of each row of a batch."""
-
     runs: Sequence[Run]
     """Rows with an adapter."""
     slots: Tensor
@@ -87,7 +85,7 @@ class AdapterRows:
 
     @property
     def layout(self) -> Hashable:
-        """The maximum rank of each linear over all slots. Kernel launches depend on it."""
+        """The maximum rank of each linear over all slots, on which kernel launches depend."""
         if self._layout is None:
             self._layout = tuple(self._ranks)
         return self._layout
@@ -106,13 +104,13 @@ class AdapterRows:
             self.reserves = False
 
     def add_product(self, reserved: int | None = None) -> int:
-        """Register a linear and return its number. reserved: see `LinearAdapters`."""
+        """Register a linear and return its number."""
         self._ranks.append(None)
         self._reserved.append(reserved)
         return len(self._ranks) - 1
 
     def set_rank(self, product: int, rank: int | None) -> None:
-        """Set the maximum padded rank of a linear's adapters. None: it has none."""
+        """rank: maximum padded rank of a linear's adapters, or None."""
         self._ranks[product] = rank
         self._layout, reserved = None, self._reserved[product]
         fits = rank is None or (reserved is not None and rank <= reserved)
@@ -122,14 +120,14 @@ class AdapterRows:
         self.use(self._none)
 
     def set_all(self, slot: int) -> None:
-        """Use one slot for all rows. Below 0: no adapter."""
+        """Below 0: no adapter."""
         if slot < 0:
             self.clear()
         else:
             self.use(RowSlots((Run(0, None, slot),), self._each[slot : slot + 1], 0))
 
     def set(self, slots: Sequence[int], counts: Sequence[int], scalings: Tensor | None = None) -> None:
-        """Like `use`. slots, counts: see `slots_of_rows`."""
+        """slots, counts: see `slots_of_rows`."""
         runs, rows = slots_of_rows(tuple(slots), tuple(counts))
         self.use(RowSlots(runs, to_device(torch.from_numpy(rows), self.device)), scalings)
 
@@ -190,7 +188,6 @@ class Change:
 
     @property
     def adds(self) -> bool:
-        """Return whether it modifies the result of the layer's own weight."""
         return bool(self.parts) or self.factor is not None or self.shift is not None
 
     @property
@@ -216,8 +213,6 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class TableChange:
-    """An adapter's change of an embedding table."""
-
     low_rank: tuple[Tensor, Tensor] | None = None
     """``[count, rank]`` and ``[size, rank]``. The second includes the adapter's scale."""
     factor: Tensor | None = None
@@ -235,7 +230,7 @@ class TableChange:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def apply(self, indices: Tensor, vectors: Tensor, scalings: Tensor | None = None) -> Tensor:
-        """Return the changed vectors ``[rows, size]``. scalings: of these rows."""
+        """scalings: of these rows."""
         if self.weight is not None:
             vectors = F.embedding(indices, self.weight)
         if self.low_rank is not None:
@@ -251,7 +246,7 @@ class TableChange:
 
 
 class PackedChange(Protocol):
-    """A `Change` in the layout that a matmul kernel reads."""
+    """A `Change` in a matmul kernel's layout."""
 
     rank: int
     """The padded ranks of all `down` matrices together."""
@@ -275,14 +270,10 @@ class PacksChanges(Protocol):
 
     change_words: int
 
-    def pack_change(self, change: Change) -> PackedChange:
-        """Pack a change's parts, factor and shift."""
-        ...
+    def pack_change(self, change: Change) -> PackedChange: ...
 
 
 class PreparedChange(NamedTuple):
-    """A change, prepared for one layer."""
-
     change: Change
     """If `packed` is set, only what `packed` lacks."""
     packed: PackedChange | None
@@ -298,8 +289,6 @@ class PreparedChange(NamedTuple):
 
 
 class TableAdapters:
-    """The adapters of an embedding table, by slot."""
-
     def __init__(self, rows: AdapterRows) -> None:
         self._rows = rows
         self._changes: dict[int, TableChange] = {}
@@ -339,12 +328,10 @@ class LinearAdapters:
 
     @property
     def active(self) -> bool:
-        """Return whether any row may have a change."""
         return (bool(self._changes) or self._rows.reserves) and self._rows.active
 
     @property
     def replaces(self) -> bool:
-        """Return whether any row has replaced weights."""
         changes = (self._changes.get(run.slot) for run in self._rows.runs)
         return any(prepared is not None and prepared.change.replaces for prepared in changes)
 
@@ -373,8 +360,7 @@ class LinearAdapters:
         self.table.copy_(to_device(table, self._rows.device))
 
     def change(self, x: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply the adapters to a linear's output, in place. x: ``[..., in_features]``. output: with bias, without
-        activation."""
+        """Apply the adapters in place. x: ``[..., in_features]``. output: with bias, without activation."""
         inputs, outputs = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
         for first, last, slot in self._rows.runs:
             if (prepared := self._changes.get(slot)) is not None:
@@ -403,13 +389,11 @@ class LinearAdapters:
 
 
 class Finish(Protocol):
-    """A matmul with bias, the layer's epilogue and a residual."""
-
     def __call__(self, weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None) -> Tensor: ...
 
 
 def _apply(change: Change, x: Tensor, output: Tensor, bias: Tensor | None, scalings: Tensor | None) -> None:
-    """x: ``[rows, in_features]``. output: ``[rows, out_features]``, in place. scalings: of these rows."""
+    """x: ``[rows, in_features]``. output: ``[rows, out_features]``, in place."""
     if change.factor is not None and bias is not None:
         output -= bias
     for down, up, start, columns in change.parts:
@@ -424,7 +408,7 @@ def _apply(change: Change, x: Tensor, output: Tensor, bias: Tensor | None, scali
 
 
 def _scaled(inner: Tensor, columns: Tensor | None, scalings: Tensor | None) -> Tensor:
-    """Scale ``[rows, rank]``, the output of `down`, by the rows' scalings."""
+    """Scale `down`'s output ``[rows, rank]``."""
     if columns is None:
         return inner
     assert scalings is not None, "rows of X-LoRA have scalings"

@@ -62,7 +62,7 @@ class BatchMetadata:
     num_decodes: int
     """Leading sequences with one query row."""
     bidirectional: Sequence[BidirectionalRows] = ()
-    """Rows that attend to later rows, in order."""
+    """In order; these rows also attend to later rows."""
     num_positions: int = 0
     """Maximum position + 1, if positions do not count tokens."""
     cross: Sequence[CrossRows] = ()
@@ -170,8 +170,6 @@ class AttentionContext(NamedTuple):
 
 
 class RotaryRows(NamedTuple):
-    """How to rotate queries and keys (RoPE)."""
-
     cos: Tensor
     """float32 ``[rows, size / 2]``."""
     sin: Tensor
@@ -198,12 +196,10 @@ class AttentionBackend(Protocol):
     def allocate(
         self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
-        """Allocate a zeroed cache for one layer. dtype: of queries, and of keys and values before storage."""
+        """dtype: of queries, and of keys and values before storage."""
         ...
 
-    def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
-        """Return the bytes of one layer's block, keys and values together."""
-        ...
+    def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int: ...
 
     def prepare(
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
@@ -231,7 +227,7 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class RotatingBackend(AttentionBackend, Protocol):
-    """A backend that also applies RoPE to queries and keys."""
+    """A backend that also applies RoPE."""
 
     def attend_rotated(
         self,
@@ -249,7 +245,7 @@ class RotatingBackend(AttentionBackend, Protocol):
 
 @runtime_checkable
 class NormingBackend(RotatingBackend, Protocol):
-    """A backend that also norms the heads of queries and keys."""
+    """A backend that also norms heads."""
 
     def attend_normed(
         self,
@@ -258,5 +254,5 @@ class NormingBackend(RotatingBackend, Protocol):
         rope: RotaryRows | None,
         context: AttentionContext,
     ) -> Tensor:
-        """Like `attend_rotated`, for rows before the norms. rope None: no rotation."""
+        """Like `attend_rotated`, for rows before the norms."""
         ...

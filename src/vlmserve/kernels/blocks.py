@@ -24,17 +24,13 @@ _POPULATE_WRITE = 23
 
 
 class Blocks(Protocol):
-    """Tensors whose first axis is blocks or state slots."""
-
     @property
     def tensors(self) -> Sequence[Tensor]: ...
 
 
 def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate zeros. On a CPU, pages take memory only when they are written.
-
-    Maps pages directly: an allocator may reuse memory and write the zeros.
-    """
+    """Allocate zeros. CPU pages take memory only when they are written; an allocator may reuse memory and write the
+    zeros."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, max(math.prod(shape) * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -58,7 +54,7 @@ def populate(tensor: Tensor, count: int) -> None:
 def allocate_layers(
     layers: Sequence[AttentionSpec], allocate: Callable[[AttentionSpec], LayerCache], layout: CacheLayout | None = None
 ) -> list[LayerCache]:
-    """Allocate the caches of all layers. layout: which layers share tensors. None: no sharing, one column."""
+    """layout: which layers share tensors. None: no sharing, one column."""
     if layout is None:
         caches: list[LayerCache] = []
         for layer in layers:
@@ -74,7 +70,7 @@ def allocate_layers(
 def allocate_states(
     layers: Sequence[StateSpec], num_slots: int, dtype: torch.dtype, device: torch.device
 ) -> list[StateCache]:
-    """Allocate zeroed states. dtype: of the model."""
+    """dtype: of the model."""
     return [
         StateCache(
             **{
@@ -87,20 +83,20 @@ def allocate_states(
 
 
 def distinct(layers: Iterable[LayerCache]) -> list[LayerCache]:
-    """Return one layer for each group that shares tensors."""
+    """Return one layer of each group that shares tensors."""
     return list({id(layer.keys): layer for layer in layers}.values())
 
 
 def clear_blocks(cache: LayerCache, blocks: Tensor) -> None:
-    """Zero blocks. blocks: int64 ids on the cache's device."""
+    """blocks: int64 ids on the cache's device."""
     for tensor in cache.tensors:
         tensor.index_fill_(0, blocks, 0)
 
 
 def copy_blocks(source: Blocks, target: Blocks, source_blocks: Tensor, target_blocks: Tensor) -> None:
-    """Copy blocks between caches of one geometry, which may be the same cache or on different devices.
+    """Copy blocks between caches of one geometry, possibly on different devices.
 
-    source_blocks, target_blocks: int64 ids on the CPU, equally many. All sources are read before any target is written.
+    source_blocks, target_blocks: equally many int64 ids on the CPU. All sources are read before any target is written.
     """
     for origin, destination in zip(source.tensors, target.tensors, strict=True):
         blocks = origin.index_select(0, to_device(source_blocks, origin.device)).to(destination.device)

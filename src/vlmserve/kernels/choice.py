@@ -37,10 +37,10 @@ def check_kernels(choice: str) -> str:
 
 
 def choose_kernels(choice: str, dtype: torch.dtype) -> str | None:
-    """Select kernels and return their instruction set. None: torch.
+    """Return the selected instruction set, or None for torch. Raises ConfigurationError.
 
     choice: see `check_kernels`; "auto" takes the best instruction set that is not slower than torch. dtype: of the
-    model. Raises ConfigurationError.
+    model.
     """
     choice = check_kernels(choice)
     isas = supported_isas()

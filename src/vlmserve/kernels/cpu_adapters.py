@@ -23,7 +23,7 @@ class NativeChange:
     `Adapter`."""
 
     def __init__(self, change: Change, out_features: int, in_features: int, dtype: torch.dtype, *, gated: bool) -> None:
-        """dtype: of inputs. gated: whether outputs are ordered as in a gated weight."""
+        """gated: whether outputs are ordered as in a gated weight."""
         parts = [_of_even_rank(part) for part in change.parts]
         order = outputs_in_tiles(out_features, gated=gated)
         self.rank = -(-sum(len(part.down) for part in parts) // PANEL) * PANEL
@@ -72,7 +72,6 @@ def _of_even_rank(part: LowRank) -> LowRank:
 
 
 def _pack_down(parts: Sequence[LowRank], rank: int, in_features: int, dtype: torch.dtype) -> Tensor | None:
-    """Stack and pack the `down` matrices like a plain weight."""
     if not rank:
         return None
     plain = torch.zeros(rank, in_features, dtype=dtype)
@@ -84,7 +83,7 @@ def _pack_down(parts: Sequence[LowRank], rank: int, in_features: int, dtype: tor
 
 
 def _columns(parts: Sequence[LowRank], rank: int) -> Tensor | None:
-    """Return int32 ``[rank]``: the scaling of each `down` output. None: no scalings."""
+    """Return int32 ``[rank]``: the scaling of each `down` output."""
     known = [part.columns for part in parts if part.columns is not None]
     if not known:
         return None

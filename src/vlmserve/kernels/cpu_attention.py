@@ -27,7 +27,6 @@ MAX_HEAD_SIZE = 512
 def unsupported_reason(
     spec: AttentionSpec, dtype: torch.dtype, device: torch.device, *, cache_type: CacheType = "auto"
 ) -> str | None:
-    """Return why the native kernels cannot run a layer, or None."""
     if not supported_isas():
         return "the native kernels were not built"
     if device.type != "cpu":
@@ -46,7 +45,7 @@ def unsupported_reason(
 
 
 class CpuAttention:
-    """A `RotatingBackend` for flat batches of decodes and prompt chunks, one call per layer."""
+    """A `RotatingBackend` with one call per layer."""
 
     name = "native"
     reads_on_device = False
@@ -58,7 +57,7 @@ class CpuAttention:
     def allocate(
         self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
-        """Allocate a zeroed cache for one layer. Raises ValueError if `unsupported_reason` returns a reason."""
+        """Raises ValueError if `unsupported_reason` returns a reason."""
         if (reason := unsupported_reason(spec, dtype, device, cache_type=self.cache_type)) is not None:
             raise ValueError(f"native attention is not possible here: {reason}")
         pair = 2 if self.cache_type != "auto" else 4 // dtype.itemsize
@@ -71,7 +70,6 @@ class CpuAttention:
         return LayerCache(keys, values, block_size, scales)
 
     def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
-        """Return the bytes of one layer's block: whole tiles of keys and values."""
         tokens = -(-block_size // LANES) * LANES
         columns = -(-spec.head_size // LANES) * LANES
         size = (spec.head_size + columns) * (1 if self.cache_type != "auto" else dtype.itemsize)
@@ -206,9 +204,8 @@ def gate_output(x: Tensor, gates: Tensor) -> Tensor:
 def _without_bidirectional_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Split bidirectional rows off, so that kernels see a causal batch.
 
-    Returns query starts, context lengths, block tables, and int32 counts of positions that each sequence sees ahead
-    (empty: none). A bidirectional row becomes a sequence that ends at its reach. All keys and values are written before
-    any is read, so the writer does not matter.
+    Returns query starts, context lengths, block tables, and how many positions each sequence sees ahead (empty: none).
+    A bidirectional row becomes a sequence that ends at its reach. All keys and values are written before any is read.
     """
     tables = metadata.block_tables
     if not metadata.bidirectional:

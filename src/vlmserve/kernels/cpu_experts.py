@@ -20,7 +20,6 @@ _FORM = ("bits", "group_size", "minimums", "input_bits")
 
 
 def unsupported_reason(router: Product, experts: Mapping[int, ExpertProducts]) -> str | None:
-    """Return why one call cannot compute these experts, or None."""
     products: list[Product] = [router, *(product for both in experts.values() for product in both)]
     if not all(isinstance(product, PackedLinear) for product in products):
         return "some weights are not packed"
@@ -69,7 +68,6 @@ class NativeExperts:
         self._size, self._dtype = up.in_features, up.dtype
 
     def _address(self, tensor: Tensor | None) -> int:
-        """Keep a tensor and return its address, 0 for None."""
         if tensor is None:
             return 0
         self._kept.append(tensor.float().contiguous())
@@ -114,10 +112,8 @@ def _packed(product: Product) -> PackedLinear:
 
 
 def _bits(number: float) -> int:
-    """Return the bits of a double."""
     return int(torch.tensor(number, dtype=torch.float64).view(torch.int64))
 
 
 def _placed(words: Sequence[int]) -> Any:
-    """Copy 8-byte words into large pages."""
     return allocate(len(words), torch.int64).copy_(torch.tensor(words, dtype=torch.int64))

@@ -159,7 +159,7 @@ class PackedLinear:
         return packed
 
     def _pack_blocks(self, weight: GGUFWeight) -> Tensor:
-        """Pack each part, superblocks after a table of tiles. Gates and ups are packed together."""
+        """Superblocks follow a table of tiles. Gates and ups are packed together."""
         if not (weight.is_pair if self._gated else weight.fills_tiles):
             raise ValueError(f"parts of {[len(part.blocks) for part in weight.parts]} outputs do not fill tiles")
         parts, ups = weight.parts, None
@@ -287,7 +287,7 @@ class PackedLinear:
         )
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Return weight rows ``[count, in_features]`` for int64 indices ``[count]``."""
+        """Return weight rows ``[count, in_features]``."""
         indices = indices.contiguous()
         output = torch.empty(len(indices), self.in_features, dtype=self.dtype)
         extension().gather(

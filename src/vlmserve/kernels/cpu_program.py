@@ -26,8 +26,6 @@ INPUT, OUTPUT = range(2)
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """Kernel arguments that all layers of a step share."""
-
     tensors: tuple[Tensor, ...]
     """Owners of the memory at `addresses`."""
     addresses: tuple[int, int, int, int, int]
@@ -46,7 +44,6 @@ class CpuPlan:
     """Fields of csrc/table.h's `StateRows`, in memory of `BatchMetadata.states`."""
 
     def addresses_of(self, column: int, *, is_causal: bool) -> tuple[int, int, int, int, int]:
-        """Return `addresses` with the column's block tables and slots. is_causal: see `AttentionSpec`."""
         starts, contexts, tables, slots, ahead = self.addresses
         if is_causal:
             contexts, ahead = self.causal_contexts, 0
@@ -58,7 +55,7 @@ class NotRecordable(Exception): ...
 
 @dataclass(frozen=True, slots=True)
 class RecordedRope:
-    """Cosines and sines that a program gets later. size: rotated elements of a head."""
+    """size: rotated elements of a head."""
 
     number: int
     size: int
@@ -73,8 +70,7 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 
 class Unknown:
-    """A placeholder for a value that exists only when the program runs. reason: why layers that read it cannot be
-    recorded."""
+    """A placeholder for a value that exists only when the program runs. reason: why layers cannot read it."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -124,7 +120,6 @@ class Recorded:
         return self.recording.add(MULTIPLY, self, self.width, weight=other.data.float(), in_features=self.width)
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
-        """Copy columns to rows of their own."""
         if self.width == self._row_width:
             return self
         return self.recording.add(MULTIPLY, self, self.width, first=self.first, in_features=self.width)
@@ -155,7 +150,6 @@ class Recording:
         self._kept += tensors
 
     def rope(self, size: int) -> RecordedRope:
-        """Return the next kind of cosines and sines, in the order of `Program.run`."""
         self._num_ropes += 1
         return RecordedRope(self._num_ropes - 1, size)
 
@@ -169,8 +163,8 @@ class Recording:
         in_place: bool = False,
         **fields: Any,
     ) -> Tensor:
-        """Record an operation and return its result. fields: of `Operation`, with tensors instead of addresses.
-        in_place: overwrite the source."""
+        """Return an operation's result. fields: of `Operation`, with tensors instead of addresses. in_place: overwrite
+        the source."""
         for name, value in fields.items():
             if isinstance(value, Tensor):
                 self._kept.append(value)
@@ -245,12 +239,10 @@ def assign_buffers(
 
 
 class Program:
-    """Recorded operations, which run over a batch in one call."""
-
     def __init__(
         self, operations: Sequence[Operation], widths: Sequence[int], dtype: torch.dtype, kept: Sequence[Tensor]
     ) -> None:
-        """kept: tensors that own the memory at the operations' addresses."""
+        """kept: owners of the memory at the operations' addresses."""
         self._program: Callable[..., None] = extension().program
         self._table = (Operation * len(operations))(*operations)
         self._widths = array("q", widths)

@@ -17,7 +17,7 @@ _FLOATS = {"eps", "scale", "soft_cap"}
 
 
 class Operation(ctypes.Structure):
-    """One operation. Operands are value numbers, then buffer numbers after assignment."""
+    """Operands are value numbers, then buffer numbers after assignment."""
 
     __slots__ = ()
     _fields_ = tuple((name, ctypes.c_double if name in _FLOATS else ctypes.c_int64) for name in _FIELDS.split())
@@ -25,15 +25,12 @@ class Operation(ctypes.Structure):
     def __init__(
         self, kind: int, source: int, target: int, residual: int = -1, *, rope: int = -1, **fields: Any
     ) -> None:
-        """fields: integers, addresses and floats (default 0). Raises AttributeError for an unknown name."""
+        """fields: default 0. Raises AttributeError for an unknown name."""
         super().__init__(kind=kind, source=source, target=target, residual=residual, rope=rope, **fields)
 
 
 def mismatch(native: ModuleType, record: type[ctypes.Structure] = Operation) -> str | None:
-    """Return the first field or kind that differs: how it is compiled, and how Python has it. None: all agree.
-
-    Fields compare by name, offset and size in bytes, and whether they are floats.
-    """
+    """Return how the first different field or kind is compiled, and how Python has it."""
     ours = [
         (name, getattr(record, name).offset, getattr(record, name).size, kind is ctypes.c_double)
         for name, kind, *_ in record._fields_

@@ -16,7 +16,6 @@ _PANEL = 16
 
 
 def unsupported_reason(spec: StateSpec, dtype: torch.dtype) -> str | None:
-    """Return why the native kernels cannot run a layer, or None."""
     if not supported_isas():
         return "the native kernels were not built"
     if dtype not in DTYPES:
@@ -29,7 +28,6 @@ def unsupported_reason(spec: StateSpec, dtype: torch.dtype) -> str | None:
 
 
 def addresses_of(rows: StateRows | None) -> tuple[int, ...]:
-    """Return the fields of `StateRows` in csrc/table.h."""
     if rows is None:
         return (0,) * 6
     arrays = (rows.starts, rows.sources, rows.targets, rows.positions, rows.sequences)

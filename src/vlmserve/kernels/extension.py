@@ -38,7 +38,6 @@ def _load() -> ModuleType | None:
 _native = _load()
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""The extension's number of each dtype."""
 
 
 def supported_isas() -> tuple[str, ...]:

@@ -21,7 +21,6 @@ class FullAttention:
     def allocate(
         self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
-        """Return an empty cache."""
         nothing = torch.empty(0, dtype=dtype, device=device)
         return LayerCache(nothing, nothing, block_size)
 
@@ -39,7 +38,6 @@ class FullAttention:
         value: Tensor | None,
         context: AttentionContext,
     ) -> Tensor:
-        """Map ``[tokens, heads, head_size]`` to ``[tokens, heads * head_size]``."""
         assert key is not None
         assert value is not None
         spec = context.spec

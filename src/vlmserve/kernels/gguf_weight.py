@@ -24,7 +24,6 @@ class GGUFRows(NamedTuple):
 
     @property
     def packed_row_bytes(self) -> int:
-        """Bytes of one packed output."""
         _, count, num_bytes = self.blocks.shape
         if (stored := GROUP_BLOCKS.get(self.kind)) is not None:
             num_bytes = 2 * (1 + stored.minimums) + GROUP * stored.bits // 8
@@ -43,12 +42,11 @@ class GGUFWeight:
 
     @property
     def group_blocks(self) -> GroupBlocks | None:
-        """How kernels store the weights. None: as superblocks."""
+        """Format of the weights in kernels. None: superblocks."""
         return GROUP_BLOCKS.get(self.parts[0].kind)
 
     @property
     def block_size(self) -> int:
-        """Weights in one block."""
         return GROUP if self.parts[0].kind in GROUP_BLOCKS else SUPERBLOCK
 
     @property
@@ -58,25 +56,25 @@ class GGUFWeight:
 
     @property
     def bits(self) -> int:
-        """Bits of a weight of the largest type, without scales."""
+        """Bits of the largest type, without scales."""
         if self.group_blocks is not None:
             return self.group_blocks.bits
         return max(part.blocks.shape[2] * 8 // SUPERBLOCK for part in self.parts)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the blocks. Packed blocks take the same, except that 5-bit values take a byte."""
+        """Packed blocks take the same, except that 5-bit values take a byte."""
         return sum(part.blocks.nbytes for part in self.parts)
 
     @property
     def fills_tiles(self) -> bool:
-        """Return whether kernels take all types together, and each part except the last fills whole tiles."""
+        """Return whether kernels take all types together, and only the last part may end inside a tile."""
         together = len({_stored_as(part.kind) for part in self.parts}) == 1
         return together and all(len(part.blocks) % _TILE == 0 for part in self.parts[:-1])
 
     @property
     def is_pair(self) -> bool:
-        """Return whether the weight can be gates and ups: one part, or two of the same type and size."""
+        """Return whether the weight can be gates and ups."""
         first, last = self.parts[0], self.parts[-1]
         return len(self.parts) <= 2 and (first.kind, first.blocks.shape) == (last.kind, last.blocks.shape)
 
@@ -87,7 +85,6 @@ class GGUFWeight:
 
     @classmethod
     def join(cls, weights: Sequence[GGUFWeight]) -> GGUFWeight:
-        """Concatenate the outputs of weights for the same inputs."""
         parts: list[GGUFRows] = []
         for part in (part for weight in weights for part in weight.parts):
             if parts and parts[-1].kind == part.kind:
@@ -97,7 +94,7 @@ class GGUFWeight:
         return cls(tuple(parts))
 
     def inputs(self, first: int, last: int) -> GGUFWeight | None:
-        """Return the weight of inputs ``first <= i < last``, or None if that splits a block."""
+        """None: that would split a block."""
         size = self.block_size
         if first % size or last % size:
             return None
@@ -106,7 +103,7 @@ class GGUFWeight:
         return dataclasses.replace(self, parts=parts)
 
     def __getitem__(self, rows: Tensor) -> GGUFWeight:
-        """Return the weight of some outputs. Adjacent outputs of one type stay adjacent."""
+        """Adjacent outputs of one type stay adjacent."""
         rows = rows.cpu()
         ends = torch.tensor([len(part.blocks) for part in self.parts]).cumsum(0)
         numbers = torch.bucketize(rows, ends, right=True)
@@ -120,7 +117,6 @@ class GGUFWeight:
         return GGUFWeight.join(found)
 
     def dequantize(self) -> Tensor:
-        """Return float32 ``[out_features, in_features]``."""
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
@@ -132,6 +128,6 @@ class GGUFWeight:
 
 
 def _stored_as(kind: int) -> tuple[int, bool, bool] | None:
-    """Return bits, minimums and codes. Kernels take types with equal results together. None: superblocks."""
+    """Kernels take types with equal results together. None: superblocks."""
     blocks = GROUP_BLOCKS.get(kind)
     return None if blocks is None else (blocks.bits, blocks.minimums, blocks.is_coded)

@@ -26,8 +26,6 @@ ALL_QUERIES = slice(None)
 
 
 class EncoderKernel(Protocol):
-    """Full attention within each image, see `EncoderAttention`."""
-
     def __call__(self, qkv: Tensor, *, queries: slice = ALL_QUERIES) -> Tensor:
         """Map ``[images, tokens, 3 * size]`` to ``[images, queries, size]``. queries: rows to compute, without step."""
         ...
@@ -60,8 +58,6 @@ class NormedHeads:
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """Operations that a linear fuses after its matmul."""
-
     activation: str | None = None
     """Hugging Face name. An unknown name raises UnsupportedModelError."""
     gated: bool = False
@@ -100,26 +96,22 @@ class Product(Protocol):
 
 
 class NormedRows(NamedTuple):
-    """Rows, and the same rows after a norm."""
-
     rows: Tensor
     normed: Tensor
 
 
 @runtime_checkable
 class AddingNorm(Protocol):
-    """A `Norm` that can add a residual to its result. Tensors are ``[..., size]`` of one dtype."""
+    """A norm that can add a residual to its result. Tensors are ``[..., size]`` of one dtype."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
-    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return ``norm(x) + residual``."""
-        ...
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor: ...
 
 
 @runtime_checkable
 class SummingNorm(AddingNorm, Protocol):
-    """An `AddingNorm` that also norms sums."""
+    """A norm that also norms sums."""
 
     def of_sum(self, x: Tensor, residual: Tensor, first: Norm | None = None) -> NormedRows:
         """Return the sum ``x + residual`` and its norm. first: another norm on this device, applied to x."""
@@ -141,7 +133,6 @@ class DeferredNorm:
 
     @property
     def normed(self) -> Tensor:
-        """Apply the norm in a separate launch."""
         return self.norm(self.rows)
 
 
@@ -150,8 +141,6 @@ Rounding = Literal["int8", "float8"]
 
 
 class RoundedRows(NamedTuple):
-    """Rounded inputs of a matmul."""
-
     values: Tensor
     """``[rows, size]``: int8, or uint8 with float8 bits."""
     scales: Tensor
@@ -165,25 +154,21 @@ Normed = Inputs | DeferredNorm
 
 @runtime_checkable
 class RoundingNorm(SummingNorm, Protocol):
-    """A `SummingNorm` that also rounds its result, bit for bit as the next matmul would."""
+    """A norm that rounds its result like the next matmul, bit for bit."""
 
-    def rounded(self, x: Tensor, rounding: Rounding) -> RoundedRows:
-        """Norm and round ``[rows, size]``."""
-        ...
+    def rounded(self, x: Tensor, rounding: Rounding) -> RoundedRows: ...
 
     def rounded_sum(
         self, x: Tensor, residual: Tensor, first: Norm | None, rounding: Rounding
-    ) -> tuple[Tensor, RoundedRows]:
-        """See `SummingNorm.of_sum`."""
-        ...
+    ) -> tuple[Tensor, RoundedRows]: ...
 
 
 @runtime_checkable
 class RoundingProduct(Protocol):
-    """A `Product` that may round its inputs or take rounded inputs."""
+    """A linear that may round its inputs, or take rounded inputs."""
 
     def rounding(self, rows: int) -> Rounding | None:
-        """Return how it rounds a step's inputs. None: it does not."""
+        """How it rounds a step's inputs, if it does."""
         ...
 
     def of_rounded(self, x: RoundedRows, residual: Tensor | None = None) -> Tensor:
@@ -197,21 +182,17 @@ class RoundingProduct(Protocol):
 
 @runtime_checkable
 class DeferringProduct(Protocol):
-    """A `Product` that may leave the following norm to the next linear, and completes such a norm."""
+    """A linear that may leave the following norm to the next linear, and completes such a norm."""
 
-    def completes(self, rows: int) -> bool:
-        """Return whether it completes norms for this number of rows."""
-        ...
+    def completes(self, rows: int) -> bool: ...
 
     def complete(self, x: DeferredNorm) -> Tensor:
         """Multiply normed rows without adapters. The number of rows must pass `completes`."""
         ...
 
     def deferring(self, x: Tensor, residual: Tensor, norm: Norm) -> DeferredNorm | None:
-        """Return the matmul plus residual before `norm`. None: compute the norm separately.
-
-        x: ``[rows, in_features]``, without adapters.
-        """
+        """Return the matmul of ``[rows, in_features]`` without adapters, plus residual, before `norm`. None: compute
+        the norm separately."""
         ...
 
 
@@ -219,7 +200,7 @@ class Table(Product, Protocol):
     """A linear whose weight is also an embedding table. Results are float32."""
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Return weight rows ``[count, in_features]`` for int64 ``[count]``, in the model's dtype."""
+        """Return weight rows ``[count, in_features]`` in the model's dtype. indices: int64 ``[count]``."""
         ...
 
 
@@ -244,8 +225,6 @@ class RouterWeights:
 
 
 class ExpertsKernel(Protocol):
-    """A router and its experts, see `blocks.experts`."""
-
     def __call__(self, x: Tensor, residual: Tensor | None = None, *, float_output: bool = False) -> Tensor:
         """Map ``[rows, size]`` to the weighted sum of each row's experts, plus a residual.
 
@@ -255,7 +234,7 @@ class ExpertsKernel(Protocol):
 
 
 class Operations(Protocol):
-    """A device's kernels for layers."""
+    """A device's layer kernels. Functions that return None leave the operation to torch."""
 
     def multiplies(self, weight: QuantizedWeight) -> bool:
         """Return whether matmuls read a quantized weight without dequantizing it."""
@@ -270,7 +249,7 @@ class Operations(Protocol):
         ...
 
     def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
-        """Store a weight ``[out_features, in_features]`` and its bias ``[out_features]``. dtype: of inputs."""
+        """dtype: of inputs."""
         ...
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
@@ -278,46 +257,38 @@ class Operations(Protocol):
         ...
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Norm | None:
-        """Return an RMSNorm, or a LayerNorm with a bias. None: use torch.
-
-        weight, bias: ``[size]``. offset: added to the weight in float32.
-        """
+        """weight, bias: ``[size]``. offset: added to the weight in float32."""
         ...
 
-    def heads_norm(self, parts: Sequence[NormedHeads], dtype: torch.dtype) -> HeadsNorm | None:
-        """Return in-place norms of heads. None: use torch."""
-        ...
+    def heads_norm(self, parts: Sequence[NormedHeads], dtype: torch.dtype) -> HeadsNorm | None: ...
 
-    def output_gate(self, dtype: torch.dtype) -> GateKernel | None:
-        """Return attention's output gate. None: use torch."""
-        ...
+    def output_gate(self, dtype: torch.dtype) -> GateKernel | None: ...
 
     def experts(
         self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertProducts]
     ) -> ExpertsKernel | None:
-        """Return a mixture of experts. None: run experts one by one.
+        """None: run experts one by one.
 
         router: None if some weights have reordered inputs or outputs. experts: by number, this rank's only.
         """
         ...
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
-        """Return full attention within each image. None: use torch."""
+        """Full attention within each image."""
         ...
 
     def encoder_rotation(self, dtype: torch.dtype) -> RotationKernel | None:
-        """Return RoPE for patches. None: use torch."""
+        """RoPE for patches."""
         ...
 
     def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:
-        """Return attention within images of several sizes. None: computing them together is not faster."""
+        """Attention within images of several sizes. None: computing them together is not faster."""
         ...
 
     def delta(self, spec: DeltaSpec, weights: DeltaWeights, dtype: torch.dtype) -> DeltaKernel | None:
-        """Return one layer's gated delta rule. dtype: of rows. None: use torch."""
+        """dtype: of rows."""
         ...
 
     def convolution(self, spec: ConvolutionSpec, weight: Tensor, dtype: torch.dtype) -> ConvolutionKernel | None:
-        """Return one layer's gated short convolution. weight: ``[channels, kernel]``. dtype: of rows. None: use
-        torch."""
+        """weight: ``[channels, kernel]``. dtype: of rows."""
         ...

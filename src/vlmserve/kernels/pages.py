@@ -32,7 +32,7 @@ def allocate(count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _map(num_bytes: int) -> Tensor:
-    """Map uint8 ``[num_bytes]``, aligned to a large page."""
+    """Aligned to a large page."""
     pages = mmap.mmap(-1, num_bytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(pages, dtype=torch.uint8, count=1).data_ptr() % LARGE_PAGE
     with contextlib.suppress(OSError):  # the kernel lacks huge pages
@@ -49,7 +49,7 @@ class _SharedPages:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return uint8 ``[num_bytes]``. num_bytes: less than a large page."""
+        """num_bytes: less than a large page."""
         size = -(-num_bytes // _LINE) * _LINE
         with self._lock:
             if size > len(self._free):

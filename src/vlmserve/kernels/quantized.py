@@ -65,12 +65,10 @@ class QuantizedWeight:
 
     @property
     def is_symmetric(self) -> bool:
-        """Return whether the middle value means zero."""
         return torch.equal(self.minimums, -(2 ** (self.bits - 1)) * self.scales)
 
     @property
     def has_minimums(self) -> bool:
-        """Return whether groups need minimums in addition to scales."""
         return not self.is_coded and not self.is_symmetric
 
     @property
@@ -94,13 +92,13 @@ class QuantizedWeight:
 
     @property
     def is_in_coded_groups(self) -> bool:
-        """Return whether native kernels support these groups of codes, with float16 scales."""
+        """Return whether native kernels support these groups, which need float16 scales."""
         fits = float(self.scales.abs().max()) <= torch.finfo(torch.float16).max
         return self.is_coded and self.group_size in GROUP_SIZES and fits
 
     @property
     def is_in_byte_groups(self) -> bool:
-        """Return whether native kernels support these 8-bit groups. Scales must be almost exact in float16."""
+        """Return whether native kernels support these groups. Scales must be almost exact in float16."""
         if self.bits != 8 or self.is_float8:
             return False
         if self.group_size not in BYTE_GROUP_SIZES or self.has_scales_of_outputs:
@@ -142,7 +140,7 @@ class QuantizedWeight:
         return dataclasses.replace(self, bits=8, values=self.values + 128, minimums=minimums, input_bits=16)
 
     def dequantize(self) -> Tensor:
-        """Return float32 ``[out_features, in_features]``, in the layer's input order."""
+        """Return float32 ``[out_features, in_features]`` in the layer's input order."""
         columns = self._dequantized_columns()
         return columns if self.order is None else columns[:, self.order.argsort()]
 
@@ -161,7 +159,6 @@ class QuantizedWeight:
         return torch.addcmul(minimums, scales, self.values.float())
 
     def is_like(self, other: QuantizedWeight) -> bool:
-        """Return whether both take the same inputs in the same format, so that they can be joined."""
         if (self.is_float8, self.is_coded) != (other.is_float8, other.is_coded):
             return False
         if (self.bits, self.group_size, self.input_bits) != (other.bits, other.group_size, other.input_bits):
@@ -172,8 +169,8 @@ class QuantizedWeight:
 
     @classmethod
     def join(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Concatenate the outputs of weights for the same inputs. Different kinds become 8-bit in the largest common
-        group size. Raises ValueError if there is none."""
+        """Concatenate outputs. Different kinds become 8-bit in the largest common group size. Raises ValueError if
+        there is none."""
         first = weights[0]
         if len(weights) == 1:
             return first
@@ -192,7 +189,7 @@ class QuantizedWeight:
         return dataclasses.replace(first, values=values, scales=scales, minimums=minimums)
 
     def inputs(self, first: int, last: int) -> QuantizedWeight | None:
-        """Return the weight of inputs ``first <= i < last``. None: that splits a group, or inputs are reordered."""
+        """None: ``first <= i < last`` splits a group, or inputs are reordered."""
         if self.order is not None:
             return None
         if self.scales.shape[1] == 1:

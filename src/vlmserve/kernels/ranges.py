@@ -42,7 +42,6 @@ class Ranges:
 
     @classmethod
     def join(cls, parts: Sequence[Ranges]) -> Ranges:
-        """Concatenate the ranges of several batches."""
         blocks, begin = [], 0
         for part in parts:
             blocks.append(part.blocks + begin)
@@ -53,11 +52,10 @@ class Ranges:
 
     @property
     def is_even(self) -> bool:
-        """Return whether all ranges have the same length."""
         return len(set(self.lengths)) == 1
 
     def runs(self, rows: Tensor) -> Iterator[Tensor]:
-        """Yield consecutive ranges of equal length together: ``[ranges, length, ...]`` from ``[rows, ...]``."""
+        """Yield adjacent ranges of equal length as ``[ranges, length, ...]``, from ``[rows, ...]``."""
         start = 0
         for length, group in groupby(self.lengths):
             count = len(list(group))
@@ -66,16 +64,11 @@ class Ranges:
 
 
 class RangeKernels(Protocol):
-    """Attention and RoPE for the rows of several images or windows, in one launch each.
-
-    Rows are ``[rows, 3 * size]``: queries, keys and values, each ordered by head.
-    """
+    """Rows are ``[rows, 3 * size]``: queries, keys and values, each ordered by head."""
 
     def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate queries and keys in place: element ``i`` of a head with ``i + head_size / 2``. cos, sin: float32
         ``[rows, 1, head_size / 2]``."""
         ...
 
-    def attend(self, qkv: Tensor, ranges: Ranges) -> Tensor:
-        """Return ``[rows, size]``: each row attends to its range."""
-        ...
+    def attend(self, qkv: Tensor, ranges: Ranges) -> Tensor: ...

@@ -79,7 +79,7 @@ class Segments(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """The segments of a flat batch, on the model's device. See `Segments`."""
+    """The segments of a flat batch, on the model's device."""
 
     starts: Tensor
     sources: Tensor
@@ -101,7 +101,7 @@ class StateRows:
 
     @classmethod
     def of_prompts(cls, lengths: Sequence[int], device: torch.device | None = None) -> StateRows:
-        """Build segments of whole prompts whose states are not read later."""
+        """Their states are not read later."""
         return cls.of(Segments.of_chunks([(0, length) for length in lengths], [PADDING_SLOT] * len(lengths)), device)
 
     @property
@@ -115,8 +115,6 @@ class StateRows:
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """Weights of a gated delta layer, except its linears."""
-
     convolution: Tensor
     """``[channels, kernel]``."""
     decay: Tensor
@@ -129,7 +127,7 @@ class DeltaWeights:
 
 
 class DeltaKernel(Protocol):
-    """A layer's gated delta rule, with the convolution before it and the gated norm after it."""
+    """Includes the convolution before it and the gated norm after it."""
 
     def __call__(self, mixed: Tensor, gates: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
         """Compute rows and update the segments' states.

@@ -67,5 +67,5 @@ def gather(cache: LayerCache, which: int, rows: Tensor, workspace: Tensor, batch
 
 
 def cache_rows(blocks: Tensor, heads: int) -> Tensor:
-    """Convert ``[sequences, blocks]`` to rows of ``[blocks * heads, ...]``, ordered by sequence, head and block."""
+    """Convert ``[sequences, blocks]`` to rows of ``[blocks * heads, ...]``."""
     return (blocks[:, None] * heads + torch.arange(heads, device=blocks.device)[:, None]).reshape(-1)

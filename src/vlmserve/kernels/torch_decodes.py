@@ -29,8 +29,6 @@ FUSED_DECODES = 2
 
 @dataclass(frozen=True, slots=True)
 class KVSplit:
-    """Part of the context of some decodes."""
-
     blocks: Tensor
     """Cache rows of its blocks, by sequence, head and block."""
     length: int
@@ -71,7 +69,6 @@ class DecodePlan:
 
     @property
     def most_gathered(self) -> int:
-        """Cache rows of the largest split."""
         return max((len(split.blocks) for bucket in self.buckets for split in bucket.splits), default=0)
 
 
@@ -79,7 +76,7 @@ def plan_decodes(
     metadata: BatchMetadata, block_size: int, spec: AttentionSpec, column: int, *, bucket_cost: int,
     gathered_elements: int,
 ) -> DecodePlan:  # fmt: skip
-    """Divide decodes into buckets and splits. See `BUCKET_COST` and `GATHERED_ELEMENTS`."""
+    """See `BUCKET_COST` and `GATHERED_ELEMENTS`."""
     lens = metadata.host_context_lens[: metadata.num_decodes]
     order, bounds = split_by_length(lens, bucket_cost)
     most_blocks = max(1, gathered_elements // (spec.num_kv_heads * block_size * spec.head_size))
@@ -114,7 +111,7 @@ def split_by_length(lens: list[int], bucket_cost: int) -> tuple[list[int] | None
 def _cut_by_size(
     sequences: Sequence[int], lens: list[int], spec: AttentionSpec, block_size: int, most_blocks: int
 ) -> Iterator[list[int]]:
-    """Yield groups of sequences, at least one, whose context fits into a split."""
+    """Yield groups whose context fits into a split."""
     width = max(_num_blocks(lens[sequence], spec, block_size) for sequence in sequences)
     at_once = max(1, most_blocks // width)
     for first in range(0, len(sequences), at_once):
@@ -162,7 +159,7 @@ def _splits(
 
 
 def _unused_rows(used: list[int], length: int, block_size: int, num_heads: int) -> Tensor:
-    """Return `KVSplit.unused`. used: leading tokens of each sequence, from its first block."""
+    """used: leading tokens of each sequence, from its first block."""
     ends = [length if count < block_size else -(-count // block_size) * block_size for count in used]
     tokens, first, last = torch.arange(length), torch.tensor(used)[:, None], torch.tensor(ends)[:, None]
     unused = (tokens >= first) & (tokens < last)

@@ -16,7 +16,6 @@ LEAST_CAPABILITY, ROWS_CAPABILITY = (8, 9), (9, 0)
 
 
 def unsupported_reason(weight: QuantizedWeight, capability: tuple[int, int]) -> str | None:
-    """Return why torch cannot multiply by a weight on this GPU, or None."""
     if not weight.is_float8:
         return "it is not float8"
     if capability < LEAST_CAPABILITY:
@@ -42,7 +41,7 @@ class Float8Product(TorchProduct):
     def __init__(
         self, weight: QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype, *, by_rows: bool
     ) -> None:
-        """dtype: of inputs. by_rows: whether the device supports scales per row."""
+        """by_rows: whether the device supports scales per row."""
         super().__init__(bias, epilogue)
         self._values = weight.values.view(FLOAT8).contiguous()
         self._by_rows, self._dtype = by_rows, dtype

@@ -13,7 +13,6 @@ GROUP_SIZES = (32, 64, 128, 256)
 
 
 def unsupported_reason(weight: QuantizedWeight, dtype: torch.dtype) -> str | None:
-    """Return why torch cannot multiply by a weight, or None."""
     if weight.bits != 4 or weight.group_size not in GROUP_SIZES:
         return f"torch's product knows no {weight.bits} bits in groups of {weight.group_size}"
     if dtype != torch.bfloat16:

@@ -22,7 +22,7 @@ BLOCK_ELEMENTS = 2**21
 
 
 class TorchProduct:
-    """A linear with torch's epilogue. bias: ``[out_features]``."""
+    """bias: ``[out_features]``."""
 
     def __init__(self, bias: Tensor | None, epilogue: Epilogue) -> None:
         self._bias = bias
@@ -63,8 +63,6 @@ class TorchProduct:
 
 
 class PlainProduct(TorchProduct):
-    """A plain weight ``[out_features, in_features]``. A `Table`."""
-
     def __init__(self, weight: Tensor, bias: Tensor | None = None, epilogue: Epilogue = NO_EPILOGUE) -> None:
         super().__init__(bias, epilogue)
         self._weight = weight
@@ -126,7 +124,7 @@ class QuantizedProduct(TorchProduct):
         compute: torch.dtype | None = None,
         block_elements: int = BLOCK_ELEMENTS,
     ) -> None:
-        """dtype: of inputs. compute: dtype of the matmul, if different. block_elements: to dequantize at once."""
+        """dtype: of inputs. compute: dtype of the matmul."""
         super().__init__(bias, epilogue)
         self._dtype, self._compute = dtype, compute or dtype
         self._bits, self._group_size = weight.bits, weight.group_size
@@ -165,7 +163,6 @@ class QuantizedProduct(TorchProduct):
         return torch.cat(parts)
 
     def _unpack(self, outputs: slice) -> Tensor:
-        """Return a block's values, uint8 ``[outputs, in_features]``."""
         if self._bits == 8:
             return self._values[outputs]
         count = outputs.stop - outputs.start
@@ -194,7 +191,6 @@ class QuantizedProduct(TorchProduct):
 def torch_linear(
     weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
 ) -> PlainProduct | QuantizedProduct:
-    """Return a linear for any torch device. See `Operations.linear`."""
     if isinstance(weight, GGUFWeight):
         weight = weight.dequantize().to(dtype)
     device = weight.values.device if isinstance(weight, QuantizedWeight) else weight.device
@@ -205,7 +201,6 @@ def torch_linear(
 
 
 def torch_table(weight: AnyWeight, dtype: torch.dtype) -> PlainProduct | QuantizedProduct:
-    """Return an embedding table for any torch device. See `Operations.table`."""
     if isinstance(weight, GGUFWeight):
         weight = weight.dequantize().to(dtype)
     epilogue = Epilogue(float_output=True)

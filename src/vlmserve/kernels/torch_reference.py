@@ -28,8 +28,6 @@ ROWS_PER_MASK = 256
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """A sequence with several new tokens."""
-
     start: int
     """First query row."""
     end: int
@@ -47,8 +45,6 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Data that layers of one geometry share in a step."""
-
     write: Tensor
     """Cache row (one token of one head) of each new key."""
     decodes: DecodePlan
@@ -65,8 +61,6 @@ StepPlan = Callable[[AttentionSpec, int], LayerPlan]
 
 
 class TorchReference:
-    """An `AttentionBackend` for flat batches of decodes and prompt chunks."""
-
     name = "torch"
     reads_on_device = False
 
@@ -176,7 +170,6 @@ class RowGroup(NamedTuple):
 
 
 def _row_groups(chunk: PromptChunk, window: int | None) -> Iterator[RowGroup]:
-    """Yield groups that cover all rows of a chunk, in order."""
     pieces: list[tuple[int, int, int | None]] = []
     done = chunk.start
     for _, first, last, reach in chunk.bidirectional:
@@ -269,7 +262,6 @@ def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, 
 def _chunk_mask(
     chunks: list[PromptChunk], spec: AttentionSpec, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """Return one mask for all masked chunks of a step."""
     masked = [chunk for chunk in chunks if chunk.masked]
     if not masked:
         return None

@@ -50,7 +50,7 @@ class DrawLater(Protocol):
     """Samples asynchronously: tokens stay on the device, and the host does not wait."""
 
     def arrays(self, filters: Filters, numbers: Sequence[float], changes: Changes) -> list[npt.NDArray[Any]]:
-        """Return the arrays that `launch` needs on the device. Temperatures may be 0."""
+        """Temperatures may be 0."""
         ...
 
     def launch(self, logits: Tensor, uploaded: Sequence[Tensor]) -> Tensor:
@@ -68,8 +68,6 @@ class Filters(NamedTuple):
     min_ps: Sequence[float]
 
     def of(self, rows: Sequence[int]) -> Filters:
-        """Select rows."""
-
         def pick(values: Sequence[T]) -> list[T]:
             return [values[row] for row in rows]
 
@@ -157,7 +155,7 @@ def _argmax(logits: Tensor) -> list[int]:
 
 
 def _unless_unusable(tokens: list[int], signs: Tensor) -> list[int]:
-    """Replace tokens of unusable rows by -1. signs: ``[rows, 1]``, finite for usable rows."""
+    """signs: ``[rows, 1]``, finite for usable rows."""
     return [token if math.isfinite(sign) else -1 for token, (sign,) in zip(tokens, signs.tolist(), strict=True)]
 
 

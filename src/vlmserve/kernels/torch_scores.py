@@ -9,7 +9,6 @@ from vlmserve.layer_specs import AttentionSpec
 
 
 def needs_scores(spec: AttentionSpec) -> bool:
-    """Return whether the fused operator lacks a feature of this layer."""
     return spec.soft_cap is not None or spec.sinks is not None
 
 
@@ -29,7 +28,7 @@ def attention_scores(query: Tensor, keys: Tensor, spec: AttentionSpec) -> Tensor
 
 
 def attention_weights(scores: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return the softmax of ``[..., heads, rows, length]``. Sinks take the rest."""
+    """Softmax of ``[..., heads, rows, length]``. Sinks take the rest."""
     if spec.sinks is None:
         return torch.softmax(scores, -1)
     sinks = scores.new_tensor(spec.sinks)[:, None, None].expand(*scores.shape[:-1], 1)

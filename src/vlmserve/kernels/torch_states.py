@@ -64,7 +64,7 @@ class TorchDelta:
         return (normed.flatten(1) * F.silu(z.float())).to(mixed.dtype)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values per value head, ``[rows, value_heads, size]``."""
+        """``[rows, value_heads, size]`` each."""
         spec = self._spec
         query, key, value = torch.split(qkv, [spec.keys, spec.keys, spec.values], 1)
         both = torch.stack([query, key]).view(2, len(qkv), spec.num_key_heads, spec.key_size)
@@ -140,13 +140,13 @@ def chunked_rule(rows: RuleRows, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read(slots: Tensor, sources: Tensor) -> Tensor:
-    """Return the slots that sequences read, zeros for `NO_SLOT`."""
+    """Return zeros for `NO_SLOT`."""
     shape = (-1, *[1] * (slots.ndim - 1))
     return slots.index_select(0, sources.clamp(min=0)).masked_fill((sources == NO_SLOT).view(shape), 0)
 
 
 def _weighted(windows: Tensor, taps: Tensor) -> Tensor:
-    """Return the sum of ``[kernel, rows, channels]`` weighted by taps ``[kernel, channels]``."""
+    """windows: ``[kernel, rows, channels]``. taps: ``[kernel, channels]``."""
     total = windows[0].float() * taps[0]
     for window, tap in zip(windows[1:], taps[1:], strict=True):
         total = total + window.float() * tap
@@ -154,7 +154,7 @@ def _weighted(windows: Tensor, taps: Tensor) -> Tensor:
 
 
 def _segments(rows: StateRows, decodes: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield first row, last row, source, target and position of each segment after the decodes."""
+    """Yield first row, last row, source, target and position of segments after the decodes."""
     starts, sources, targets, positions, _ = (one.tolist() for one in rows.host)
     yield from zip(
         starts[decodes:], starts[decodes + 1 :], sources[decodes:], targets[decodes:], positions[decodes:], strict=False

@@ -40,9 +40,8 @@ REPACKED = {12: (4, 32), 14: (8, 16)}
 def is_as_fast_as_torch(isa: str, dtype: torch.dtype, cpuinfo: Path = CPUINFO) -> bool:
     """Return whether the selected kernels are at least as fast as torch, for few and for many rows.
 
-    isa: the selected instruction set. dtype: of inputs and weights. The trial takes some milliseconds.
-    ``$XDG_CACHE_HOME/vlmserve/kernels.json`` (default ``~/.cache``) stores the result for this processor, build and
-    torch.
+    isa: the selected instruction set. dtype: of inputs and weights. ``$XDG_CACHE_HOME/vlmserve/kernels.json`` (default
+    ``~/.cache``) stores the result for this processor, build and torch.
     """
     return KNOWN.get(f"{isa} {dtype} {machine(cpuinfo)}", lambda: _try(dtype))
 
@@ -87,7 +86,7 @@ def _try_superblocks() -> bool:
 
 
 def _one_after_another(product: PackedLinear) -> Callable[[Tensor], Tensor]:
-    """Return a matmul that runs over copies of a weight too large for caches."""
+    """Return a matmul over copies of a weight that exceed the caches."""
     count = max(1, UNCACHED_BYTES // product.num_bytes)
     copies = [PackedLinear.restored(product.settings, product.packed.clone(), None) for _ in range(count)]
     return lambda x: [copy(x) for copy in copies][-1]
@@ -106,7 +105,6 @@ def seconds_of(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 
 def machine(cpuinfo: Path = CPUINFO) -> str:
-    """Return a digest of the processor, both builds and the number of threads."""
     try:
         lines = cpuinfo.read_text()
     except OSError:  # not Linux

@@ -98,8 +98,6 @@ def _rounded(number: int, unit: int) -> int:
 
 
 class Division(NamedTuple):
-    """Tiling of the `down` matmul."""
-
     tokens: int
     """Rows of a tile."""
     inputs: int
@@ -109,7 +107,7 @@ class Division(NamedTuple):
 
 
 def division(rows: int, in_features: int, dtype: torch.dtype) -> Division:
-    """Return the tiling. Larger tiles read each adapter fewer times."""
+    """Larger tiles read each adapter fewer times."""
     tokens = next(size for size in (8, 16, 32) if rows <= size or size == 32)
     inputs = 128 if dtype.itemsize == 2 else 32
     tiles, splits = cdiv(in_features, inputs), 1

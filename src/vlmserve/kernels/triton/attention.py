@@ -49,7 +49,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def unsupported_reason(layers: Sequence[AttentionSpec], dtype: torch.dtype) -> str | None:
-    """Return why the kernels cannot run these layers, or None."""
     if dtype not in DTYPES:
         return f"the kernels know no {dtype}"
     for spec in layers:
@@ -63,8 +62,6 @@ def unsupported_reason(layers: Sequence[AttentionSpec], dtype: torch.dtype) -> s
 
 
 class AttentionTile(NamedTuple):
-    """Query rows and keys that a program multiplies at a time, and its warps."""
-
     rows: int
     keys: int
     warps: int
@@ -86,8 +83,6 @@ def tile(spec: AttentionSpec, *, chunks: bool, quantized: bool = False) -> Atten
 
 
 class Work(NamedTuple):
-    """The result of `divide_decodes`."""
-
     items: Tensor
     """int32 ``[decodes + extra splits, ITEM]``."""
     joins: Tensor
@@ -96,12 +91,9 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """Data that the layers of a step share."""
-
     work: Mapping[int, Work]
     """Splits of decodes by window (0: none). Empty without decodes."""
     split_chunks: bool
-    """Return whether chunks' contexts are split."""
     sums: Tensor
     """Buffers for splits, see `attend_rows`."""
     largest: Tensor
@@ -215,7 +207,7 @@ class TritonAttention(TorchReference):
         return Work(kept.items[:num_items], kept.joins[:num_joins])
 
     def _reserve(self, parts: int, layers: Sequence[AttentionSpec], device: torch.device) -> None:
-        """Allocate buffers for splits. Captured steps keep the buffers of their capture."""
+        """Captured steps keep the buffers of their capture."""
         parts *= max((spec.num_heads for spec in layers), default=0)
         size = parts * max((_head_block(spec) for spec in layers), default=0)
         if size > self._sums.numel() or 2 * parts > self._largest.numel() or self._sums.device != device:

@@ -34,7 +34,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def first_key(position, WINDOW: tl.constexpr):
-    """Return the first position that a query sees."""
     return tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
 
 
@@ -49,7 +48,6 @@ FILLED = tl.constexpr(128)
 
 @triton.jit
 def chunk_split_size(seen):
-    """Return the tokens per split of a chunk that sees `seen` tokens."""
     return tl.maximum(tl.cdiv(tl.cdiv(seen, CHUNK_SPLITS), CHUNK_SPLIT), 1) * CHUNK_SPLIT
 
 
@@ -194,7 +192,6 @@ def divide_decodes(
 
 @triton.jit
 def item_of_decode(items_ptr, number, column, WINDOW: tl.constexpr):
-    """Return an item of a decode, as `block_of_chunk` does."""
     item_ptr = items_ptr + number * ITEM
     sequence, low, high = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
     context = tl.load(item_ptr + 3)
@@ -383,7 +380,7 @@ def parts_of_join(joins_ptr, number):
 def parts_of_chunk_row(
     starts_ptr, contexts_ptr, number, num_decodes, num_sequences, num_items, WINDOW: tl.constexpr
 ):  # fmt: skip
-    """Like `parts_of_join`, for a chunk's row. number: chunk times `FEW_QUERIES` plus row."""
+    """number: chunk times `FEW_QUERIES` plus row."""
     # A captured step may have room for more chunks than this step has.
     chunk, row = number // FEW_QUERIES, number % FEW_QUERIES
     sequence = tl.minimum(num_decodes + chunk, num_sequences - 1)

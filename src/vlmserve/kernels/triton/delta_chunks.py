@@ -99,7 +99,7 @@ def prepare_rows(
     num_decodes, num_segments, num_sequences, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, KERNEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Prepare one chunk of a head: convolution, activation, norm."""
+    """Convolution, activation and norm of one chunk of a head."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     KEYS: tl.constexpr = KEY_HEADS * KEY
     VALUES: tl.constexpr = HEADS * VALUE

@@ -24,8 +24,6 @@ LARGE_BYTES = 100 * 1024
 
 
 class TowerTile(NamedTuple):
-    """Keys that a program multiplies at a time, its warps and its pipeline stages."""
-
     keys: int
     warps: int
     stages: int
@@ -104,7 +102,6 @@ def rotate_rows(
 
 
 def unsupported_reason(head_size: int, dtype: torch.dtype) -> str | None:
-    """Return why the kernels cannot attend with these heads, or None."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernels know no {dtype}"
     if head_size > MAX_HEAD_SIZE:

@@ -69,7 +69,7 @@ def choose_experts(
 def count_rows(
     chosen_ptr, table_ptr, counts_ptr, count, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False
 ):  # fmt: skip
-    """Count the choices of one expert, 0 if another rank has it."""
+    """0 if another rank has the expert."""
     wait_for_previous(DEPENDENT)
     expert = tl.program_id(0)
     numbers = tl.arange(0, BLOCK)

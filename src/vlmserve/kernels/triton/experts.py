@@ -41,7 +41,6 @@ COLUMNS = 1024
 
 
 def unsupported_reason(router: RouterWeights, experts: Mapping[int, ExpertProducts]) -> str | None:
-    """Return why the kernels cannot compute these experts, or None."""
     if not isinstance(router.product, TritonProduct) or router.product.dtype != torch.float32:
         return "the router is not in float32"
     if len(router.product.stored.values) > MOST_EXPERTS:
@@ -143,7 +142,7 @@ class TritonExperts:
             tile(part.stored.bits, part.stored.group, in_features, count // experts, x.element_size())
             for part, in_features in ((self._up, x.shape[1]), (self._down, self._spec.inner_size))
         )
-        # Only the last tile of each expert may be partial.
+        # The last tile of each expert may be partial.
         tiles = min(count, experts) + count // up.tokens
         counts, order, places = (
             torch.empty(length, dtype=torch.int32, device=x.device)
@@ -202,7 +201,7 @@ class TritonExperts:
 
 
 def _kind(product: Product) -> tuple[object, ...] | None:
-    """Return the settings that all experts of a layer must share. None: another kernel."""
+    """Settings that all experts of a layer must share. None: another kernel."""
     if not isinstance(product, TritonProduct):
         return None
     stored = product.stored

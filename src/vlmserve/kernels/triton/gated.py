@@ -42,7 +42,7 @@ def activate_rows(
     x_ptr, residual_ptr, out_ptr, width, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Compute `BLOCK` results of a row per program. width: of results. Gated rows are twice as wide."""
+    """width: of results. Gated rows are twice as wide."""
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK

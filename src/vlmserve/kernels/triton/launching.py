@@ -28,7 +28,6 @@ class Kernel:
     overlaps: ClassVar[bool] = False
 
     def __init__(self, function: Any) -> None:
-        """function: the result of `triton.jit`."""
         self.function = function
         # The interpreter does not compile.
         self._is_compiled = isinstance(function, JITFunction)

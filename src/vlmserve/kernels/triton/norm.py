@@ -29,7 +29,7 @@ def load_factors(weight_ptr, bias_ptr, columns, SIZE: tl.constexpr, HAS_BIAS: tl
 
 @triton.jit
 def normed(x, weight, bias, eps, columns, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """RMSNorm of a row in float32, or LayerNorm with a bias. x must be 0 past `SIZE`."""
+    """x must be 0 past `SIZE`."""
     if HAS_BIAS:
         x = tl.where(columns < SIZE, x - tl.sum(x, 0) / SIZE, 0.0)
     result = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
@@ -94,11 +94,9 @@ class TritonNorm:
 
     @property
     def only_scales(self) -> bool:
-        """Return whether it is an RMSNorm, which only scales."""
         return self._bias is None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return a contiguous result."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self._launch(x, norm=self, out=out)
         return out

@@ -126,7 +126,6 @@ def whole_rows(
 
 @triton.jit
 def load_squares(squares_ptr, tokens, rows, columns, COLUMNS: tl.constexpr):
-    """Load partial sums of squares ``[tokens, COLUMNS]``, padded with 0."""
     numbers = tl.arange(0, COLUMNS)
     inside = (tokens < rows)[:, None] & (numbers < columns)[None, :]
     return tl.load(squares_ptr + tokens[:, None] * columns + numbers[None, :], inside, 0.0)
@@ -134,7 +133,6 @@ def load_squares(squares_ptr, tokens, rows, columns, COLUMNS: tl.constexpr):
 
 @triton.jit
 def result_places(first_output, tokens, rows, out_features, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
-    """Return the places of a tile's results, and a mask."""
     PER_RESULT: tl.constexpr = 2 if GATED else 1
     outputs = first_output // PER_RESULT + tl.arange(0, OUTPUTS // PER_RESULT)
     width = out_features // PER_RESULT
@@ -260,7 +258,7 @@ def add_parts(
     OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Add the splits of one row's `OUTPUTS` outputs in order, and apply the epilogue, see `multiply`."""
+    """Add the splits of one row's outputs in order, and apply the epilogue."""
     wait_for_previous(DEPENDENT)
     first_output = tl.program_id(0) * OUTPUTS
     outputs = first_output + tl.arange(0, OUTPUTS)

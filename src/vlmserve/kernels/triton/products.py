@@ -65,26 +65,22 @@ several rounds."""
 
 
 def tokens_of_tile(bits: int, rows: int, item_bytes: int) -> int:
-    """Return the maximum rows of x per program."""
     most = 32 if item_bytes == 4 and bits < 16 else 128 if bits == 4 else 64
     return next(size for size in (8, 16, 32, 64, 128) if rows <= size or size == most)
 
 
 def most_rows(bits: int, out_features: int) -> int:
-    """Return the row count up to where `multiply` beats the library."""
     if bits == 16:
         return min(MOST_ROWS, MOST_WIDE_ROWS if _is_wide(out_features) else MOST_PLAIN_ROWS)
     return MOST_ROWS
 
 
 def _is_wide(out_features: int) -> bool:
-    """Return whether each multiprocessor gets a tile of maximum size."""
     return out_features // LARGEST_OUTPUTS >= PROGRAMS
 
 
 @cache
 def tuned_tilings(device: torch.device) -> Mapping[Shape, Tiling | None]:
-    """Return the tilings measured on this kind of GPU, see `TUNED`."""
     return TUNED.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
 
 
@@ -135,7 +131,7 @@ def _stages(divided: Tiling, bits: int, programs: int, *, alone: bool) -> int:
 def _large(
     bits: int, tokens: int, inputs: int, out_features: int, in_features: int, item_bytes: int, shared: int
 ) -> Tiling | None:
-    """Return large tiles with enough splits for nearly all multiprocessors, or None."""
+    """Return large tiles with enough splits for nearly all multiprocessors, if any."""
     inputs = max(inputs, LARGE_BLOCK) if bits == 4 else inputs
     tiles = cdiv(in_features, inputs)
     for outputs, most in LARGE_TILES:
@@ -167,7 +163,6 @@ def _small(
 
 
 def _divided(divided: Tiling, bits: int, out_features: int, in_features: int, item_bytes: int, shared: int) -> Tiling:
-    """Set splits and warps."""
     outputs = divided.outputs
     programs, tiles = cdiv(out_features, outputs), cdiv(in_features, divided.inputs)
     # If warps divide inputs, a few multiprocessors read nearly as fast as all, and splits need another launch.
@@ -189,7 +184,6 @@ def _divided(divided: Tiling, bits: int, out_features: int, in_features: int, it
 
 
 def pairs(out_features: int, device: torch.device) -> Tensor:
-    """Return the order of outputs that puts each gate next to its up."""
     return torch.arange(out_features, device=device).view(2, -1).T.flatten()
 
 
@@ -221,8 +215,7 @@ class TritonProduct:
         gated: bool = False,
         float_output: bool = False,
     ) -> None:
-        """weight: ``[out_features, in_features]``. dtype: of inputs, and of results unless `float_output`. gated: see
-        `Epilogue`."""
+        """dtype: of inputs, and of results unless `float_output`. gated: see `Epilogue`."""
         self._out_features, self._in_features = weight.shape
         if gated:
             order = pairs(self._out_features, _device(weight))
@@ -295,7 +288,6 @@ class TritonProduct:
         return self.few(x)
 
     def are_few(self, rows: int) -> bool:
-        """Return whether `multiply` is faster than the library, as measured or by rule."""
         if rows > MOST_ROWS:
             return False
         if rows not in self._few:
@@ -312,7 +304,6 @@ class TritonProduct:
         return tuned_tilings(self.stored.values.device) if self.dtype.itemsize == 2 else {}
 
     def shape(self, rows: int) -> Shape:
-        """Return the key of measured tilings."""
         stored = self.stored
         tokens = tokens_of_tile(stored.bits, rows, self.dtype.itemsize)
         return Shape(stored.bits, stored.group, self._out_features, self._in_features, tokens)
@@ -408,7 +399,6 @@ class TritonProduct:
         return out
 
     def many(self, x: Tensor, residual: Tensor | None = None, adapters: LinearAdapters | None = None) -> Tensor:
-        """Multiply many rows, see `few`."""
         if residual is not None and adapters is None and self._library_adds(residual):
             return self._expanded(x, residual)
         output = self._of_rounded(round_rows(x, "int8")) if self._rounds_inputs else self._expanded(x)
@@ -437,7 +427,6 @@ class TritonProduct:
         return rounded_product(x, self.stored.values, self.stored.scales, self._bias, self.dtype)
 
     def _finish(self, output: Tensor, residual: Tensor | None) -> Tensor:
-        """Apply the epilogue to many rows, and add a residual."""
         if self.activation is None and residual is None and not self.gated:
             return output.to(self._output_dtype)
         return finish(output, self.activation, layout=self._layout, residual=residual, dtype=self._output_dtype)
@@ -452,7 +441,7 @@ class TritonProduct:
         return plain and residual.dtype == self.dtype == self._output_dtype
 
     def _expanded(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Multiply with the device's library. residual: added before rounding if there is no bias."""
+        """residual: added before rounding if there is no bias."""
         if self.stored.scales is None:
             return _product(x, self.stored.values, self._bias, residual)
         step = max(1, EXPANDED_ELEMENTS // self._in_features)

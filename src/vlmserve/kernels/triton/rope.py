@@ -18,7 +18,7 @@ from vlmserve.layer_specs import AttentionSpec
 
 @triton.jit
 def load_turn(cos_ptr, sin_ptr, columns, ROTATED: tl.constexpr):
-    """Load the factors of each column and of its partner. cos_ptr, sin_ptr: of a token's position."""
+    """Return each column's factor and its partner's. cos_ptr, sin_ptr: of a token's position."""
     half: tl.constexpr = ROTATED // 2
     rotated = columns < ROTATED
     pair = tl.where(columns < half, columns, columns - half)
@@ -44,7 +44,6 @@ def load_heads(x_ptr, offsets, inside, columns, ROTATED: tl.constexpr):
 
 @triton.jit
 def load_weights(weight_ptr, columns, HEAD: tl.constexpr, ROTATED: tl.constexpr):
-    """Load RMSNorm weights of the columns and of their partners."""
     partners = columns + to_partners(columns, ROTATED)
     weight = tl.load(weight_ptr + columns, columns < HEAD, 0.0)
     return weight, tl.load(weight_ptr + partners, columns < ROTATED, 0.0)
@@ -52,7 +51,6 @@ def load_weights(weight_ptr, columns, HEAD: tl.constexpr, ROTATED: tl.constexpr)
 
 @triton.jit
 def norm_heads(x, partner, weight, partner_weight, eps, HEAD: tl.constexpr):
-    """Apply an RMSNorm to each head in float32, rounded to its dtype."""
     numbers = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(numbers * numbers, 1) / HEAD + eps)[:, None]
     normed = numbers * scale * weight.to(tl.float32)[None, :]
@@ -62,7 +60,6 @@ def norm_heads(x, partner, weight, partner_weight, eps, HEAD: tl.constexpr):
 
 @triton.jit
 def rotate(x, partner, cos, sin):
-    """Rotate heads in float32, rounded to their dtype."""
     turned = x.to(tl.float32) * cos[None, :] + partner.to(tl.float32) * sin[None, :]
     return turned.to(x.dtype)
 
@@ -72,7 +69,6 @@ def finished_heads(
     x_ptr, offsets, inside, columns, weight_ptr, cos_ptr, sin_ptr, eps, HEAD: tl.constexpr, ROTATED: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Load heads, and apply norm and RoPE if present. cos_ptr, sin_ptr: of a token's position."""
     heads, partner = load_heads(x_ptr, offsets, inside, columns, ROTATED)
     if HAS_NORMS:
         weight, partner_weight = load_weights(weight_ptr, columns, HEAD, ROTATED)
@@ -119,8 +115,7 @@ def rotate_and_write(
     BLOCK_SIZE: tl.constexpr, HEADS_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_NORMS: tl.constexpr, QUANTIZED: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Process one token per program: queries if the second index is 0, else keys and values. HAS_NORMS: see
-    `HeadNorms`."""
+    """Process queries if the second index is 0, else keys and values. HAS_NORMS: see `HeadNorms`."""
     wait_for_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(positions_ptr + token) if HAS_POSITIONS else token

@@ -37,7 +37,7 @@ def magnitudes(x):
 
 @triton.jit
 def float8_scale(largest):
-    """Return a row's scale by its maximum magnitude, and whether it is finite."""
+    """Return a row's scale, and whether it is finite."""
     is_finite = largest < float("inf")
     return tl.div_rn(tl.where(is_finite, tl.maximum(largest, 1e-12), 1.0), 448.0), is_finite
 
@@ -60,7 +60,6 @@ def rounded_groups(x):
 
 @triton.jit
 def store_groups(x, values_ptr, scales_ptr, row, first, width, COUNT: tl.constexpr):
-    """Round ``[COUNT * GROUP]`` inputs of a row, starting at `first`, to int8."""
     columns = first + tl.arange(0, COUNT * GROUP)
     numbers = first // GROUP + tl.arange(0, COUNT)
     groups = tl.cdiv(width, GROUP)
@@ -73,7 +72,7 @@ def store_groups(x, values_ptr, scales_ptr, row, first, width, COUNT: tl.constex
 def store_rounded(
     x, values_ptr, scales_ptr, row, ROUNDS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Round a row of `SIZE` float32 numbers. It must be 0 past `SIZE`."""
+    """x must be 0 past `SIZE`."""
     if ROUNDS == "float8":
         columns = tl.arange(0, BLOCK)
         scale, is_finite = float8_scale(tl.max(magnitudes(x), 0))
@@ -89,7 +88,7 @@ def round_to_float8(
     x_ptr, values_ptr, scales_ptr, stride, width, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Round one row per program. Non-finite rows get scale NaN."""
+    """Non-finite rows get scale NaN."""
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros((BLOCK,), tl.float32)
@@ -110,7 +109,6 @@ def round_to_int8(
     x_ptr, values_ptr, scales_ptr, stride, width, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, COUNT: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Round `COUNT` groups of a row per program."""
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * (COUNT * GROUP)
@@ -119,7 +117,6 @@ def round_to_int8(
 
 
 def allocate_rounded(x: Tensor, rounding: Rounding, width: int | None = None) -> RoundedRows:
-    """Allocate rounded rows. width: elements of a row, if different from x."""
     rows, width, device = len(x), width or x.shape[1], x.device
     dtype, scales = (torch.uint8, 1) if rounding == "float8" else (torch.int8, cdiv(width, GROUP.value))
     return RoundedRows(

@@ -24,7 +24,7 @@ Upload = Callable[[np.ndarray], Tensor]
 
 
 class TritonDraw:
-    """A `Draw` and a `DrawLater`. upload: the device's."""
+    """upload: the device's."""
 
     def __init__(self, upload: Upload, block: int = BLOCK) -> None:
         """block: logits that a program reads at once."""
@@ -86,7 +86,7 @@ class TritonDraw:
 
 
 def change(logits: Tensor, entries: Tensor, amounts: Tensor) -> None:
-    """Apply biases and penalties in place. entries, amounts: `Changes` on the device."""
+    """entries, amounts: `Changes` on the device."""
     count = entries.shape[1]
     if count:
         change_logits[(cdiv(count, 256),)](logits, entries, amounts, count, logits.stride(0), BLOCK=256, num_warps=4)

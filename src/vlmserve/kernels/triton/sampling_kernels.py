@@ -31,7 +31,6 @@ def number(bits):
 
 @triton.jit
 def block(x_ptr, start, count, BLOCK: tl.constexpr):
-    """Load float32 from `start` on, -inf past the end."""
     places = start + tl.arange(0, BLOCK)
     return tl.load(x_ptr + places, places < count, float("-inf"))
 
@@ -99,7 +98,6 @@ def list_groups(maxima_ptr, count, limit, groups_ptr, BLOCK: tl.constexpr):
 def weight_from(
     logits_ptr, vocabulary, groups_ptr, count, listed, largest, rate, kept, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Return the float64 weight of the groups' tokens with logits of at least `kept`."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, count, BLOCK // GROUP, loop_unroll_factor=UNROLL):
         x, _ = block_of_groups(logits_ptr, vocabulary, groups_ptr, start, count, listed, BLOCK, GROUP)
@@ -170,8 +168,8 @@ def draw_rows(
     """Sample a token for each row, -1 for unusable rows.
 
     options_ptr: float32 ``[rows, 4]``: temperature, top-k (0: all), top-p, log of min-p. numbers_ptr: float64
-    ``[rows]``, uniform in [0, 1). places_ptr, maxima_ptr, groups_ptr: buffers for float32 ``[rows, BLOCK]``, float32
-    ``[rows, groups]`` and int32 ``[rows, groups]``. Groups have `GROUP` tokens.
+    ``[rows]``, uniform in [0, 1). Buffers: places_ptr float32 ``[rows, BLOCK]``, maxima_ptr float32 and groups_ptr
+    int32 ``[rows, groups]``.
     """
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -230,11 +228,7 @@ def draw_rows(
 def change_logits(
     logits_ptr, entries_ptr, changes_ptr, count, stride, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Apply biases and penalties in place.
-
-    entries_ptr: int64 ``[2, count]``, distinct pairs of row and token. changes_ptr: float32 ``[3, count]``: what to add
-    first, the repetition penalty, what to subtract last.
-    """
+    """entries_ptr: int64 ``[2, count]``, distinct pairs of row and token. changes_ptr: see `Changes`."""
     wait_for_previous(DEPENDENT)
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entries < count

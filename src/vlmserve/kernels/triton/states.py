@@ -35,7 +35,7 @@ def delta_rule(
     sources_ptr, targets_ptr, sequences_ptr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, KERNEL: tl.constexpr, KEY_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Run all rows of one sequence, for some columns of one value head. results_ptr: float32, before norm and gate."""
+    """results_ptr: float32, before norm and gate."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     KEYS: tl.constexpr = KEY_HEADS * KEY
     VALUES: tl.constexpr = HEADS * VALUE
@@ -152,7 +152,6 @@ def convolve_rows(
 
 
 def unsupported_reason(spec: DeltaSpec) -> str | None:
-    """Return why the kernel cannot run a layer, or None."""
     if spec.key_size > _MAX_KEY_SIZE:
         return f"keys of {spec.key_size} elements are larger than {_MAX_KEY_SIZE}"
     return None

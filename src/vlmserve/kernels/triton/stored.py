@@ -39,7 +39,6 @@ class Stored:
 
     @property
     def block(self) -> int:
-        """Inputs of a 4-bit block, 0 for other weights."""
         return block_of(self.group, 2 * self.values.shape[1]) if self.bits == 4 else 0
 
     @property
@@ -47,7 +46,6 @@ class Stored:
         return sum(tensor.nbytes for tensor in (self.values, self.scales, self.minimums) if tensor is not None)
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        """Dequantize outputs of a 4-bit or 8-bit weight, ``[indices, in_features]``."""
         assert self.scales is not None
         values = self.values[indices]
         if self.bits == 8:
@@ -83,7 +81,6 @@ def store(weight: Tensor | QuantizedWeight) -> Stored:
 
 
 def unsupported_reason(weight: Tensor | QuantizedWeight, activation: str | None) -> str | None:
-    """Return why the kernels cannot multiply by a weight, or None."""
     if activation is not None and activation not in ACTIVATIONS:
         return f"they know no activation {activation}"
     if isinstance(weight, Tensor):

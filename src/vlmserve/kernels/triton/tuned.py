@@ -12,8 +12,6 @@ LARGE_BLOCK = 128
 
 
 class Tiling(NamedTuple):
-    """How to divide a matmul."""
-
     outputs: int
     """Outputs of a tile."""
     tokens: int
@@ -29,7 +27,7 @@ class Tiling(NamedTuple):
     """Start the sums of each 8-bit tile at zero. ptxas pipelines that, but it takes more registers."""
 
     def divides_inputs(self, bits: int) -> bool:
-        """Return whether a program's warps divide its inputs, because a small tile offers nothing else to divide."""
+        """A small tile offers warps nothing else to divide."""
         return self.outputs * self.tokens <= SMALL_TILE and bits <= 16
 
     def parts(self, bits: int) -> int:
@@ -42,7 +40,7 @@ class Tiling(NamedTuple):
         return self.warps * (max(1, LARGE_BLOCK // self.inputs) if bits == 4 and self.tokens <= 16 else 1)
 
     def shared_bytes(self, bits: int, item_bytes: int) -> int:
-        """Return a program's shared memory: tiles in flight and unpacked weights. item_bytes: of an element of x."""
+        """Bytes of tiles in flight and unpacked weights. item_bytes: of an element of x."""
         inputs = self.inputs * self.parts(bits)
         # Tensor cores read unpacked weights from registers, float32 sums do not.
         unpacked = inputs * self.outputs * item_bytes if item_bytes == 4 and bits <= 8 else 0
@@ -54,8 +52,6 @@ class Tiling(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Shape of a matmul."""
-
     bits: int
     group: int
     """Inputs that share a scale (4-bit), else 0."""

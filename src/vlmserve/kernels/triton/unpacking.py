@@ -187,7 +187,6 @@ def dequantized(
 
 @triton.jit
 def shift(DTYPE: tl.constexpr):
-    """Return what `nibbles` adds to each integer."""
     return 1024.0 if tl.float16 == DTYPE else 128.0
 
 
