@@ -1,40 +1,39 @@
-// What adapters (https://arxiv.org/abs/2106.09685) change in products: every row of inputs may have one of its own.
+// Adapters (https://arxiv.org/abs/2106.09685) in matmuls. Each row of inputs may have its own.
 //
-// Rows are taken by adapter, so that what is read of one serves all of its rows. While inputs are prepared, rows are
-// multiplied with the few outputs of their adapter's first factor, a part of the inputs at a time, `shrink_items`; the parts
-// are added up, and scaled for X-LoRA (https://arxiv.org/abs/2402.07148), `finish_shrinking`. The second factor is added to
-// the sums of a tile, `adapt_tile`. Each row is summed in the same order whatever rows are beside it.
+// Rows are grouped by adapter, so that each adapter is read once for all of its rows. While inputs are prepared, rows are
+// multiplied by their adapter's `down` matrix, one split of the inputs at a time (`shrink_items`). `finish_shrinking` adds the
+// splits, and scales them for X-LoRA (https://arxiv.org/abs/2402.07148). `adapt_tile` multiplies by `up` and adds to a tile's
+// sums. The order of summation does not depend on other rows.
 #pragma once
 
 #include "formats.h"
 
 namespace {
 
-// Rows that share a loaded weight of the first and of the second factor, and sums of each, so that no addition waits for the
-// one before.
+// Rows that share a loaded weight of `down` and `up`, and independent sums of each, which hide the latency of additions.
 constexpr int SHRUNK_ROWS = 4, SHRUNK_SUMS = 4, ADAPTED_ROWS = REGISTERS == 32 ? 8 : 4;
 
-// Units of the inputs whose weights the first-level cache holds, where registers do not hold all sums of some rows.
+// Units of inputs whose weights fit in the first-level cache, if registers cannot hold all sums.
 constexpr long SHRUNK_UNITS = 64 * SHRUNK_SUMS;
 
-// With so few, reading a factor takes longer than multiplying it: it is asked for ahead of its use.
+// Up to this many rows, reading a matrix takes longer than multiplying, so it is prefetched.
 constexpr int FEW_ADAPTED = 3;
 
-// How far ahead: what a core reads while memory answers.
+// Prefetch distance: what a core reads during one memory access.
 constexpr long PREFETCH_BYTES = 3072;
 
-// Parts that inputs are shrunk in: threads share the work of a single row as well.
+// Splits of the inputs, so that threads share the work of a single row.
 constexpr long SPLITS = 4;
 
-// Rows of an item of that work.
+// Rows per work item.
 constexpr long SHRINKING_ROWS = 32;
 
-// Bytes of what `sort_rows` finds.
+// Bytes of `sort_rows`' result.
 INLINE long sorted_bytes(long rows) {
     return cache_lines(rows * static_cast<long>(sizeof(SlotRows))) + cache_lines(rows * static_cast<long>(sizeof(std::int32_t)));
 }
 
-// Rows by the slots of their adapters: `slots` has one for each, `stride` from row to row. memory: `sorted_bytes`.
+// Groups rows by adapter slot. slots: one per row, `stride` apart. memory: `sorted_bytes`.
 AdaptedRows sort_rows(const std::int32_t* slots, long stride, long rows, char* memory) {
     auto* groups = reinterpret_cast<SlotRows*>(memory);
     auto* order = reinterpret_cast<std::int32_t*>(memory + cache_lines(rows * static_cast<long>(sizeof(SlotRows))));
@@ -65,15 +64,15 @@ AdaptedRows sort_rows(const std::int32_t* slots, long stride, long rows, char* m
 
 INLINE const Adapter* adapter_of(const Adapters* adapters, const SlotRows& group) { return adapters->slots[group.slot]; }
 
-// Elements of `LinearArgs::shrunk` from one row to the next.
+// Elements between rows of `LinearArgs::shrunk`.
 INLINE long shrunk_stride(const LinearArgs& args) { return SPLITS * args.adapters->most_rank; }
 
-// Items of a group of rows: parts of the inputs, of panels of the first factor, of some rows.
+// Work items of a group: splits of the inputs, panels of `down`, blocks of rows.
 INLINE long num_items(const Adapter* adapter, const SlotRows& group) {
     return adapter ? (group.last - group.first + SHRINKING_ROWS - 1) / SHRINKING_ROWS * (adapter->rank / PANEL) * SPLITS : 0;
 }
 
-// All that `shrink_item` is to be called with.
+// Total work items of `shrink_item`.
 long num_items(const LinearArgs& args) {
     long items = 0;
     for (long i = 0; args.adapters && i < args.adapted->count; ++i)
@@ -81,10 +80,10 @@ long num_items(const LinearArgs& args) {
     return items;
 }
 
-// Which part of which panel some rows are multiplied with.
+// Some rows, one panel of `down`, one split of the inputs.
 struct Shrinking {
     const Adapter* adapter;
-    long place, last, panel, split;  // rows in order
+    long place, last, panel, split;  // rows in sorted order
 
     Shrinking(const LinearArgs& args, long item) {
         const SlotRows* group = args.adapted->groups;
@@ -97,7 +96,7 @@ struct Shrinking {
         last = smaller(place + SHRINKING_ROWS, group->last);
     }
 
-    // The first unit of the inputs, and the one behind the last.
+    // First unit of the inputs, and the end.
     long unit(long units) const { return units * split / SPLITS; }
     long end(long units) const { return units * (split + 1) / SPLITS; }
 
@@ -113,7 +112,7 @@ INLINE void copy_sums(const f32v (&from)[ROWS][PANEL_VECTORS], f32v (&to)[ROWS][
         for (int vector = 0; vector < PANEL_VECTORS; ++vector) to[row][vector] = from[row][vector];
 }
 
-// next: what is multiplied then, begins there.
+// next: start of the next weights.
 template <class Format, int ROWS>
 INLINE void shrink_rows(const LinearArgs& args, const Shrinking& item, long place, const typename Format::Element* next) {
     typedef typename Format::Element Element;
@@ -142,7 +141,7 @@ INLINE void shrink_rows(const LinearArgs& args, const Shrinking& item, long plac
 #pragma GCC unroll 4
             for (int sum = 0; sum < SHRUNK_SUMS; ++sum) add(unit + sum, sums, sum);
     } else {
-        // One sum after the other, over inputs that the first-level cache holds.
+        // One sum after another, over inputs that fit in the first-level cache.
         for (long stop; unit + SHRUNK_SUMS <= end; unit = stop) {
             stop = unit + smaller(SHRUNK_UNITS, (end - unit) / SHRUNK_SUMS * SHRUNK_SUMS);
             for (int sum = 0; sum < SHRUNK_SUMS; ++sum) {
@@ -174,7 +173,7 @@ void shrink_items_of(const LinearArgs& args, long item, long last) {
     }
 }
 
-// Items of the products of rows with the first factors of their adapters.
+// Multiplies rows by their adapters' `down` matrices.
 void shrink_items(const LinearArgs& args, long first, long last) {
     if (args.dtype == FLOAT32)
         shrink_items_of<Float32>(args, first, last);
@@ -182,7 +181,7 @@ void shrink_items(const LinearArgs& args, long first, long last) {
         shrink_items_of<BFloat16>(args, first, last);
 }
 
-// Adds the parts of a row's products up, scales what is to be scaled, and leaves them as `Format` takes inputs.
+// Adds a row's splits, scales them, and stores them as inputs of `Format`.
 template <class Format>
 INLINE void finish_row(const LinearArgs& args, const Adapter& adapter, long place) {
     const float* parts = args.shrunk + place * shrunk_stride(args);
@@ -214,7 +213,7 @@ void finish_shrinking(const LinearArgs& args) {
     }
 }
 
-// Which of a part's panels one of the product's is; below 0: it does not reach there.
+// Index within a part of one of the linear's panels, below 0 if the part does not cover it.
 INLINE long place_in(const AdapterPart& part, long panel) {
     long place = panel - part.panel;
     if (place < 0 || (place & (part.step - 1))) return -1;
@@ -222,8 +221,8 @@ INLINE long place_in(const AdapterPart& part, long panel) {
     return place < part.panels ? place : -1;
 }
 
-// Asks for what a tile takes of the second factors, those of a share of the adapters: of each it is too little to be read ahead
-// by itself. Called before each block of rows is multiplied, because memory is idle while blocks share weights.
+// Prefetches a tile's weights of `up` for a share of the adapters; each is too short for hardware prefetching. Called before
+// each block of rows, when memory is idle.
 template <class Format>
 INLINE void prefetch_factors(const LinearArgs& args, long tile, long share, long shares) {
     constexpr long UNIT = PANEL * Format::PAIR * static_cast<long>(sizeof(typename Format::Element));
@@ -240,8 +239,7 @@ INLINE void prefetch_factors(const LinearArgs& args, long tile, long share, long
     }
 }
 
-// Adds the products of rows, `place` and those behind it in order, with the second factor of their adapter to their sums,
-// of which the first are those of row `first`.
+// Adds the `up` matmul of ROWS rows, from `place` on in sorted order, to their sums. `sums` starts with row `first`.
 template <class Format, int ROWS>
 INLINE void adapt_rows(const LinearArgs& args, const Adapter& adapter, long place, long tile, long first, float (*sums)[TILE]) {
     typedef typename Format::Input Input;
@@ -286,7 +284,7 @@ INLINE void adapt_rows(const LinearArgs& args, const Adapter& adapter, long plac
         }
 }
 
-// The first of a group's places whose row is not before `row`.
+// First place of a group with a row of at least `row`.
 INLINE long place_of(const LinearArgs& args, const SlotRows& group, long row) {
     long first = group.first, last = group.last;
     while (first < last) {
@@ -299,7 +297,7 @@ INLINE long place_of(const LinearArgs& args, const SlotRows& group, long row) {
     return first;
 }
 
-// What adapters change in the sums of rows, `first` to `last`, with a tile.
+// Applies adapters to a tile's sums of rows `first` to `last`.
 template <class Format>
 void adapt_tile(const LinearArgs& args, long first, long last, long tile, float (*sums)[TILE]) {
     for (long i = 0; i < args.adapted->count; ++i) {

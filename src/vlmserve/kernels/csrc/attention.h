@@ -1,15 +1,15 @@
-// Paged attention: new keys and values go into their slots, then queries meet all that they can see.
+// Paged attention: writes new keys and values to their slots, then attends.
 //
-// A block holds, for each head, tiles of 16 tokens. A tile of keys lies as [head_size / pair][16][pair], so that the lanes
-// of a vector are tokens and a broadcast query gives scores without sums across lanes; one of values lies as
-// [16 / pair][columns][pair], columns being head_size rounded up to 16. A block size that is no multiple of 16 leaves
-// tokens of its last tile unused. Quantized keys and values are bytes in the same places, pairs of them for every type, and
-// each tile has [2][16] scales beside it: quantized = round(x / scale), where the largest element of a token's head is 127.
+// A block holds tiles of 16 tokens per head. Key tiles are [head_size / pair][16][pair], so that vector lanes are tokens, and a
+// broadcast query gives scores without horizontal sums. Value tiles are [16 / pair][columns][pair], with head_size rounded up
+// to 16 columns. If the block size is no multiple of 16, the last tile has unused tokens. Quantized keys and values are bytes
+// in the same places, always in pairs. Each tile then has scales [2][16]: quantized = round(x / scale), with the largest
+// element of a token's head at 127.
 //
-// The query heads that share a head of keys are rows of one matrix, row = token * group + head of the group, so that
-// decodes and prompts are the same work: some rows against a range of tiles. Scores are kept for CHUNK tokens at a time,
-// with a running maximum and sum (https://arxiv.org/abs/2205.14135). A range that is too long for one thread is cut, and
-// the splits are merged by their maxima and sums. Scores carry a factor of log2(e), so that weights are powers of two.
+// Query heads that share a KV head are rows of one matrix, row = token * group + head of the group, so decodes and prompts are
+// the same work: rows against a range of tiles. Scores are kept for CHUNK tokens at a time, with a running maximum and sum
+// (https://arxiv.org/abs/2205.14135). Ranges too long for one thread are split; the splits are merged by their maxima and sums.
+// Scores include the factor log2(e), so that weights are powers of two.
 #pragma once
 
 #include "attention_chunk.h"
@@ -23,10 +23,10 @@ namespace {
 // One thread's part of the scratch.
 template <class Format>
 struct Workspace {
-    typename Format::Input* query;  // blocks of rows, [units][rows of the block] each
+    typename Format::Input* query;  // blocks of rows, each [units][rows of the block]
     // [rows][columns], [rows][LANES], [rows], [rows]
     float *totals, *sums, *highest, *query_scales;
-    float* expanded;  // keys and values of a chunk, where the format differs from the cache's
+    float* expanded;  // keys and values of a chunk, if the format differs from the cache's
 
     static long expanded_floats(const Geometry& at) {
         return Format::EXPANDED ? CHUNK_TILES * (at.key_tile + at.value_tile) : 0;
@@ -51,7 +51,7 @@ struct Workspace {
 
 INLINE long item_bytes(const Plan& plan) { return cache_lines(plan.items * static_cast<long>(sizeof(Item))); }
 
-// Calls `work` with the format of queries and of the cache.
+// Calls `work` with the format of queries and cache.
 template <class Work>
 INLINE auto with_format(const AttentionArgs& args, Work work) {
     if (args.scales) return args.dtype == FLOAT32 ? work(Quantized<float>{}) : work(Quantized<bf16>{});
@@ -69,7 +69,7 @@ INLINE long space_bytes(const AttentionArgs& args) {
     return cache_lines(bytes);
 }
 
-// What the threads need beside the items.
+// Scratch bytes in addition to the items.
 long attention_memory(const AttentionArgs& args, const Plan& plan) {
     long own = with_format(args, [&](auto format) { return space_bytes<decltype(format)>(args); });
     return plan.partials * static_cast<long>(sizeof(float)) + args.threads * own;
@@ -81,7 +81,7 @@ long attention_scratch(const AttentionArgs& args, long* work) {
     return item_bytes(plan) + attention_memory(args, plan);
 }
 
-// One head of a token with its rotary position applied: `row` itself if there is none, else `buffer`.
+// One head of a token after RoPE: `row` itself without RoPE, else `buffer`.
 template <class Element>
 INLINE const Element* rotated(const AttentionArgs& args, const Element* row, long token, Element* buffer) {
     if (!args.cos) return row;
@@ -97,7 +97,7 @@ INLINE const Element* rotated(const AttentionArgs& args, const Element* row, lon
     return buffer;
 }
 
-// Writes a token's key and value for one head into its slot.
+// Writes a token's key and value of one head to its slot.
 template <class Format>
 void append(const AttentionArgs& args, const Geometry& at, long token, long head) {
     typedef typename Format::Element Element;
@@ -129,7 +129,7 @@ void append(const AttentionArgs& args, const Geometry& at, long token, long head
     }
 }
 
-// An item's queries of one head of keys, rotated, as [units][rows of the block] for each block of rows.
+// Packs an item's rotated queries of one KV head as [units][rows of the block] per block of rows.
 template <class Format>
 void arrange_queries(const AttentionArgs& args, const Geometry& at, const Item& item, long kv_head,
                      typename Format::Input* to, float* scales) {
@@ -148,7 +148,7 @@ void arrange_queries(const AttentionArgs& args, const Geometry& at, const Item& 
     }
 }
 
-// Writes the result of one of all rows of an item, `scale` times the totals.
+// Writes one row's result, `scale` times the totals.
 template <class Element>
 INLINE void write_row(const AttentionArgs& args, const Geometry& at, const Item& item, long row, const float* totals,
                       float scale) {
@@ -160,7 +160,7 @@ INLINE void write_row(const AttentionArgs& args, const Geometry& at, const Item&
         store_some(output + i, load(totals + i) * scale, smaller(LANES, args.head_size - i));
 }
 
-// The rows of one head of an item with the tiles `chunk <= tile < end`, which `tiles` are; `later` ones come next.
+// Attends rows of one head to the tiles `chunk <= tile < end`. later: the next tiles, to prefetch.
 template <class Format>
 void attend_tiles(const AttentionArgs& args, const Geometry& at, const Item& item, const Workspace<Format>& space, long row,
                   long chunk, long end, const Tile<Format>* tiles, const Tile<Format>* later, long num_later) {
@@ -179,7 +179,7 @@ void attend_tiles(const AttentionArgs& args, const Geometry& at, const Item& ite
     }
 }
 
-// The same with tiles as they lie in the cache.
+// The same with tiles in the cache's layout.
 template <class Format>
 INLINE void attend_chunk(const AttentionArgs& args, const Geometry& at, const Item& item, const Workspace<Format>& space,
                          long row, long chunk, long end, const Tile<typename Format::Storage>* tiles,
@@ -216,12 +216,12 @@ void attend_item(const AttentionArgs& args, const Geometry& at, const Item& item
     long end = smaller(item.high, item.low + CHUNK_TILES);
     find_tiles(args, at, item.sequence, item.kv_head, item.low, end, tiles[now]);
     for (long chunk = item.low, head = 0; chunk < item.high; now = 1 - now) {
-        // The next head's part of this chunk, or the first one's of the next.
+        // The next head's part of this chunk, or the first head's part of the next.
         bool last_head = head + 1 == item.heads;
         long next_head = last_head ? 0 : head + 1, next = last_head ? end : chunk;
         long next_end = smaller(item.high, next + CHUNK_TILES), num_later = next_end - next;
         find_tiles(args, at, item.sequence, item.kv_head + next_head, next, next_end, tiles[1 - now]);
-        // At the end, something that is there already is asked for.
+        // At the end, prefetch something already loaded.
         const auto* later = num_later > 0 ? tiles[1 - now] : tiles[now];
         attend_chunk<Format>(args, at, item, space, head * item.rows, chunk, end, tiles[now], later, larger(num_later, 1));
         head = next_head;
@@ -239,7 +239,7 @@ void attend_item(const AttentionArgs& args, const Geometry& at, const Item& item
     }
 }
 
-// Adds the splits of a cut item up, `item` being the first of them, in its memory.
+// Merges the splits of an item. item: the first split.
 template <class Element>
 void merge_splits(const AttentionArgs& args, const Geometry& at, const Item& item, float* partials) {
     long size = partial_floats(at, item.all_rows());
@@ -282,7 +282,7 @@ void attend_with(const AttentionArgs& args, const Plan& plan, const Item* items,
     each_in_turn(plan.cost < SPLIT_COST ? 1 : args.threads, plan.items, attend_to);
     if (!plan.split) return;
     auto merge = [&](long i, int) {
-        // The first split of an item is the one that does not follow another of the same rows.
+        // The first split of an item follows no split of the same rows.
         const Item &item = items[i], &other = items[i > 0 ? i - 1 : 0];
         bool first = i == 0 || item.sequence != other.sequence || item.kv_head != other.kv_head ||
                      item.first_row != other.first_row;

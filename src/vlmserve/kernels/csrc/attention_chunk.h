@@ -1,4 +1,4 @@
-// Rows of queries against a chunk of tiles: scores, weights, and weighted values that are added to the rows' totals.
+// Query rows against a chunk of tiles: scores, weights, and weighted values added to the rows' totals.
 #pragma once
 
 #include "attention_formats.h"
@@ -11,7 +11,7 @@ constexpr long CHUNK_TILES = 16;
 constexpr long CHUNK = CHUNK_TILES * TOKENS;
 constexpr float LOWEST = -3.0e38f;
 
-// Weights as `Format::Input`s: pairs of bfloat16 where the processor multiplies such pairs, else floats.
+// Stores weights as `Format::Input`s: pairs of bfloat16 if the processor multiplies such pairs, else floats.
 INLINE void store_probabilities(float* to, f32v p) { store(to, p); }
 INLINE void store_probabilities(std::uint32_t* to, f32v p) { store(reinterpret_cast<bf16*>(to), p); }
 template <class Pair>
@@ -23,10 +23,10 @@ template <class Format>
 struct Tile {
     const typename Format::Stored *keys, *values;
     const float* scales;  // of a quantized tile
-    long start, tokens;   // the position of its first token, how many tokens fit into it
+    long start, tokens;   // the position of its first token, and its number of tokens
 };
 
-// Into the second level: what is asked for would take the first level's place for what is needed sooner.
+// Into the second level, because the first level is needed sooner for other data.
 template <class Element>
 INLINE void prefetch(const Element* from) {
     __builtin_prefetch(from, 0, 2);
@@ -54,7 +54,7 @@ INLINE void find_tiles(const AttentionArgs& args, const Geometry& at, long seque
     }
 }
 
-// A block of rows and the tiles of a chunk that any of them can see.
+// A block of rows, and the tiles of a chunk that any row can see.
 template <class Format>
 struct Meeting {
     const AttentionArgs& args;
@@ -62,14 +62,14 @@ struct Meeting {
     const typename Format::Input* query;      // [units][rows]
     const Tile<Format>* tiles;
     long num_tiles;
-    const Tile<Format>* later;  // tiles of the next chunk, to be asked for
+    const Tile<Format>* later;  // tiles of the next chunk, to prefetch
     long num_later;
-    long sequence, before, first_row;  // `before`: tokens before the sequence's first row; the first row of this block
+    long sequence, before, first_row;  // `before`: tokens before the sequence's first row; `first_row`: of this block
     float *totals, *sums, *highest;
     const float* query_scales;
 };
 
-// Scores of ROWS rows with WIDE tiles from the tile `first` on.
+// Scores of ROWS rows with WIDE tiles, from tile `first` on.
 template <class Format, int ROWS, int WIDE>
 INLINE void score_tiles(const Meeting<Format>& with, long first, float (*scores)[CHUNK]) {
     constexpr long STEP = TOKENS * Format::PAIR;
@@ -77,7 +77,7 @@ INLINE void score_tiles(const Meeting<Format>& with, long first, float (*scores)
     constexpr long LINE = 64 / static_cast<long>(sizeof(typename Format::Stored));
     const typename Format::Stored *keys[WIDE], *values[WIDE];
     for (int i = 0; i < WIDE; ++i) {
-        // Past the end the last one is computed again: its scores are not looked at.
+        // Past the end, recompute the last tile and ignore its scores.
         const auto& tile = with.tiles[smaller(first + i, with.num_tiles - 1)];
         keys[i] = tile.keys;
         values[i] = tile.values;
@@ -105,17 +105,17 @@ INLINE void score_tiles(const Meeting<Format>& with, long first, float (*scores)
         for (int i = 0; i < WIDTH; ++i) store(&scores[row][first * TOKENS + i * LANES], as_floats(sums[row][i]));
 }
 
-// The weights of a tile's tokens times their values' scales, in 16 bits. Returns what is then to be multiplied by: a power
-// of two, so that it does not depend on the rest of the tile how a weight is rounded, unless that is far larger.
+// Multiplies a tile's weights by the values' scales, as 16-bit integers. Returns the factor to undo: a power of two, so that
+// rounding rarely depends on the rest of the tile.
 template <class Format>
 INLINE float scale_weights(const Tile<Format>& tile, float* weights, typename Format::Input* to) {
     for (int part = 0; part < TOKEN_VECTORS; ++part) {
         f32v p = load(weights + part * LANES);
-        // What has no weight may have any scale.
+        // The scale of a token with weight 0 may be anything.
         store(weights + part * LANES, choose(p == 0.0f, p, p * load(tile.scales + VALUE_SCALES + part * LANES)));
     }
     float most = largest_size(weights, TOKENS);
-    // The largest one gets between 2^13 and 2^14.
+    // The largest weight gets between 2^13 and 2^14.
     constexpr std::uint32_t BITS = 13u << 23, ONE = 127u << 23;
     std::uint32_t exponent = most > 0x1p-100f ? bit_cast<std::uint32_t>(most) & 0x7f800000u : 0u;
     float factor = exponent ? bit_cast<float>(2 * ONE + BITS - exponent) : 0.0f;
@@ -124,8 +124,8 @@ INLINE float scale_weights(const Tile<Format>& tile, float* weights, typename Fo
     return most == most ? bit_cast<float>(exponent ? exponent - BITS : 0u) : most;
 }
 
-// Scores of one row to weights, with the running maximum and sum. Returns what totals so far are to be scaled by.
-// value_scales: of quantized tiles, what the sums of weighted values are to be multiplied by.
+// Converts one row's scores to weights, with the running maximum and sum. Returns the factor of earlier totals. value_scales:
+// for quantized tiles, factors of the weighted sums.
 template <class Format>
 INLINE float weigh(const Meeting<Format>& with, long row, float* scores, typename Format::Input* probabilities,
                    float* value_scales) {
@@ -172,14 +172,13 @@ INLINE float weigh(const Meeting<Format>& with, long row, float* scores, typenam
     return decay;
 }
 
-// What the rows of a block weigh values with, beside the weights: decays[rows] of totals so far, and the scales of
-// quantized tiles.
+// Factors of a block's rows: decays[rows] of earlier totals, and scales of quantized tiles.
 struct Factors {
     const float* decays;
     const float (*value_scales)[CHUNK_TILES];
 };
 
-// totals[:, column ...] = totals * decays + probabilities times WIDTH vectors of the values' columns.
+// totals[:, column ...] = totals * decays + probabilities @ WIDTH vectors of the values' columns.
 template <class Format, int ROWS, int WIDTH>
 INLINE void add_values(const Meeting<Format>& with, const typename Format::Input (*probabilities)[CHUNK / Format::PAIR],
                        const Factors& factors, long column, long seen_of_last) {
@@ -187,7 +186,7 @@ INLINE void add_values(const Meeting<Format>& with, const typename Format::Input
     constexpr long PAIR = Format::PAIR, UNITS = TOKENS / PAIR;
     const long stride = with.at.columns;
     auto place_of = [&](int row, int i) __attribute__((always_inline)) { return with.totals + row * stride + column + i * LANES; };
-    // Of all tiles; of quantized ones of one at a time, because scales differ.
+    // Over all tiles; for quantized tiles one at a time, because scales differ.
     typename Format::Sum totals[ROWS][WIDTH];
     for (int row = 0; row < ROWS; ++row)
         for (int i = 0; i < WIDTH; ++i) {
@@ -198,7 +197,7 @@ INLINE void add_values(const Meeting<Format>& with, const typename Format::Input
                 totals[row][i] = before;
         }
     auto add = [&](const Stored* values, long place, auto half) __attribute__((always_inline)) {
-        // What follows a sequence's last token may be anything, and 0 times anything is not 0.
+        // Tokens past a sequence's end may be NaN, and 0 * NaN is not 0.
         constexpr bool HALF = decltype(half)::value;
 #pragma GCC unroll 2
         for (int step = 0; step < (HALF ? 1 : Format::STEPS); ++step) {
@@ -238,7 +237,7 @@ INLINE void add_values(const Meeting<Format>& with, const typename Format::Input
             for (int i = 0; i < WIDTH; ++i) store(place_of(row, i), totals[row][i]);
 }
 
-// Tiles, or as many vectors of columns as tiles have, that are computed at a time with some rows.
+// Tiles, or as many vectors of columns, to compute at once with some rows.
 constexpr int tiles_with(int rows, int steps) {
     int tiles = 4;
     while (tiles > 1 && !sums_fit(rows, tiles * TOKEN_VECTORS, SUMS, 1, steps)) tiles /= 2;

@@ -1,4 +1,4 @@
-// How keys and values lie in the cache, and what they are multiplied as.
+// How the cache stores keys and values, and how they are multiplied.
 #pragma once
 
 #include "linear.h"
@@ -6,7 +6,7 @@
 
 namespace {
 
-// Keys and values of the model's own type, as a product multiplies them.
+// Keys and values of the model's dtype.
 template <class Format>
 struct Unquantized : Format {
     typedef typename Format::Element Element, Stored;
@@ -15,18 +15,18 @@ struct Unquantized : Format {
     typedef f32v Sum;
     static constexpr bool QUANTIZED = false, EXPANDED = false;
 
-    // A query of `size` elements, its inputs `stride` apart. Returns what scores are to be multiplied by.
+    // Packs a query of `size` elements, `stride` apart. Returns the factor of its scores.
     INLINE float arrange(const Element* query, long size, Input* to, long stride) {
         for (long unit = 0; unit < size / Format::PAIR; ++unit) to[unit * stride] = Format::input(query + unit * Format::PAIR);
         return 1.0f;
     }
 };
 
-// Whether keys and values in bfloat16 are expanded to float32 for many rows, since no instruction multiplies them.
+// Whether bfloat16 keys and values are expanded to float32 for many rows, because no instruction multiplies them.
 constexpr bool EXPANDS_BFLOAT16 = BFloat16::STEPS > 1;
 
-// Keys and values that lie in the cache as `Storage` and are expanded once for all rows of an item, instead of once for
-// each block of rows. The same products are added in the same order.
+// Keys and values stored as `Storage`, expanded once for all rows of an item instead of once per block of rows. The order of
+// summation is the same.
 struct Expanded : Unquantized<Float32> {
     typedef bf16 Element;
     typedef Unquantized<BFloat16> Storage;
@@ -38,7 +38,7 @@ struct Expanded : Unquantized<Float32> {
     }
 };
 
-// Units of `width` pairs, [units][width][2], to [units * 2][width].
+// Expands units of `width` pairs, [units][width][2], to [units * 2][width].
 INLINE void expand_pairs(const bf16* from, long units, long width, float* to) {
     for (long unit = 0; unit < units; ++unit, from += 2 * width, to += 2 * width)
         for (long i = 0; i < width; i += LANES) {
@@ -49,8 +49,8 @@ INLINE void expand_pairs(const bf16* from, long units, long width, float* to) {
         }
 }
 
-// Keys and values in 8 bits, with a scale for each token and head. They meet queries and weights in 16 bits, which lose far
-// less than they have lost, and sums are exact: they do not depend on how rows are put together.
+// 8-bit keys and values with a scale per token and head. Queries and weights become 16-bit integers, which adds little error.
+// Integer sums are exact, so they do not depend on how rows are grouped.
 template <class T>
 struct Quantized {
     typedef T Element;
@@ -82,16 +82,16 @@ struct Quantized {
     }
     INLINE void multiply(Sum& sum, const Input& x, Weights w, int step) { sum += x.values[step] * w; }
 #endif
-    // What follows meets an input of 0.
+    // Padding meets an input of 0.
     INLINE Weights first_of_pair(const Stored* from) { return weights(from, 0); }
 
-    // LANES numbers as integers of at most 16 bits.
+    // Stores LANES numbers as integers of at most 16 bits.
     INLINE void store_integers(Input* to, f32v values) {
         auto integers = __builtin_convertvector(round_to_integers(values), typename VectorOf<Integer, LANES>::Type);
         __builtin_memcpy(to, &integers, sizeof integers);
     }
 
-    // With MAX_HEAD_SIZE elements, a sum is below 2^31.
+    // With MAX_HEAD_SIZE elements, a sum stays below 2^31.
     INLINE float arrange(const T* query, long size, Input* to, long stride) {
         float most = largest_size(query, size), factor = most > 0 ? MOST_OF_16_BITS / most : 0.0f;
         for (long i = 0; i < size; i += LANES) {
@@ -104,7 +104,7 @@ struct Quantized {
     }
 };
 
-// A row in 8 bits, for the cache. Returns its scale, NaN if an element is not finite.
+// Quantizes a row to 8 bits. Returns its scale, NaN if an element is not finite.
 template <class T>
 INLINE float quantize_row(const T* row, long size, signed char* to) {
     float most = largest_size(row, size), factor = most > 0 ? 127 / most : 0.0f;
@@ -119,7 +119,7 @@ INLINE float quantize_row(const T* row, long size, signed char* to) {
 INLINE f32v as_floats(f32v sum) { return sum; }
 INLINE f32v as_floats(i32v sum) { return __builtin_convertvector(sum, f32v); }
 
-// Scales of a tile: of 16 keys, then of 16 values.
+// Scales of a tile: 16 of keys, then 16 of values.
 constexpr long KEY_SCALES = 0, VALUE_SCALES = 16, TILE_SCALES = 32;
 
 }  // namespace

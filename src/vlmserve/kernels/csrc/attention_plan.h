@@ -1,4 +1,4 @@
-// What attention has to do in a step, cut into items for the threads.
+// Divides a step's attention into items for the threads.
 #pragma once
 
 #include "attention_formats.h"
@@ -7,24 +7,22 @@
 
 namespace {
 
-// Positions whose keys and values lie together in the cache.
+// Tokens of a tile.
 constexpr long TOKENS = 16;
 constexpr int TOKEN_VECTORS = TOKENS / LANES;
 
-// Rows of one item: several blocks of rows read a chunk of keys and values while it is in a cache. Where it is expanded for
-// them, more rows share that.
+// Rows of an item: several blocks of rows read a chunk of keys and values while it is cached. Expanded chunks serve more rows.
 constexpr long ITEM_ROWS = EXPANDS_BFLOAT16 ? 96 : 48;
-// Up to so many rows, an item takes several heads: those of a block lie side by side, and memory that is read in long
-// runs is read faster.
+// Up to this many rows, an item has several heads, which are adjacent in a block: long runs of memory are read faster.
 constexpr long FEW_ROWS = 12;
-// What reading a tile costs, in rows that are computed with it.
+// Cost of reading a tile, in rows computed with it.
 constexpr long TILE_COST = 4;
-// Splits that are smaller than this cost more to merge than they save.
+// Smaller splits cost more to merge than they save.
 constexpr long SPLIT_COST = 16 * (TILE_COST + 3);
-// A thread takes that many items or more, so that none ends long after the others.
+// Minimum items per thread, so that threads end at about the same time.
 constexpr long ITEMS_PER_THREAD = 4;
 
-// Sizes that follow from the arguments, and where a sequence's tokens are.
+// Derived sizes, and the places of a sequence's tokens.
 struct Geometry {
     long group, columns, tiles_per_block, key_tile, value_tile;
 
@@ -40,9 +38,8 @@ struct Geometry {
     }
 };
 
-// Rows `first_row <= row < first_row + rows` of a sequence and of each of some heads of keys, against tiles `low <= tile <
-// high`. One of `splits` that lie side by side; if there are several, `partial` is where in the scratch (in floats) its
-// result goes.
+// Rows `first_row <= row < first_row + rows` of a sequence, for each of some KV heads, against tiles `low <= tile < high`. It
+// is one of `splits` adjacent splits; if there are several, `partial` is the place of its result in the scratch, in floats.
 struct Item {
     long sequence, kv_head, heads, first_row, rows, low, high, splits, partial;
 
@@ -58,20 +55,19 @@ INLINE long new_tokens(const AttentionArgs& args, long sequence) {
     return args.query_starts[sequence + 1] - args.query_starts[sequence];
 }
 
-// The position of a row's token.
+// Position of a row's token.
 INLINE long position_of(const AttentionArgs& args, const Geometry& at, long sequence, long row) {
     return args.context_lens[sequence] - new_tokens(args, sequence) + row / at.group;
 }
 
-// The first position that a row sees whose last one is `position`.
+// First position that a row sees, if its last one is `position`.
 INLINE long first_visible(const AttentionArgs& args, long sequence, long position) {
     if (args.window <= 0) return 0;
     if (args.ahead) position -= args.ahead[sequence];
     return larger(0, position - args.window + 1);
 }
 
-// All items before cutting, those with the most work first, as far as that is cheap to know: prompts come last in a
-// batch, and their last rows see most.
+// Visits all items before splitting, roughly the largest first: prompts come last in a batch, and their last rows see most.
 template <class Visit>
 INLINE void each_item(const AttentionArgs& args, const Geometry& at, Visit visit) {
     for (long sequence = args.sequences - 1; sequence >= 0; --sequence) {
@@ -95,7 +91,7 @@ INLINE long cost_of(const Item& item) { return (item.high - item.low) * (item.ro
 
 INLINE long partial_floats(const Geometry& at, long rows) { return (rows * (at.columns + 2) + TOKENS - 1) / TOKENS * TOKENS; }
 
-// Cuts the items that are too long for one thread. Writes them to `items` unless that is null.
+// Splits items that are too long for one thread. Writes them to `items` unless that is null.
 INLINE Plan plan_items(const AttentionArgs& args, const Geometry& at, Item* items) {
     Plan plan;
     each_item(args, at, [&](const Item& item) { plan.cost += cost_of(item); });
@@ -103,7 +99,7 @@ INLINE Plan plan_items(const AttentionArgs& args, const Geometry& at, Item* item
     each_item(args, at, [&](Item item) {
         long low = item.low, tiles = item.high - item.low;
         item.splits = smaller(tiles, (cost_of(item) + most - 1) / most);
-        // One that is hardly longer than that is left whole.
+        // Hardly longer items stay whole.
         if (cost_of(item) < 2 * most) item.splits = 1;
         for (long split = 0; split < item.splits; ++split) {
             item.low = low + tiles * split / item.splits;

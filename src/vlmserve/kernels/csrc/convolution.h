@@ -1,4 +1,4 @@
-// Gated short convolutions: C * convolution(B * x) of rows [B | C | x], channel by channel.
+// Gated short convolutions: C * convolution(B * x) of rows [B | C | x], per channel.
 #pragma once
 
 #include "states.h"
@@ -6,10 +6,10 @@
 
 namespace {
 
-// Channels that a thread computes together.
+// Channels that a thread computes at once.
 constexpr long CONVOLVED_CHANNELS = 128;
 
-// A segment's inputs of the convolution, B * x as they are stored in tails.
+// A segment's inputs of the convolution, B * x, rounded as in tails.
 template <class T>
 struct GatedInputs {
     Inputs<T> rows;
@@ -24,7 +24,7 @@ struct GatedInputs {
     }
 };
 
-// `size` channels of a segment, from one on.
+// `size` channels of a segment, from `first` on.
 template <class T>
 void convolve_segment(const ConvolutionArgs& args, const Segment& segment, long first, long size) {
     const long width = 3 * args.channels, of_slot = (args.kernel - 1) * args.channels;

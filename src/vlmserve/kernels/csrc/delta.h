@@ -1,13 +1,16 @@
 // The gated delta rule (https://arxiv.org/abs/2412.06464), with the convolution before it and the gated norm after it.
 //
-// A state S is [key_size][value_size]. A token changes it to S' = decay S + k^T u, u = beta (v - decay k S), and its result
-// is q S'. Single rows read a state once from memory and write it once. More rows are computed CHUNK_ROWS at a time as
-// matmuls: with D[i][j] = exp(total[i] - total[j]) for j <= i, where `total` sums the logarithms of the decays up,
-//     (1 + A) U = beta (V - exp(total) K S),     A = beta K K^T D below the diagonal
-//     O = exp(total) Q S + (Q K^T D) U,          S' = exp(total[last]) S + K^T exp(total[last] - total) U.
-// Columns of values do not meet, so all this goes panel by panel of 16 columns, whose state stays in a first-level cache.
-// The triangular system is solved by forward substitution in blocks of rows. All numbers between are float32.
-// Chunks end at absolute multiples of CHUNK_ROWS: a state does not depend on how a prompt was cut into steps.
+// A state S is [key_size][value_size]. A token changes it to S' = decay S + k^T u, with u = beta (v - decay k S), and its
+// result is q S'. Single rows read and write a state once. More rows are computed CHUNK_ROWS at a time as matmuls. With
+// `total`, the sum of the log decays, and D[i][j] = exp(total[i] - total[j]) for j <= i:
+//
+// - (1 + A) U = beta (V - exp(total) K S), A = beta K K^T D below the diagonal
+// - O = exp(total) Q S + (Q K^T D) U
+// - S' = exp(total[last]) S + K^T exp(total[last] - total) U
+//
+// Columns of values are independent, so panels of 16 columns run separately, and their state stays in the first-level cache.
+// Forward substitution in blocks of rows solves the triangular system. All intermediate numbers are float32. Chunks end at
+// absolute multiples of CHUNK_ROWS, so a state does not depend on how a prompt is chunked.
 #pragma once
 
 #include "formats.h"
@@ -20,9 +23,9 @@ constexpr long CHUNK_ROWS = 64;
 // Rows of a block, whose sums with a panel stay in registers.
 constexpr int BLOCK_ROWS = LANES == 16 ? 16 : REGISTERS == 32 || LANES == 8 ? 6 : 2;
 constexpr long PADDED_ROWS = (CHUNK_ROWS + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
-// Elements from one row of a chunk's matrices to the next: rows at multiples of 512 bytes would share lines of a cache.
+// Elements between rows of a chunk's matrices. Rows at multiples of 512 bytes would share cache lines.
 constexpr long PADDING = 16, SCORE_STRIDE = (CHUNK_ROWS + BLOCK_ROWS + PANEL) / PANEL * PANEL;
-// Rows of a state that are read side by side.
+// Rows of a state that are read in parallel.
 constexpr int STATE_ROWS = 4;
 constexpr float NORM_EPS = 1e-6f;
 // Above this, softplus(x) is x.
@@ -45,17 +48,17 @@ struct DeltaShape {
 // A thread's memory.
 struct DeltaScratch {
     float *query, *key;    // [rows][key_stride]
-    float* value;          // [rows][value_stride], then the results
+    float* value;          // [rows][value_stride], replaced by results
     float* columns;        // keys in panels of 16 rows, [panels][key_size][16]
     float *keys, *scores;  // K K^T and Q K^T, [rows][SCORE_STRIDE]
     float *system, *seen;  // -A and Q K^T D
     float* panel;          // of a state, [key_size][16]; for a single row, sums of two products with a state
     float* updates;        // U of a panel, [rows][16]
-    float *total, *grown, *to_end, *beta;  // [rows]: log decay since the chunk's start, its exponential, decay until its end
+    float *total, *grown, *to_end, *beta;  // [rows]: log decay since the start, its exponential, decay until the end
 
     long floats = 0;
 
-    // chunks: whether there is a segment of more than one row. memory: null to learn how much is needed.
+    // chunks: whether a segment has more than one row. memory: null to compute the size.
     DeltaScratch(const DeltaArgs& args, float* memory, bool chunks) {
         DeltaShape shape(args);
         const long rows = chunks ? PADDED_ROWS : 1, scores = chunks ? rows * SCORE_STRIDE : 0;
@@ -85,13 +88,13 @@ struct DeltaScratch {
 // power: e^x.
 INLINE float softplus(float x, float power) { return x > LINEAR_SOFTPLUS ? x : __builtin_log1pf(power); }
 
-// Asks for a row of the chunk that follows. Rows lie on pages of their own, which no hardware prefetches.
+// Prefetches a row of the next chunk. Rows are on separate pages, where hardware does not prefetch.
 template <class T>
 INLINE void prefetch_row(const T* row, long size) {
     for (long i = 0; i < size; i += 64 / static_cast<long>(sizeof(T))) __builtin_prefetch(row + i, 0, 2);
 }
 
-// Convolution and SiLU of `size` channels of the rows `first <= row < last` of a segment. weight: [kernel][channels].
+// Convolution and SiLU of `size` channels of a segment's rows `first <= row < last`. weight: [kernel][channels].
 template <class T>
 void convolve(const Inputs<T>& inputs, const float* weight, long first, long last, long size, float* to, long stride) {
     const T* taps[MAX_KERNEL];
@@ -115,7 +118,7 @@ void convolve(const Inputs<T>& inputs, const float* weight, long first, long las
     }
 }
 
-// Of multiples of 16 elements.
+// count: a multiple of 16.
 INLINE float dot(const float* a, const float* b, long count) {
     f32v sums[4] = {};
     for (long i = 0; i < count; i += PANEL)
@@ -128,7 +131,7 @@ INLINE void scale_row(float* row, long count, float factor) {
     for (long i = 0; i < count; i += LANES) store(row + i, load(row + i) * factor);
 }
 
-// sums += a b for `count` rows of a panel b. Elements of a lie `row_step` apart from row to row, `step` from column to column.
+// sums += a b for `count` rows of a panel b. Elements of a are `row_step` apart between rows, `step` between columns.
 INLINE void add_products(f32v (&sums)[BLOCK_ROWS][PANEL_VECTORS], const float* a, long row_step, long step, const float* panel,
                          long count) {
     for (long i = 0; i < count; ++i, a += step, panel += PANEL) {
@@ -163,7 +166,7 @@ void multiply_keys(const DeltaArgs& args, const DeltaShape& shape, const DeltaSc
         }
 }
 
-// -A and Q K^T D, with zeros behind what rows see, up to the end of their blocks.
+// -A and Q K^T D, with zeros after what rows see, up to the end of their blocks.
 void weigh_keys(const DeltaScratch& own, long padded) {
     for (long row = 0; row < padded; ++row)
         for (long column = 0; column < row / BLOCK_ROWS * BLOCK_ROWS + BLOCK_ROWS; column += LANES) {
@@ -176,7 +179,7 @@ void weigh_keys(const DeltaScratch& own, long padded) {
         }
 }
 
-// One panel of a chunk: updates, results in place of values, and the state after it.
+// One panel of a chunk: updates, results instead of values, and the next state.
 void run_panel(const DeltaArgs& args, const DeltaShape& shape, const DeltaScratch& own, long rows, const float* source,
                float* target, float* values) {
     for (long i = 0; i < args.key_size; ++i)
@@ -208,7 +211,7 @@ void run_panel(const DeltaArgs& args, const DeltaShape& shape, const DeltaScratc
         store_block(results, values + first * shape.value_stride, shape.value_stride);
     }
     for (long row = 0; row < rows; ++row) scale_row(own.updates + row * PANEL, PANEL, own.to_end[row]);
-    // The last block may compute some rows of the one before it again.
+    // The last block may recompute rows of the previous one.
     for (long block = 0; block < args.key_size; block += BLOCK_ROWS) {
         long first = smaller(block, args.key_size - BLOCK_ROWS);
         f32v sums[BLOCK_ROWS][PANEL_VECTORS];
@@ -220,9 +223,9 @@ void run_panel(const DeltaArgs& args, const DeltaShape& shape, const DeltaScratc
     }
 }
 
-// Asks for a state that is read next, a part with each rows of the one before it.
+// Prefetches the next state, a part with each row of the current one.
 struct NextState {
-    const float* from;  // null: not known
+    const float* from;  // null: unknown
     long size;
 
     void prefetch(long count) {
@@ -234,7 +237,7 @@ struct NextState {
     }
 };
 
-// One row of a head; its result in place of the value. source, target: [key_size][value_size], may be the same.
+// One row of a head. The result replaces the value. source, target: [key_size][value_size], may be the same.
 void step_state(const DeltaArgs& args, const DeltaScratch& own, float log_decay, float beta, const float* source, float* target,
                 NextState next) {
     const long size = args.value_size;
@@ -283,11 +286,11 @@ void step_state(const DeltaArgs& args, const DeltaScratch& own, float log_decay,
     }
 }
 
-// One key head of a sequence with the value heads that share it.
+// One key head of a sequence, with the value heads that share it.
 template <class T>
 class DeltaHead {
 public:
-    // next: the state that the calling thread reads after those of this head.
+    // next: the state that this thread reads next.
     DeltaHead(const DeltaArgs& args, const DeltaScratch& own, long head, const float* next)
         : args_(args), shape_(args), own_(own), head_(head), next_(next) {}
 
@@ -312,7 +315,7 @@ public:
     }
 
 private:
-    // Neighbouring channels of the convolution.
+    // Adjacent channels of the convolution.
     struct Part {
         long first, size;
     };
@@ -339,7 +342,7 @@ private:
         for (long i = first; i < first + count; i += LANES) store(target + i, source ? load(source + i) : f32v{});
     }
 
-    // Rows `first` to `last` of a segment, one chunk at most.
+    // Rows `first` to `last` of a segment, at most one chunk.
     void run_chunk(const Segment& segment, const T* tail, long first, long last, const float* source, float* target) {
         const long rows = last - first, padded = rows == 1 ? 1 : (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
         const Parts all = parts();
@@ -380,7 +383,7 @@ private:
         scale_row(row, args_.key_size, scale / __builtin_sqrtf(dot(row, row, args_.key_size) + NORM_EPS));
     }
 
-    // Decays and step sizes of a head's rows; rows that pad change nothing.
+    // Decays and step sizes of a head's rows. Padding rows change nothing.
     void find_gates(long head, long first, long rows, long padded) const {
         const T* gates = static_cast<const T*>(args_.gates) + 2 * first * args_.value_heads + head;
         for (long row = 0; row < rows; ++row, gates += 2 * args_.value_heads) {
@@ -451,7 +454,7 @@ void run_delta(const DeltaArgs& args) {
         DeltaScratch own(args, reinterpret_cast<float*>(static_cast<char*>(args.scratch) + thread * bytes), chunks);
         DeltaHead<T>(args, own, item % args.key_heads, next).run(item / args.key_heads);
     };
-    // The longest sequences come last in a batch, and first here.
+    // The longest sequences are last in a batch, and first here.
     if (chunks)
         return each_in_turn(args.threads, items, [&](long i, int thread) { run(items - 1 - i, nullptr, thread); });
     each_range(args.threads, items, 2 * shape.group * shape.state, [&](long first, long last, int thread) {

@@ -1,25 +1,24 @@
-// Full attention of the tokens of each image to each other, as in a vision tower.
+// Full attention within each image, as in a vision tower.
 //
-// Everything is transposed: the 32 lanes of a tile are queries, rows are tokens in the first product and features in the
-// second, so that maxima, sums and weights never cross lanes, and both products are the ones of `linear.h`:
-// scores^T = keys queries^T, output^T = values^T weights^T. All scores of a tile are kept, so that one pass finds their
-// maxima and one makes weights of them. Where no instruction multiplies bfloat16, all of it becomes float32 while it is
-// rearranged, since it is multiplied many times then.
+// Everything is transposed: the 32 lanes of a tile are queries; rows are tokens in the first matmul, features in the second. So
+// maxima, sums and weights never cross lanes, and both matmuls use `linear.h`: scores^T = keys queries^T, output^T = values^T
+// weights^T. All scores of a tile are kept: one pass finds the maxima, one computes weights. Without bfloat16 instructions,
+// everything is converted to float32 once, because it is multiplied many times.
 #pragma once
 
 #include "linear.h"
 
 namespace {
 
-// One thread's part of the scratch: keys and values of a head, and what a tile of queries needs.
+// One thread's part of the scratch: a head's keys and values, and the data of a tile of queries.
 template <class Format>
 struct EncoderScratch {
     typedef typename Format::Element Element;
     typedef typename Format::Input Input;
 
-    Input* keys;       // blocks of tokens, [head_size / pair][tokens of the block] each
-    Input* values;     // blocks of features, [tokens / pair][features of the block] each
-    float* scores;     // [tokens][TILE], and later outputs, [head_size, rounded up][TILE]
+    Input* keys;       // blocks of tokens, each [head_size / pair][tokens of the block]
+    Input* values;     // blocks of features, each [tokens / pair][features of the block]
+    float* scores;     // [tokens][TILE], then outputs, [head_size, rounded up][TILE]
     Element* queries;  // a tile of panels [head_size / pair][16][pair]
     Element* weights;  // a tile of panels [tokens / pair][16][pair]
 
@@ -34,7 +33,7 @@ struct EncoderScratch {
 private:
     EncoderScratch() = default;
 
-    // Puts the arrays one after another from `memory` on, if it is there; the number of bytes that they take.
+    // Places the arrays in `memory`, unless it is null. Returns their bytes.
     long lay_out(const EncoderAttentionArgs& args, char* memory) {
         long end = 0;
         auto take = [&](auto*& place, long count) {
@@ -50,7 +49,7 @@ private:
     }
 };
 
-// How numbers in bfloat16 are multiplied.
+// How bfloat16 is multiplied.
 struct WidenedBFloat16 : Float32 {
     INLINE Input input(const bf16* x) { return to_float(*x); }
 };
@@ -71,7 +70,7 @@ INLINE void copy_unit(bf16* to, const bf16* from) { __builtin_memcpy(to, from, B
 INLINE void store_weights(float* to, const f32v (&p)[1]) { store(to, p[0]); }
 INLINE void store_weights(bf16* to, const f32v (&p)[2]) {
 #if defined(__AVX512BF16__)
-    // Rounded, the second of each pair lie behind all the first ones.
+    // After rounding, the second elements of pairs follow all first ones.
     u32v order;
     for (std::uint32_t lane = 0; lane < LANES; ++lane) order[lane] = lane | (LANES + lane) << 16;
     __m512i rounded = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(p[1]), bit_cast<__m512>(p[0])));
@@ -83,7 +82,7 @@ INLINE void store_weights(bf16* to, const f32v (&p)[2]) {
     __builtin_memcpy(to, &pairs, sizeof pairs);
 }
 
-// Stored: the type of queries, keys and values in memory.
+// Stored: the dtype of queries, keys and values in memory.
 template <class Format, class Stored>
 struct EncoderAttention {
     typedef typename Format::Element Element;
@@ -92,7 +91,7 @@ struct EncoderAttention {
     const EncoderAttentionArgs& args;
     const EncoderScratch<Format> own;
     const long width = args.heads * args.head_size, token_units = EncoderScratch<Format>::units(args.length);
-    const Stored* qkv = nullptr;  // of the head in hand
+    const Stored* qkv = nullptr;  // of the current head
     Stored* y = nullptr;
 
     EncoderAttention(const EncoderAttentionArgs& all, long thread) : args(all), own(all, thread) {}
@@ -115,7 +114,7 @@ struct EncoderAttention {
         }
     }
 
-    // Rows lie apart by whole pages, so that no processor foresees the next one.
+    // Rows are whole pages apart, which hardware does not prefetch.
     void prefetch(const Stored* row, long ahead) const {
         for (long i = 0; i < args.head_size; i += 64 / static_cast<long>(sizeof *row))
             __builtin_prefetch(row + ahead * 3 * width + i);
@@ -181,7 +180,7 @@ struct EncoderAttention {
     }
 
     void weigh(const f32v (&highest)[VECTORS], f32v (&totals)[VECTORS]) {
-        // Weights that are rounded to bfloat16 need no more digits.
+        // Weights that are rounded to bfloat16 need no more precision.
         constexpr bool COARSE = PAIR > 1;
         float scale = args.scale * LOG2_E;
         f32v most[VECTORS];

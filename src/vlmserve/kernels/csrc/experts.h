@@ -1,8 +1,8 @@
-// A mixture of experts: a router chooses some for each row, and the row gets the weighted sum of what they compute.
+// A mixture of experts: a router selects experts for each row, which gets their weighted sum.
 //
-// Rows are sorted by expert, so that each chosen expert's weights are read once for all of its rows, and no other's are. All
-// experts' tiles are one list of work: threads do not wait for each other between experts. The results of a row are summed in
-// the order of the experts' numbers, whatever else is in the batch.
+// Rows are sorted by expert, so that only the selected experts' weights are read, once for all of their rows. All experts'
+// tiles form one list of work, so threads do not wait between experts. A row's results are summed in the order of the experts'
+// numbers, independent of the batch.
 #pragma once
 
 #include "norm.h"
@@ -10,12 +10,12 @@
 
 namespace {
 
-// Results of experts that wait to be summed, for rows that are computed together.
+// Bytes of experts' results that wait to be summed, for rows that are computed together.
 constexpr long MOST_RESULTS = 64L << 20;
 
 class Experts {
 public:
-    // Finds how much memory each part needs.
+    // Computes the memory of each part.
     explicit Experts(const ExpertsArgs& args) : args_(args), layer_(*args.layer), memory_(args.scratch) {
         const long element = args.dtype == FLOAT32 ? 4 : 2, result = layer_.size * static_cast<long>(sizeof(float));
         most_rows_ = smaller(args.rows, larger(1, MOST_RESULTS / (layer_.top_k * result)));
@@ -56,11 +56,11 @@ public:
 
 private:
     enum Part { UP, DOWN };
-    // Places of an expert's rows in the order of experts.
+    // An expert's rows in sorted order.
     struct Group {
         long expert, first, last;
     };
-    // Blocks of a group's rows that pass by its tiles together.
+    // Blocks of a group's rows that run through its tiles together.
     struct Piece {
         long group, first, last;
     };
@@ -72,7 +72,7 @@ private:
         return reinterpret_cast<T*>(place);
     }
 
-    // The first of the rows that are computed.
+    // The first computed row.
     const void* x() const { return static_cast<const char*>(args_.x) + first_ * layer_.size * (args_.dtype == FLOAT32 ? 4 : 2); }
 
     // y = the norm of the rows at x, of `dtype`.
@@ -104,7 +104,7 @@ private:
         return args;
     }
 
-    // A product of a group. prepared: where its rows are.
+    // A group's matmul. prepared: its prepared rows.
     LinearArgs product(Part part, const Group& group, void* prepared) const {
         const ExpertForm& form = part == UP ? layer_.up : layer_.down;
         const long element = args_.dtype == FLOAT32 ? 4 : 2;
@@ -166,7 +166,7 @@ private:
         const long count = layer_.count, top_k = layer_.top_k;
         float* scores = scores_ + row * count;
         std::int32_t* chosen = chosen_ + row * top_k;
-        float* weights = weights_ + row * top_k;  // until all are chosen: what they are chosen by
+        float* weights = weights_ + row * top_k;  // until all are selected: the scores to select by
         auto each = [&](auto change) __attribute__((always_inline)) {
             for (long i = 0; i < count; i += LANES) {
                 long some = smaller(LANES, count - i);
@@ -182,7 +182,7 @@ private:
             for (long i = 0; i < count; ++i) total += scores[i];
             each([&](f32v score) __attribute__((always_inline)) { return score / total; });
         }
-        // The highest first; of equal ones, the one with the lowest number.
+        // The highest first; on ties, the lowest number.
         for (long i = 0, found = 0; i < count; ++i) {
             float value = scores[i] + (layer_.correction ? layer_.correction[i] : 0);
             if (found == top_k && !(value > weights[top_k - 1])) continue;
@@ -206,7 +206,7 @@ private:
         for (long i = 0; i < top_k; ++i) weights[i] *= layer_.factors ? factor * layer_.factors[chosen[i]] : factor;
     }
 
-    // Rows by expert.
+    // Sorts rows by expert.
     void sort() {
         const long pairs = rows_ * layer_.top_k;
         for (long i = 0; i < layer_.count; ++i) ends_[i] = 0;
@@ -299,9 +299,9 @@ private:
     float* floats_ = nullptr;  // [rows, size], for the router
     char* normed_ = nullptr;   // [rows, size] of `dtype`, for experts
     float* scores_;            // [rows, count]
-    float* weights_;           // [rows, top_k], likewise what follows
+    float* weights_;           // [rows, top_k], as the next two
     std::int32_t *chosen_, *places_;
-    std::int32_t *order_, *ends_;  // rows in the order of experts; where each expert's end
+    std::int32_t *order_, *ends_;  // rows sorted by expert; end of each expert's rows
     Group* groups_;
     Piece* pieces_;
     char *inner_, *prepared_;

@@ -1,4 +1,4 @@
-// What products multiply, and how much of it stays in registers.
+// Operand formats of matmuls, and how many sums fit into registers.
 #pragma once
 
 #include "table.h"
@@ -10,24 +10,24 @@ namespace {
 constexpr long TILE = 32, PANEL = 16;
 constexpr int VECTORS = TILE / LANES, PANEL_VECTORS = PANEL / LANES;
 
-// Sums that stay in registers, beside weights and an input. Weights that take two steps need more registers beside them.
+// Sums that fit into registers, in addition to weights and an input. Weights that take two steps need more registers.
 constexpr int SUMS = REGISTERS == 32 ? 24 : 12;
 constexpr int most_sums(int steps) { return REGISTERS == 16 && steps > 1 ? 8 : SUMS; }
-// Arm has many short registers, but its instructions take no operands from memory.
+// Arm has many short registers, but its instructions take no memory operands.
 constexpr bool LOADS_APART = LANES == 4 && REGISTERS == 32;
 
-// Rows of a block: with so many, two vectors of a tile (four of the short ones of 32 registers) fill the registers. Where
-// weights take two steps, the compiler needs more registers beside the sums.
+// Rows of a block: two vectors of a tile (four short ones) then fill the registers. If weights take two steps, the compiler
+// needs more registers.
 constexpr int rows_of_block(int steps) { return LANES == 16 ? 12 : steps == 1 ? 6 : LOADS_APART ? 5 : 4; }
 
-// Whether the sums of some rows with some vectors stay in registers. per_sum, per_vector: how many registers each sum and
-// each vector of weights takes, where operands are loaded apart; three more hold an input and masks.
+// Whether the sums of some rows and vectors fit into registers. per_sum, per_vector: registers of each sum and each vector of
+// weights, if operands are loaded separately; three more hold an input and masks.
 constexpr bool sums_fit(int rows, int vectors, int sums, int per_sum, int per_vector) {
     return rows * vectors <= sums &&
            (!LOADS_APART || per_sum * rows * vectors + per_vector * vectors + 3 <= REGISTERS);
 }
 
-// Vectors of a tile that are computed at a time with some rows, a divisor of all.
+// Vectors of a tile to compute at once with some rows, a divisor of all.
 constexpr int vectors_with(int rows, int sums, int per_sum, int per_vector) {
     int vectors = VECTORS;
     while (vectors > 1 && !sums_fit(rows, vectors, sums, per_sum, per_vector)) vectors /= 2;
@@ -38,8 +38,8 @@ constexpr int vectors_with(int rows) {
     return vectors_with(rows, most_sums(Format::STEPS), 1, Format::STEPS);
 }
 
-// What a product multiplies: `Weights` are a vector of them, as step `step` of STEPS reads it out of a unit of PAIR inputs.
-// `Inner` is what sums are rounded to that become `Input`s of another product.
+// An operand format. `Weights` is a vector of weights, read by step `step` of STEPS from a unit of PAIR inputs. `Inner` is the
+// type of results that become `Input`s of another matmul.
 struct Float32 {
     typedef float Element;
     typedef float Input;
@@ -54,7 +54,7 @@ struct Float32 {
     INLINE void multiply(f32v& sum, const Input& x, Weights w, int) { sum += x * w; }
 };
 
-// The first or second inputs' weights, as float32, of a vector of pairs in bfloat16.
+// The first or second elements of a vector of bfloat16 pairs, as float32.
 INLINE f32v half_of_pairs(const bf16* packed, int step) {
     u32v pairs;
     __builtin_memcpy(&pairs, packed, sizeof pairs);
@@ -66,9 +66,9 @@ struct BFloat16 {
     static constexpr long PAIR = 2;
     static constexpr bool EXPANDED = false;
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-    // An instruction multiplies pairs. Arm's matrix instructions (bfmmla; smmla for bytes) take tiles of two outputs with
-    // four (eight) inputs each: panels would have to be zipped while they are read, and rows to come in twos. For few rows,
-    // where reading weights is what takes time, that gains nothing; for many it was not measured.
+    // An instruction multiplies pairs. Arm's matrix instructions (bfmmla; smmla for bytes) take tiles of two outputs with four
+    // (eight) inputs each, so panels would be zipped while they are read, and rows would come in twos. That gains nothing for
+    // few rows, which are limited by reading weights; many rows were not measured.
     typedef std::uint32_t Input;
     typedef bf16 Inner;
     typedef u32v Weights;
@@ -108,7 +108,7 @@ struct BFloat16 {
 #endif
 };
 
-// For many rows, where a block of float32 has more rows than one of pairs that take two steps: the weights are expanded first.
+// For many rows, if a block of float32 has more rows than a block of pairs that take two steps: weights are expanded first.
 struct ExpandedBFloat16 {
     typedef bf16 Element;
     typedef float Input;
@@ -118,10 +118,10 @@ struct ExpandedBFloat16 {
     INLINE Input input(const Element* x) { return to_float(*x); }
 };
 constexpr bool EXPANDS_MANY_ROWS = BFloat16::BLOCK < Float32::BLOCK;
-// With fewer, expanding takes longer than it saves.
+// With fewer rows, expanding takes longer than it saves.
 constexpr long EXPANDED_ROWS = 24;
 
-// The format of an element's type.
+// The format of an element type.
 template <class Element>
 struct FormatOf;
 template <>

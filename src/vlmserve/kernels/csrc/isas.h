@@ -1,4 +1,4 @@
-// Which instruction sets the kernels were compiled for, and which of them this processor has.
+// Instruction sets of this build, and the ones that this processor supports.
 #pragma once
 
 #if defined(__x86_64__)
@@ -15,7 +15,7 @@ namespace {
 
 #if defined(__x86_64__)
 
-// What the operating system keeps of the registers, too: the compiler's builtin asks for that.
+// Includes whether the operating system saves the registers, which the compiler's builtin checks.
 struct Processor {
     bool avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16;
 
@@ -103,7 +103,7 @@ namespace {
 
 constexpr int MOST_ISAS = 6;
 
-// What this processor can run and this build has, the best first; never none.
+// The supported instruction sets of this build, best first; never empty.
 int supported(const Kernels** found) {
     int count = 0;
 #if defined(__x86_64__) || defined(__aarch64__)

@@ -1,4 +1,4 @@
-// All kernels for one instruction set: compiled once for each, with VLMSERVE_ISA as its name.
+// All kernels for one instruction set. Compiled once per set, with its name as VLMSERVE_ISA.
 #include "attention.h"
 #include "convolution.h"
 #include "delta.h"

@@ -1,28 +1,26 @@
-// Products with packed weights, for any number of rows.
+// Matmuls with packed weights, for any number of rows.
 //
-// A packed weight is a row of tiles of 32 output features, each of two panels of 16: in float32 [in][16], in bfloat16
-// [in / 2][16][2], where the two inputs of a pair lie side by side as the dot product instruction wants them. Panels are
-// read from their beginning to their end, which memory does fastest, and each vector of them meets a broadcast input of
-// every row. A tile of a gated weight has a panel of gates and then the ups for the same features.
-// Rows are rearranged alike, [rows / block][in / pair][block], so that what is broadcast lies side by side.
+// A packed weight is a row of tiles of 32 output features, each with two panels of 16: [in][16] in float32, or [in / 2][16][2]
+// in bfloat16, with pairs of inputs adjacent for the dot product instruction. Panels are read sequentially, which is fastest,
+// and each vector meets a broadcast input of every row. A tile of a gated weight has a panel of gates, then the ups of the same
+// features. Rows are packed alike, [rows / block][in / pair][block], so that broadcast inputs are adjacent.
 #pragma once
 
 #include "adapters.h"
 
 namespace {
 
-// Inputs of the rows that the tiles pass by, and how many rows they are at most. Wide rows come from the third-level cache:
-// an input that is broadcast to many weights is read slowly enough for it, and the fewer rows there are at a time, the
-// more often all weights are read from memory.
+// Inputs of the rows that run through the tiles together, and their maximum number. Wide rows come from the third-level cache,
+// which is fast enough for broadcast inputs; fewer rows would read all weights more often.
 constexpr long CACHED_BYTES = 2 * 1024 * 1024;
 constexpr long CACHED_ROWS = 96;
-// Of weights that are expanded for them, which takes as long as multiplying four rows.
+// The same for expanded weights. Expanding takes as long as multiplying four rows.
 constexpr long CACHED_ROWS_OF_EXPANDED = 256;
 
-// What a thread asks for of the weight that it reads next, while it has nothing to do.
+// Bytes of the next weight that an idle thread prefetches.
 constexpr long AHEAD_BYTES = 64 * 1024;
 
-// Weights of a panel that stay in a first-level cache while many rows pass by.
+// Weights of a panel that stay in the first-level cache for many rows.
 constexpr long CHUNK_BYTES = 16 * 1024;
 
 INLINE long features_of_tile(bool gated) { return gated ? TILE / 2 : TILE; }
@@ -31,7 +29,7 @@ INLINE long num_tiles(long out, bool gated) {
     return (features + each - 1) / each;
 }
 
-// Rows are cut into blocks of nearly equal size.
+// Divides rows into blocks of nearly equal size.
 INLINE long num_blocks(long rows, int most) { return (rows + most - 1) / most; }
 INLINE long block_start(long rows, long block, int most) { return rows * block / num_blocks(rows, most); }
 
@@ -49,13 +47,13 @@ void rearrange_rows(const LinearArgs& args, typename Format::Input* to, long blo
     }
 }
 
-// Where vector `vector` of a tile begins, whose panels lie `panel_size` elements apart.
+// Start of vector `vector` of a tile whose panels are `panel_size` elements apart.
 template <class Format>
 INLINE long vector_start(int vector, long panel_size) {
     return vector / PANEL_VECTORS * panel_size + vector % PANEL_VECTORS * LANES * Format::PAIR;
 }
 
-// Adds the products of ROWS rows with WIDTH vectors of a tile, from the vector that begins at `weights` on, to `sums`.
+// Adds the matmul of ROWS rows and WIDTH vectors of a tile, from `weights` on, to `sums`.
 template <class Format, int ROWS, int WIDTH>
 INLINE void multiply_vectors(const typename Format::Input* x, const typename Format::Element* weights, long panel_size,
                              long units, f32v (&sums)[ROWS][WIDTH]) {
@@ -77,7 +75,7 @@ INLINE void multiply_vectors(const typename Format::Input* x, const typename For
     }
 }
 
-// The products of a block of rows with a tile, as many vectors at a time as registers hold.
+// Multiplies a block of rows by a tile, as many vectors at once as fit into registers.
 template <class Format, int ROWS>
 INLINE void multiply_tile(const typename Format::Input* x, const typename Format::Element* weights, long panel_size,
                           long units, f32v (&sums)[ROWS][VECTORS]) {
@@ -99,7 +97,7 @@ INLINE void finish(const LinearArgs& args, long row, long column, long columns, 
     store_some(static_cast<Out*>(args.y) + place, value, columns);
 }
 
-// What follows the product and what adapters change in it: bias, activation, gates, residual.
+// Applies bias, activation, gates and residual.
 template <class Out, class Element, int ROWS>
 INLINE void finish_block(const LinearArgs& args, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
     auto bias_of = [&](long first, long columns) {
@@ -124,10 +122,10 @@ INLINE void finish_block(const LinearArgs& args, long row, long tile, f32v (&sum
     }
 }
 
-// Rows that are finished at a time, so that their sums stay in a first-level cache.
+// Rows to finish at once, so that their sums stay in the first-level cache.
 constexpr long FINISHED_ROWS = 32;
 
-// Activations of sums in memory, by a loop for each kind, whose constants stay in registers.
+// Activations of sums in memory, in one loop per kind, so that constants stay in registers.
 INLINE void activate_kept(int kind, float (*kept)[TILE], long rows, int vectors) {
     auto each = [&](auto kind) __attribute__((always_inline)) {
         for (long row = 0; row < rows; ++row)
@@ -145,7 +143,7 @@ INLINE void activate_kept(int kind, float (*kept)[TILE], long rows, int vectors)
     }
 }
 
-// What `finish_block` does, for rows, `first` to `last`, whose sums lie in memory, with what adapters change in them.
+// `finish_block` for rows `first` to `last` with sums in memory, including adapters.
 template <class Out, class Element>
 void finish_kept(const LinearArgs& args, long first, long last, long tile, float (*kept)[TILE]) {
     if (args.adapters) adapt_tile<typename FormatOf<Element>::Type>(args, first, last, tile, kept);
@@ -178,7 +176,7 @@ INLINE void keep(float (*kept)[TILE], const f32v (&sums)[ROWS][VECTORS]) {
         for (int vector = 0; vector < VECTORS; ++vector) store(kept[row] + vector * LANES, sums[row][vector]);
 }
 
-// What adapters change in the sums of a block of rows.
+// Applies adapters to the sums of a block of rows.
 template <class Element, int ROWS>
 INLINE void adapt_block(const LinearArgs& args, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
     alignas(64) float kept[ROWS][TILE];
@@ -188,14 +186,12 @@ INLINE void adapt_block(const LinearArgs& args, long row, long tile, f32v (&sums
         for (int vector = 0; vector < VECTORS; ++vector) sums[i][vector] = load(kept[i] + vector * LANES);
 }
 
-// How many elements of a weight are read while one input is prepared, about: it is rounded, or written where its row is
-// interleaved with others.
+// Cost of preparing one input (rounding, interleaving rows), in weight elements read.
 constexpr long PREPARED_INPUT = 8;
 
 long packed_bytes(const LinearArgs& args);
 
-// What threads will read of the product that follows: the beginnings of their shares of the first factor, if rows have one, and
-// of the weight.
+// What threads read of the next matmul: the start of their shares of `down`, if rows have adapters, and of the weight.
 INLINE Ahead ahead_of(const LinearArgs& args) {
     auto span = [&](const void* from, long bytes) -> Ahead::Span {
         long share = bytes / args.threads;
@@ -211,14 +207,14 @@ INLINE Ahead ahead_of(const LinearArgs& args) {
     return ahead;
 }
 
-// Blocks of rows that pass by the tiles of a product together.
+// Blocks of rows that run through the tiles together.
 template <class Kind>
 INLINE long cached_blocks(const LinearArgs& args) {
     return larger(1, smaller(CACHED_BYTES / (Kind::row_bytes(args) * Kind::BLOCK), Kind::ROWS / Kind::BLOCK));
 }
 
-// A product of some kind: `Kind::prepare` for each block of rows (of at most Kind::BLOCK), then `Kind::multiply` for each tile
-// with a range of blocks. Kind::row_bytes: what a prepared row takes. Kind::ROWS: that are cached at most.
+// A matmul of some kind: `Kind::prepare` for each block of rows (at most Kind::BLOCK), then `Kind::multiply` for each tile with
+// a range of blocks. Kind::row_bytes: of a prepared row. Kind::ROWS: maximum cached rows.
 template <class Kind>
 void each_tile(const LinearArgs& args) {
     long blocks = num_blocks(args.rows, Kind::BLOCK), tiles = num_tiles(args.out, args.gated);
@@ -254,7 +250,7 @@ void run_block(const LinearArgs& args, const typename Format::Input* inputs, lon
     });
 }
 
-// A chunk of a tile's weights where they lie, from one of its vectors and one unit of the inputs on.
+// A chunk of a tile's weights in place, from a vector and a unit of the inputs on.
 template <class Format>
 struct Chunk {
     typedef Format Multiplied;
@@ -270,7 +266,7 @@ struct Chunk {
     }
 };
 
-// Likewise, of weights in bfloat16 that were expanded to float32 for all blocks of rows: more rows of them fit the registers.
+// The same for bfloat16 weights expanded to float32 for all blocks of rows: more rows fit into registers.
 struct ExpandedChunk {
     typedef Float32 Multiplied;
     static constexpr int WIDTH = vectors_with<Float32>(Float32::BLOCK), PANELS = (WIDTH + PANEL_VECTORS - 1) / PANEL_VECTORS;
@@ -292,7 +288,7 @@ struct ExpandedChunk {
     }
 };
 
-// Several blocks of rows with a tile, a chunk of the inputs at a time.
+// Several blocks of rows with a tile, one chunk of the inputs at a time.
 template <class Format, class Chunk, class Out>
 void run_blocks(const LinearArgs& args, const typename Format::Input* inputs, long tile, long first, long last) {
     typedef typename Format::Element Element;
@@ -327,7 +323,7 @@ void run_blocks(const LinearArgs& args, const typename Format::Input* inputs, lo
     finish_kept<Out, Element>(args, first_row, block_start(args.rows, last, Format::BLOCK), tile, kept);
 }
 
-// Products with plain weights.
+// Matmuls with plain weights.
 template <class Format, class OutType>
 struct PlainProduct {
     typedef typename Format::Input Input;
@@ -351,7 +347,7 @@ struct PlainProduct {
     }
 };
 
-// Calls `work` with the kind of a product with a plain weight.
+// Calls `work` with the kind of a plain matmul.
 template <class OutType, class Work>
 INLINE auto with_bfloat16(const LinearArgs& args, Work work) {
     if constexpr (EXPANDS_MANY_ROWS)

@@ -1,4 +1,4 @@
-// The Python module: addresses and sizes in, nothing out. Checking shapes is the caller's part.
+// The Python module. It takes addresses and sizes; callers must check shapes.
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -15,13 +15,13 @@ namespace {
 
 const Kernels* selected = nullptr;
 
-// Calls with less work than this keep Python's lock: taking it back could take longer than the work.
+// Calls with less work keep Python's lock, because getting it back could take longer.
 constexpr long LONG_WORK = 1L << 24;
 
-// Changes whenever arguments do, see kernels/extension.py.
+// Increment when arguments change, see kernels/extension.py.
 constexpr long INTERFACE = 10;
 
-// Arguments as they come: every one is an integer, an address among them, except where `number` is called.
+// Positional arguments. All are integers or addresses, except where `number` is called.
 class Arguments {
 public:
     Arguments(PyObject* const* values, Py_ssize_t count, Py_ssize_t wanted) : values_(values), ok_(count == wanted) {
@@ -48,7 +48,7 @@ private:
     bool ok_;
 };
 
-// Memory of the calling thread that calls reuse: fresh memory costs more than most of them.
+// Memory of the calling thread, reused by calls, because fresh memory costs more than most calls.
 class Scratch {
 public:
     ~Scratch() { std::free(memory_); }
@@ -356,7 +356,7 @@ PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(from, work, [&] { selected->program(args); });
 }
 
-// A field of `Operation`, for the check of its twin.
+// A field of `Operation`, to compare with Python's record.
 struct RecordField {
     const char* name;
     std::size_t offset, size;

@@ -1,4 +1,4 @@
-// Columns of rows, multiplied by a number or by other columns, computed in float32.
+// Multiplies columns of rows by a number or by other columns, in float32.
 #pragma once
 
 #include "table.h"

@@ -6,7 +6,7 @@
 
 namespace {
 
-// The vector `group` of a row.
+// Norms the vector `group` of a row.
 template <class T>
 void norm_vector(const NormArgs& args, long row, long group) {
     const long place = row * args.stride + group * args.size;
@@ -24,7 +24,7 @@ void norm_vector(const NormArgs& args, long row, long group) {
     float mean = 0, variance = sum(squares) / static_cast<float>(args.size);
     if (args.centered) {
         mean = sum(sums) / static_cast<float>(args.size);
-        // A second pass: the difference of two large numbers would be no variance.
+        // A second pass, because the difference of two large numbers would lose the variance.
         f32v deviations{};
         for (long i = 0; i < args.size; i += LANES) {
             long count = smaller(LANES, args.size - i);

@@ -1,4 +1,4 @@
-// Numbers as integers of 16 bits, and where x86 adds the products of pairs of them up, one in each lane of 32 bits.
+// 16-bit integers, and x86 instructions that add the products of pairs in 32-bit lanes.
 #pragma once
 
 #include "vector.h"
@@ -8,14 +8,14 @@
 
 namespace {
 
-// The largest integer of 16 bits that inputs become: their upper and lower bytes are both signed.
+// Maximum 16-bit integer of inputs. Its upper and lower bytes are both signed.
 constexpr float MOST_OF_16_BITS = 127 * 256 + 127;
 
-// Of the elements' sizes; NaN if one is not finite.
+// The maximum absolute value; NaN if an element is not finite.
 template <class T>
 INLINE float largest_size(const T* x, long count) {
     i32v most{};
-    // As integers, sizes are in order, and what is no number comes after infinity.
+    // As integers, absolute values are ordered, with NaN after infinity.
     for (long i = 0; i < count; i += LANES) {
         i32v size = bit_cast<i32v>(load_some(x + i, smaller(LANES, count - i))) & 0x7fffffff;
         most = most > size ? most : size;
@@ -29,7 +29,7 @@ INLINE float largest_size(const T* x, long count) {
 
 typedef VectorOf<std::int16_t, 2 * LANES>::Type i16v;
 
-// Bytes as numbers of 16 bits. GCC 12 makes five instructions of what is one.
+// Converts bytes to 16 bits. GCC 12 emits five instructions instead of one.
 INLINE i16v widen(const signed char* from) {
 #if defined(__AVX512BW__)
     if constexpr (LANES == 16)
@@ -61,7 +61,7 @@ INLINE i32v multiply_pairs(i16v weights, i16v inputs) {
         return bit_cast<i32v>(_mm_madd_epi16(bit_cast<__m128i>(weights), bit_cast<__m128i>(inputs)));
 }
 
-// The same added to sums.
+// The same, added to sums.
 INLINE i32v add_products(i32v sum, i16v weights, i16v inputs) {
 #if defined(__AVX512VNNI__)
     return bit_cast<i32v>(

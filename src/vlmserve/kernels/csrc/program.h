@@ -1,7 +1,7 @@
-// All layers of a model in one call, which goes through a list of operations.
+// Runs all layers of a model in one call, as a list of operations.
 //
-// What a call costs outside its kernels (a language's objects, waking threads) is paid once a step, which for a few tokens
-// of a small model is more than the kernels take.
+// This pays the overhead of a call (Python objects, waking threads) once per step. For a few tokens of a small model, it
+// exceeds the kernels' time.
 #pragma once
 
 #include "attention.h"
@@ -17,9 +17,9 @@ namespace {
 
 class Program {
 public:
-    // Finds how much memory each part needs.
+    // Computes the memory of each part.
     explicit Program(const ProgramArgs& args) : args_(args) {
-        // Only the output is written to. Places of the others are not known yet.
+        // Only the output is written. The other places are not known yet.
         for (char*& buffer : buffers_) buffer = static_cast<char*>(const_cast<void*>(args.input));
         buffers_[1] = static_cast<char*>(args.output);
         for (long i = 0; i < args.count; ++i) {
@@ -107,7 +107,7 @@ public:
         }
     }
 
-    long work = 0;  // multiplications with weights, as a product counts them
+    long work = 0;  // MACs with weights, as a linear counts them
 
 private:
     long buffer_bytes(long buffer) const {
@@ -196,7 +196,7 @@ private:
         return args;
     }
 
-    // The first product behind an operation, or null. Nobody knows yet which experts follow.
+    // The next linear after an operation, or null. The next experts are not known yet.
     const Operation* product_behind(long number) const {
         for (++number; number < args_.count && args_.operations[number].kind != EXPERTS; ++number)
             if (args_.operations[number].kind == LINEAR) return &args_.operations[number];
@@ -296,7 +296,7 @@ private:
     const ProgramArgs& args_;
     AdaptedRows adapted_{};
     char* buffers_[MAX_BUFFERS];
-    long shared_ = 0, num_plans_ = 0, items_[MAX_PLANS];  // bytes of what operations share, and of each plan's items
+    long shared_ = 0, num_plans_ = 0, items_[MAX_PLANS];  // bytes that operations share, and bytes of each plan's items
 };
 
 long program_scratch(const ProgramArgs& args, long* work) {

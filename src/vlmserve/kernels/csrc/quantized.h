@@ -1,8 +1,8 @@
-// Products with weights of 8 or 4 bits, for any number of rows, and the choice between them and plain ones.
+// Matmuls with 8-bit and 4-bit weights for any number of rows, and the choice between these and plain ones.
 //
-// Where instructions multiply small integers, inputs become integers as well, of `input_bits`. A row becomes 16-bit integers
-// by a scale of its own, or bytes: each group of inputs by a scale of its own, beside weights of 8 bits where an instruction
-// adds the products of four bytes up.
+// If instructions multiply small integers, inputs become integers of `input_bits`. A row becomes 16-bit integers with one
+// scale, or bytes with a scale per group of inputs. For 8-bit weights, bytes need an instruction that adds the products of four
+// bytes.
 #pragma once
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
@@ -20,7 +20,7 @@
 
 namespace {
 
-// Rows, prepared for a weight of 8 bits, and where they are in the scratch memory of a call.
+// Rows prepared for an 8-bit weight, and their place in a call's scratch.
 struct Int8Rows {
     static constexpr int BLOCK = WIDE_BLOCK;
     long in, padded;
@@ -50,7 +50,7 @@ struct Int8Rows {
 };
 
 #if defined(DOTS_OF_BYTES)
-// Likewise with inputs of 8 bits.
+// The same with 8-bit inputs.
 struct ByteRows {
     static constexpr int BLOCK = NARROW_BLOCK;
     long in, padded;
@@ -81,7 +81,7 @@ struct ByteRows {
 typedef Int8Rows ByteRows;
 #endif
 
-// Likewise for one in groups, with inputs of 8 bits.
+// The same for weights in groups, with 8-bit inputs.
 template <int BITS, bool IS_CODED = false>
 struct GroupRows {
     static constexpr int BLOCK = NARROW_BLOCK;
@@ -112,7 +112,7 @@ struct GroupRows {
 };
 
 #if defined(INTEGER_INPUTS)
-// Likewise with inputs of 16 bits.
+// The same with 16-bit inputs.
 template <int BITS, bool IS_CODED = false>
 struct WideGroupRows {
     static constexpr int BLOCK = WIDE_BLOCK;
@@ -154,7 +154,7 @@ template <int BITS, bool IS_CODED = false>
 using WideGroupRows = GroupRows<BITS, IS_CODED>;
 #endif
 
-// Products with such weights.
+// Matmuls with such weights.
 template <class Rows, class T, class Out>
 struct QuantizedProduct {
     static constexpr int BLOCK = Rows::BLOCK;
@@ -190,14 +190,14 @@ struct QuantizedProduct {
     }
 };
 
-// Beside weights of 8 bits in groups.
+// For 8-bit weights in groups.
 #if defined(DOTS_OF_BYTES)
 typedef GroupRows<8> ByteGroupRows;
 #else
 typedef WideGroupRows<8> ByteGroupRows;
 #endif
 
-// Calls `work` with rows as a weight takes them.
+// Calls `work` with the weight's kind of rows.
 template <class Work>
 auto with_prepared(const LinearArgs& args, Work work) {
 #if defined(INTEGER_INPUTS)
@@ -209,7 +209,7 @@ auto with_prepared(const LinearArgs& args, Work work) {
     return args.input_bits == 8 ? work(ByteRows(args)) : work(Int8Rows(args));
 }
 
-// Calls `work` with the kind of a product.
+// Calls `work` with the kind of a matmul.
 template <class Work>
 void with_product(const LinearArgs& args, Work work) {
     if (!args.weight_bits) return with_plain(args, work);
@@ -224,12 +224,12 @@ long quantized_scratch(const LinearArgs& args) {
     return with_prepared(args, [&](auto rows) { return rows.bytes(args.rows); });
 }
 
-// What prepared rows take, in proportion to their number.
+// Bytes of prepared rows, proportional to their number.
 long prepared_bytes(const LinearArgs& args) { return args.weight_bits ? quantized_scratch(args) : plain_scratch(args); }
 
 long weight_scratch(const LinearArgs& args) { return cache_lines(prepared_bytes(args)); }
 
-// What `pack` or `pack_quantized` made of a weight.
+// Bytes of a weight packed by `pack` or `pack_quantized`.
 long packed_bytes(const LinearArgs& args) {
 #if defined(INTEGER_INPUTS)
     if (args.weight_bits == SUPERBLOCKS) return TileTable(args.weight).offset(num_tiles(args.out, args.gated));
@@ -239,7 +239,7 @@ long packed_bytes(const LinearArgs& args) {
     return num_tiles(args.out, args.gated) * (args.weight_bits ? form.tile_bytes(form.padded(args.in)) : plain);
 }
 
-// What a product needs in `scratch` where its rows are sorted already.
+// Scratch bytes of a matmul with sorted rows.
 long product_scratch(const LinearArgs& args) {
     long shrunk = args.adapters ? args.rows * shrunk_stride(args) : 0;
     return weight_scratch(args) + cache_lines(shrunk * static_cast<long>(sizeof(float)));
@@ -250,7 +250,7 @@ void multiply_sorted(LinearArgs args) {
     with_product(args, [&](auto kind) { each_tile<decltype(kind)>(args); });
 }
 
-// A product by itself.
+// A single matmul.
 void linear(const LinearArgs& args) {
     LinearArgs own = args;
     AdaptedRows adapted{};

@@ -1,4 +1,4 @@
-// Products of bytes where an instruction adds the products of four bytes up: VNNI on x86, dot products on Arm.
+// Matmuls of bytes with an instruction that adds the products of four bytes: VNNI on x86, dot products on Arm.
 #pragma once
 
 #define DOTS_OF_BYTES
@@ -6,11 +6,11 @@
 
 namespace {
 
-// Two integer sums for each vector of a row (four inputs of 16 bits), or one and a sum of floats.
+// Two integer sums for each vector of a row (16-bit inputs), or an integer sum and a float sum.
 constexpr int WIDE_SUMS = REGISTERS == 32 ? 12 : 6, NARROW_SUMS = REGISTERS == 32 ? 12 : 6;
 constexpr int WIDE_BLOCK = REGISTERS == 32 ? 4 : 3, NARROW_BLOCK = REGISTERS == 32 ? 6 : 3;
 
-// `PREFETCH_BYTES` of weights of 8 bits without groups: least is computed with a byte of these.
+// `PREFETCH_BYTES` of 8-bit weights without groups, which need the least work per byte.
 constexpr long BYTES_AHEAD = 2 * PREFETCH_BYTES;
 
 // Four inputs of a row, high and low bytes.
@@ -22,16 +22,16 @@ struct Quad {
 INLINE long num_sums(long) { return 2; }
 
 #if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
-// The instruction takes signed bytes only.
+// The instruction only takes signed bytes.
 constexpr std::int32_t OFFSET = 0;
 INLINE u8v as_multiplied(u8v weights) { return weights ^ static_cast<u8>(128); }
 #else
-// How much larger than their values weights of 8 bits are where they are multiplied.
+// Offset of 8-bit weights during multiplication.
 constexpr std::int32_t OFFSET = 128;
 INLINE u8v as_multiplied(u8v weights) { return weights; }
 #endif
 
-// weights: up to 127 where `as_multiplied` changes something.
+// weights: up to 127 if `as_multiplied` changes them.
 INLINE i32v dot_bytes(i32v sum, u8v weights, std::int32_t inputs) {
 #if !defined(__aarch64__)
     i32v four = inputs - i32v{};
@@ -50,16 +50,16 @@ INLINE i32v dot_bytes(i32v sum, u8v weights, std::int32_t inputs) {
 #endif
 }
 
-// Sums of products of weights of few bits with inputs of 8 bits; what they are multiplied with.
+// Sums of products of low-bit weights with 8-bit inputs, and their factors.
 typedef i32v Partial, Factor;
 
-// So many quads have sums of 32 bits.
+// Quads whose sums fit into 32 bits.
 constexpr int most_quads(int) { return 1024; }
 
 INLINE void read_in_turn() {}
 INLINE void add_at_once(Partial&) {}
 
-// weights: up to 127, or, if SIGNED, larger by OFFSET than they are.
+// weights: up to 127, or with SIGNED, offset by OFFSET.
 template <bool SIGNED>
 INLINE Partial add_quad(Partial sum, u8v weights, std::int32_t inputs) {
     return dot_bytes(sum, weights, inputs);
@@ -67,7 +67,7 @@ INLINE Partial add_quad(Partial sum, u8v weights, std::int32_t inputs) {
 
 INLINE i32v add_scaled(i32v sum, Partial partial, Factor factor) { return sum + partial * factor; }
 
-// A byte of each lane, signed or not.
+// A byte of each lane, signed or unsigned.
 template <bool SIGNED>
 INLINE Factor factor_of(u32v word, int byte) {
     return SIGNED ? bit_cast<i32v>(word << (24 - 8 * byte)) >> 24 : bit_cast<i32v>(word >> (8 * byte) & 255u);
@@ -81,7 +81,7 @@ struct InputSums {
     void set(const std::int32_t* from) { __builtin_memcpy(sums, from, sizeof sums); }
 };
 
-// The products of each lane's bytes, one for each group, with the groups' sums.
+// Multiplies each lane's bytes, one per group, by the groups' sums.
 template <bool SIGNED, int WORDS>
 INLINE i32v multiply_sums(const u32v (&words)[WORDS], const InputSums<4 * WORDS>& sums) {
     i32v total{};
@@ -89,7 +89,7 @@ INLINE i32v multiply_sums(const u32v (&words)[WORDS], const InputSums<4 * WORDS>
     return total;
 }
 
-// Row `place` of a block of `count` rows, whose quads lie side by side. Returns what its inputs were multiplied with.
+// Splits row `place` of a block of `count` rows with interleaved quads. Returns the factor of its inputs.
 template <class T>
 float split_row(const T* x, long in, long padded, Quad* quads, float* scales, std::int32_t* sums, long place, long count) {
     float most = largest_size(x, in);
@@ -178,7 +178,7 @@ INLINE void multiply_bytes(const Four* inputs, const GroupScale* scales, const u
     }
 }
 
-// Of weights in groups, with inputs of 8 bits.
+// Weights in groups, with 8-bit inputs.
 template <int BITS, bool IS_CODED, int ROWS>
 INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const u8* tile, long in, WeightForm form,
                             f32v (&sums)[ROWS][VECTORS]) {
@@ -227,7 +227,7 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
     }
 }
 
-// The same with inputs of 16 bits.
+// The same with 16-bit inputs.
 template <int BITS, bool IS_CODED, int ROWS>
 INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSum* input_sums, const u8* tile, long in,
                           WeightForm form, f32v (&sums)[ROWS][VECTORS]) {
@@ -277,7 +277,7 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
                 for (int row = 0; row < ROWS; ++row) totals[row][i] += minimum * group_sums[row].sum;
             }
         }
-        // Scales that were read before the loops would take registers from the sums.
+        // Scales loaded before the loops would take registers from the sums.
         if (LOADS_APART) asm volatile("" ::: "memory");
         for (int row = 0; row < ROWS; ++row)
             for (int i = 0; i < WIDTH; ++i) sums[row][first + i] = totals[row][i] * scales[row];

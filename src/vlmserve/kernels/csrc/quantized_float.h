@@ -1,4 +1,4 @@
-// Products of weights of few bits as floats, where no instruction multiplies small integers.
+// Matmuls with low-bit weights as floats, if no instruction multiplies small integers.
 #pragma once
 
 #include "quantized_layout.h"
@@ -64,7 +64,7 @@ INLINE void multiply_int8(const Quad* x, const float*, const std::int32_t*, cons
     }
 }
 
-// Of weights in groups.
+// Weights in groups.
 template <int BITS, bool IS_CODED, int ROWS>
 INLINE void multiply_groups(const Four* x, const GroupScale* rows, const u8* tile, long in, WeightForm form,
                             f32v (&sums)[ROWS][VECTORS]) {

@@ -21,7 +21,7 @@ namespace {
 
 typedef std::uint8_t u8;
 
-// Four bytes for each lane, and the same as 16-bit numbers.
+// Four bytes per lane, and the same as 16-bit numbers.
 typedef VectorOf<u8, 4 * LANES>::Type u8v;
 typedef VectorOf<std::uint16_t, 2 * LANES>::Type pairs16;
 
@@ -37,17 +37,16 @@ INLINE u8v nibbles(u8v bytes, int part) {
     return bytes & static_cast<u8>(15);
 }
 
-// The value of 4 bits that stands for zero in groups without minimums.
+// The 4-bit value that means zero in groups without minimums.
 constexpr int MIDDLE_OF_4_BITS = 8;
 
-// Weights in a block of a GGUF file that is no superblock, and blocks of a row that are packed after each other.
+// Weights of a GGUF block that is no superblock, and blocks of a row to pack at once.
 constexpr long BLOCK_WEIGHTS = 32, BLOCKS_AT_ONCE = 8;
 
-// What codes stand for: `kvalues_iq4nl` in llama.cpp's ggml-common.h.
+// Values of codes: `kvalues_iq4nl` in llama.cpp's ggml-common.h.
 constexpr signed char CODES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-// bits: 8 or 4. coded: whether they are codes. group: inputs that share a scale; 0: all of them, of 8 bits. minimums: whether
-// groups have them.
+// bits: 8 or 4. coded: weights are codes. group: inputs that share a scale; 0: all (8-bit). minimums: groups have minimums.
 struct WeightForm {
     int bits;
     bool coded;
@@ -67,20 +66,20 @@ struct WeightForm {
     long group_bytes() const { return parameter_bytes() + TILE * group * bits / 8; }
     long tile_bytes(long padded) const { return group ? padded / group * group_bytes() : parameter_bytes() + TILE * padded; }
 
-    // Where the byte of an input of a group is behind the group's parameters.
+    // Place of an input's byte after a group's parameters.
     long place(long i, long lane) const {
         return bits == 8 ? (i / 4 * TILE + lane) * 4 + i % 4 : (i / 8 * TILE + lane) * 4 + i % 4;
     }
     int shift(long i) const { return bits == 8 ? 0 : static_cast<int>(i / 4 % 2 * 4); }
 };
 
-// The scales of a group's outputs from a vector of a tile on, and their minimums.
+// Scales and minimums of a group's outputs, from a vector of a tile on.
 INLINE f32v group_scales(const u8* group, int vector) { return load(reinterpret_cast<const f16*>(group) + vector * LANES); }
 INLINE f32v group_minimums(const u8* group, int vector) {
     return load(reinterpret_cast<const f16*>(group) + TILE + vector * LANES);
 }
 
-// Packs inputs of one lane of a group, from its first word on. The last word may be for more inputs than there are.
+// Packs inputs of one lane of a group, from its first word on. The last word may be partial.
 template <int BITS>
 INLINE void pack_group(const u8* from, long count, u8* to) {
     constexpr long OF_WORD = 32 / BITS;
@@ -101,7 +100,7 @@ INLINE void pack_group(const u8* from, long count, u8* to) {
     }
 }
 
-// Of unsigned weights [out, in], one a byte; scales and minimums [out, groups] float32, minimums null if there are none.
+// Packs unsigned weights [out, in], one per byte. scales, minimums: float32 [out, groups]; minimums may be null.
 void pack_quantized(const u8* weight, const float* scales, const float* minimums, u8* packed, long out, long in, int bits,
                     long group, int gated, int threads) {
     const WeightForm form(bits, group, minimums);
@@ -111,7 +110,7 @@ void pack_quantized(const u8* weight, const float* scales, const float* minimums
     auto pack_tile = [&](long tile) {
         u8* to = packed + tile * bytes;
         __builtin_memset(to, 0, static_cast<std::size_t>(bytes));
-        // Lanes of a group lie side by side: one group after another stays in the first cache.
+        // Lanes of a group are interleaved, so one group at a time stays in the first-level cache.
         for (long number = 0; number < groups; ++number) {
             u8* begin = to + number * form.group_bytes();
             f16* parameters = reinterpret_cast<f16*>(begin);
@@ -139,8 +138,8 @@ void pack_quantized(const u8* weight, const float* scales, const float* minimums
     });
 }
 
-// A type of blocks of 32 weights in GGUF files: an f16 scale, an f16 minimum if MINIMUMS, and weights of a byte or of four bits.
-// FIFTHS: four bytes have one more bit of each weight. ADDED: to weights, so that they are unsigned with 128 in the middle.
+// A GGUF block of 32 weights: an f16 scale, an f16 minimum if MINIMUMS, and 8-bit or 4-bit weights. FIFTHS: four bytes have a
+// fifth bit of each weight. ADDED: makes weights unsigned, with 128 in the middle.
 template <int BITS_, bool MINIMUMS_, bool FIFTHS = false, int ADDED = 0>
 struct BlockOf {
     static constexpr int BITS = BITS_;
@@ -165,7 +164,7 @@ struct BlockOf {
     }
 };
 
-// Calls `work` with a type of blocks by its number in a GGUF file. Codes lie like Q4_0's weights.
+// Calls `work` with a block type by its GGUF number. Codes have the layout of Q4_0.
 template <class Work>
 INLINE void with_block(int kind, Work work) {
     switch (kind) {
@@ -177,8 +176,7 @@ INLINE void with_block(int kind, Work work) {
     }
 }
 
-// Packs blocks [out, in / 32] as a GGUF file has them. ups: blocks of the second half of gated outputs; null: they follow the
-// gates'.
+// Packs GGUF blocks [out, in / 32]. ups: blocks of the second half of gated outputs; null: they follow the gates.
 void pack_group_blocks(const u8* blocks, const u8* ups, u8* packed, long out, long in, int kind, int gated, int threads) {
     long tiles = num_tiles(out, gated), features = gated ? out / 2 : out, each = features_of_tile(gated);
     with_block(kind, [&](auto of) {
@@ -197,7 +195,7 @@ void pack_group_blocks(const u8* blocks, const u8* ups, u8* packed, long out, lo
             for (long tile = first; tile < last; ++tile) {
                 u8* to = packed + tile * bytes;
                 if ((tile + 1) * each > features) __builtin_memset(to, 0, static_cast<std::size_t>(bytes));
-                // Some blocks of a row at once: reading another row takes time.
+                // Some blocks of a row at once, because switching rows takes time.
                 for (long start = 0; start < count; start += BLOCKS_AT_ONCE)
                     for (long lane = 0; lane < TILE; ++lane) {
                         long feature = tile * each + lane % each;

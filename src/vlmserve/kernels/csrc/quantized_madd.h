@@ -1,8 +1,8 @@
-// Products of bytes with AVX2 or AVX-512 without VNNI, which multiply 16-bit numbers,
-// and unsigned with signed bytes if their sums are small.
+// Matmuls of bytes with AVX2 or AVX-512 without VNNI. These multiply 16-bit numbers, and unsigned by signed bytes if the sums
+// are small.
 //
-// An input of 16 bits meets weights that are made 16 bits wide: every second byte of a vector in turn, so four inputs are
-// read as the pairs (0, 2) and (1, 3). Weights of 4 bits meet inputs of 8 bits as bytes.
+// For 16-bit inputs, weights are widened to 16 bits, every second byte of a vector at a time, so four inputs are read as the
+// pairs (0, 2) and (1, 3). 4-bit weights and 8-bit inputs are multiplied as bytes.
 #pragma once
 
 #include "quantized_rounding.h"
@@ -11,18 +11,18 @@ namespace {
 
 constexpr int WIDE_SUMS = 8, NARROW_SUMS = 8, WIDE_BLOCK = 3, NARROW_BLOCK = 4;
 
-// Four inputs of a row: the pairs (0, 2) and (1, 3) of 16 bits each.
+// Four inputs of a row: the 16-bit pairs (0, 2) and (1, 3).
 struct Quad {
     std::int32_t even, odd;
 };
 
-// So many products of signed 8 bits and 16 bits have a sum of 32 bits.
+// Products of signed 8-bit and 16-bit numbers whose sum fits into 32 bits.
 constexpr long INPUTS_PER_SUM = 512;
 
-// For each row: the sums of the inputs that have one.
+// For each row: the sums of inputs, one per `INPUTS_PER_SUM`.
 INLINE long num_sums(long in) { return (in + INPUTS_PER_SUM - 1) / INPUTS_PER_SUM; }
 
-// So many vectors of products of 4 and 8 bits have sums of 16 bits.
+// Vectors of products of 4-bit and 8-bit numbers whose sums fit into 16 bits.
 constexpr long OCTETS_PER_SUM = 4;
 
 // Sums of the products of two bytes each, unsigned and signed.
@@ -34,24 +34,24 @@ INLINE i16v multiply_bytes(u8v weights, i16v inputs) {
 #endif
 }
 
-// Keeps the compiler from reading everything first, for which there are not registers enough beside the sums.
+// Keeps the compiler from loading everything first, which would exceed the registers.
 INLINE void read_in_turn() { asm volatile("" ::: "memory"); }
 
-// Keeps the compiler from adding products up later, which would have to wait in memory. With one row they wait in registers,
-// where this costs some percent in the loops that have registers left.
+// Keeps the compiler from delaying additions, whose operands would be spilled. With one row they stay in registers, and this
+// costs a few percent.
 template <class V>
 INLINE void add_at_once(V& sum) {
     asm("" : "+v"(sum));
 }
 
-// Sums of products of weights of few bits with inputs of 8 bits, two in each lane; what they are multiplied with.
+// Sums of products of low-bit weights with 8-bit inputs, two per lane, and their factors.
 typedef i16v Partial, Factor;
 typedef VectorOf<signed char, 4 * LANES>::Type s8v4;
 
-// So many quads of weights up to `most` have sums of 16 bits.
+// Quads of weights up to `most` whose sums fit into 16 bits.
 constexpr int most_quads(int most) { return 32767 / (2 * 127 * most); }
 
-// How much larger than their values signed weights are where they are multiplied.
+// Offset of signed weights during multiplication.
 constexpr std::int32_t OFFSET = 0;
 
 // Inputs with the signs of weights.
@@ -64,7 +64,7 @@ INLINE i16v signed_as(i16v inputs, u8v weights) {
 #endif
 }
 
-// SIGNED: weights are signed bytes, of which one product has a sum of 16 bits.
+// SIGNED: weights are signed bytes; the sum of one product pair fits into 16 bits.
 template <bool SIGNED>
 INLINE Partial add_quad(Partial sum, u8v weights, std::int32_t inputs) {
     if constexpr (!SIGNED) return sum + multiply_bytes(weights, in_all_lanes(inputs));
@@ -75,7 +75,7 @@ INLINE Partial add_quad(Partial sum, u8v weights, std::int32_t inputs) {
 
 INLINE i32v add_scaled(i32v sum, Partial partial, Factor factor) { return sum + multiply_pairs(partial, factor); }
 
-// A byte of each lane, signed or not, as both of a pair.
+// A byte of each lane, signed or unsigned, in both halves of a pair.
 template <bool SIGNED>
 INLINE Factor factor_of(u32v word, int byte) {
     const std::int32_t order = SIGNED ? 0x00800080 | byte << 8 | byte << 24 : static_cast<std::int32_t>(0x80008000 | byte | byte << 16);
@@ -85,7 +85,7 @@ INLINE Factor factor_of(u32v word, int byte) {
     return SIGNED ? pairs >> 8 : pairs;
 }
 
-// Sums of the inputs of COUNT groups: of each four, those of the first and third side by side, then of the others.
+// Sums of the inputs of COUNT groups. Of each four groups, the first and third are adjacent, then the others.
 template <long COUNT>
 struct InputSums {
     std::int32_t pairs[COUNT / 2];
@@ -98,7 +98,7 @@ struct InputSums {
     }
 };
 
-// The products of each lane's bytes, one for each group, with the groups' sums.
+// Multiplies each lane's bytes, one per group, by the groups' sums.
 template <bool SIGNED, int WORDS>
 INLINE i32v multiply_sums(const u32v (&words)[WORDS], const InputSums<4 * WORDS>& sums) {
     i32v total{};
@@ -148,7 +148,7 @@ INLINE void multiply_int8(const Quad* inputs, const float* scales, const std::in
         const u8* weights = tile + TILE * sizeof(float) + first * LANES * 4;
         const Quad* x = inputs;
         for (long start = 0; start < in; start += INPUTS_PER_SUM) {
-            // They may overflow, what is left without the weights' offset does not.
+            // These may overflow. The result after subtracting the offset does not.
             u32v dots[ROWS][WIDTH] = {};
             long quads = smaller(INPUTS_PER_SUM, in - start) / 4;
             for (long quad = 0; quad < quads; ++quad, weights += 4 * TILE, x += ROWS) {
@@ -184,7 +184,7 @@ INLINE void multiply_int8(const Quad* inputs, const float* scales, const std::in
     }
 }
 
-// Of weights in groups, with inputs of 8 bits.
+// Weights in groups, with 8-bit inputs.
 template <int BITS, bool IS_CODED, int ROWS>
 INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const u8* tile, long in, WeightForm form,
                             f32v (&sums)[ROWS][VECTORS]) {
@@ -242,7 +242,7 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
     }
 }
 
-// The same with inputs of 16 bits.
+// The same with 16-bit inputs.
 template <int BITS, bool IS_CODED, int ROWS>
 INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSum* input_sums, const u8* tile, long in,
                           WeightForm form, f32v (&sums)[ROWS][VECTORS]) {
@@ -267,7 +267,7 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
 #pragma GCC unroll 4
                 for (int part = 0; part < 2 * QUADS; ++part) {
                     read_in_turn();
-                    // Of inputs 0 and 2 (in 4 bits then of 4 and 6), and of 1 and 3 (5 and 7); codes: of a quad after the other.
+                    // Inputs 0 and 2 (4-bit: then 4 and 6), then 1 and 3 (5 and 7). Codes: one quad after another.
                     const int quad = IS_CODED ? part / 2 : part % QUADS, odd = IS_CODED ? part % 2 : part / QUADS;
                     i16v w[WIDTH];
 #pragma GCC unroll 8

@@ -1,4 +1,4 @@
-// How inputs become integers beside weights of few bits.
+// Rounds inputs to integers for low-bit weights.
 #pragma once
 
 #include "pairs.h"
@@ -9,7 +9,7 @@ namespace {
 // Four inputs of a row as signed bytes.
 typedef std::int32_t Four;
 
-// In each 16 bytes: those at some places, or 0 where a place has its highest bit.
+// Shuffles bytes within each 16. A place with its highest bit set gives 0.
 INLINE u8v shuffle_bytes(u8v bytes, u8v places) {
 #if defined(__AVX512BW__)
     return bit_cast<u8v>(_mm512_shuffle_epi8(bit_cast<__m512i>(bytes), bit_cast<__m512i>(places)));
@@ -20,7 +20,7 @@ INLINE u8v shuffle_bytes(u8v bytes, u8v places) {
 #endif
 }
 
-// What codes stand for, and OFFSET more, for each 16 bytes of a vector.
+// The values of codes plus OFFSET, for each 16 bytes of a vector.
 template <int OFFSET>
 struct CodeTable {
     u8 values[4 * LANES] = {};
@@ -36,16 +36,16 @@ INLINE u8v decode(u8v codes) {
     return shuffle_bytes(load_bytes(table.values), codes);
 }
 
-// Of a row's inputs in a group. sum: of them all, as they are after rounding; integer: the same in units of the scale.
+// A group of a row's inputs. sum: after rounding; integer: the same in units of the scale.
 struct GroupScale {
     float scale, sum;
     std::int32_t integer;
 };
 
-// Inputs of a group beside weights of 8 bits that are not in groups.
+// Group size of inputs for 8-bit weights without groups.
 constexpr long INPUT_GROUP = 128;
 
-// Bytes of the integers, four in a word; the words lie `stride` apart.
+// Stores integers as bytes, four per word; words are `stride` apart.
 INLINE void store_fours(Four* to, i32v value, long count, long stride) {
     s8v bytes = __builtin_convertvector(value, s8v);
     Four fours[LANES / 4];
@@ -53,13 +53,13 @@ INLINE void store_fours(Four* to, i32v value, long count, long stride) {
     for (long i = 0; i < count; ++i) to[i * stride] = fours[i];
 }
 
-// Of a row's inputs in a group after rounding, in units of the row's scale, as both kinds of numbers.
+// A group of a row's inputs after rounding, in units of the row's scale, as both types.
 struct GroupSum {
     float sum;
     std::int32_t integer;
 };
 
-// Those of a row that was split.
+// The groups of a split row.
 template <class T>
 void add_groups(const T* x, long in, long padded, long group, float factor, GroupSum* sums, long place, long count) {
     for (long start = 0; start < padded; start += group) {
@@ -71,8 +71,7 @@ void add_groups(const T* x, long in, long padded, long group, float factor, Grou
     }
 }
 
-// Inputs of a row as bytes, each group by a scale of its own. Row `place` of a block of `count` rows, whose fours lie side
-// by side.
+// Rounds a row to bytes with a scale per group: row `place` of a block of `count` rows with interleaved fours.
 template <class T>
 void round_row(const T* x, long in, long padded, long group, Four* fours, GroupScale* scales, long place, long count) {
     for (long start = 0; start < padded; start += group) {

@@ -1,4 +1,4 @@
-// Rotary positions of the patches of a vision tower, computed in float32.
+// RoPE for the patches of a vision tower, computed in float32.
 #pragma once
 
 #include "table.h"

@@ -1,8 +1,8 @@
-// Draws tokens from logits that temperature, top-k, top-p and min-p restrict, without sorting them.
+// Samples tokens with temperature, top-k, top-p and min-p, without sorting.
 //
-// Divided by the temperature and less their maximum, all scores are zero or negative, so that the bits of their sizes, read
-// as integers, order them. Where top-k and top-p cut is found digit by digit: a histogram over the highest bits says in
-// which bin the cut lies, one over the next bits of that bin's scores where in there, and a third one exactly.
+// Scores are logits minus their maximum, divided by the temperature, so they are at most 0, and the bits of their absolute
+// values order them as integers. The cutoff of top-k and top-p is found digit by digit: a histogram of the highest bits finds
+// the bin, one of the next bits finds the place within the bin, and a third one is exact.
 #pragma once
 
 #include "table.h"
@@ -12,7 +12,7 @@
 namespace {
 
 constexpr long BINS = 2048;
-// Scores take turns in them: to add to the same number again and again waits for memory.
+// Scores alternate between them, because repeated additions to one number wait for memory.
 constexpr long HISTOGRAMS = 4;
 constexpr long SUM_CHUNK = 256;
 
@@ -21,7 +21,7 @@ struct Bin {
     long count;
 };
 
-// The lowest score that is kept, by its size; what is kept above it.
+// The lowest kept score as an absolute value, and the mass above it.
 struct Cut {
     std::uint32_t size;
     double mass;
@@ -32,8 +32,8 @@ constexpr std::uint32_t ALL_SIZES = 0x7f800000;  // of infinity
 
 INLINE std::uint32_t size_bits(float score) { return bit_cast<std::uint32_t>(score) & 0x7fffffffu; }
 
-// The first score, from the highest one down, with which `enough(count, mass)` of what is kept holds, of those whose size
-// is at most `limit`. If it never does, all are kept. scores: -inf behind the last one, up to a multiple of LANES.
+// Returns the first score, descending, where `enough(count, mass)` of the kept tokens holds, among absolute values up to
+// `limit`. If it never holds, all are kept. scores: padded with -inf to a multiple of LANES.
 template <class Enough>
 Cut find_cut(const float* scores, const float* weights, long count, std::uint32_t limit, Bin* bins, Enough enough) {
     constexpr int SHIFTS[4] = {31, 20, 9, 0};
@@ -71,7 +71,7 @@ Cut find_cut(const float* scores, const float* weights, long count, std::uint32_
     return cut;
 }
 
-// A row's highest logit, and the first token that has it; NaN if any logit is.
+// A row's maximum logit, and its first token; NaN if any logit is.
 struct Highest {
     float value;
     long token;
@@ -85,7 +85,7 @@ INLINE Highest highest_of(const float* logits, long count) {
         f32v most = broadcast(-__builtin_inff());
         for (long i = start; i < smaller(count, start + SUM_CHUNK); i += LANES) {
             f32v value = load_some(logits + i, smaller(LANES, count - i));
-            // The lanes after the last one are 0 and must not be the maximum.
+            // Lanes past the end are 0 and must not be the maximum.
             for (long lane = count - i; lane < LANES; ++lane) value[lane] = -__builtin_inff();
             numbers &= value == value;
             most = maximum(most, value);
@@ -101,7 +101,7 @@ INLINE Highest highest_of(const float* logits, long count) {
     return {highest, chunk};
 }
 
-// Less the highest one, over the temperature; those behind the last one are -inf.
+// Logits minus the maximum, divided by the temperature. Padded with -inf.
 INLINE f32v scaled_logits(const float* logits, long start, long count, float highest, float temperature) {
     if (start + LANES <= count) return (load(logits + start) - highest) / temperature;
     f32v scores = broadcast(-__builtin_inff());
@@ -109,11 +109,11 @@ INLINE f32v scaled_logits(const float* logits, long start, long count, float hig
     return scores;
 }
 
-// The token at a number of [0, 1), where `kept(i)` gives the weights of LANES tokens from i on. ends: memory for the sums of
-// all chunks. padded: tokens, a multiple of SUM_CHUNK.
+// The token at a number in [0, 1). kept(i): weights of LANES tokens from i on. ends: memory for the chunks' cumulative sums.
+// padded: tokens, a multiple of SUM_CHUNK.
 template <class Kept>
 long token_at(double number, long padded, double* ends, Kept kept) {
-    // Sums of chunks first: the one in which the number lies is all that is added up token by token.
+    // Sum chunks first. Only the chunk of the number is accumulated token by token.
     double total = 0;
     for (long chunk = 0; chunk < padded; chunk += SUM_CHUNK) {
         f32v sums{};
@@ -125,7 +125,7 @@ long token_at(double number, long padded, double* ends, Kept kept) {
     long chunk = 0;
     while (chunk + SUM_CHUNK < padded && ends[chunk / SUM_CHUNK] <= target) chunk += SUM_CHUNK;
     double before = chunk ? ends[chunk / SUM_CHUNK - 1] : 0;
-    // Rounding may carry the number past the last token that is kept: then it is that one, of this chunk or one before it.
+    // Rounding may put the number after the last kept token, which is then chosen, from this chunk or an earlier one.
     long last = -1;
     for (; last < 0 && chunk >= 0; chunk -= SUM_CHUNK, target = __builtin_inf()) {
         float weights[SUM_CHUNK];
@@ -142,7 +142,7 @@ long token_at(double number, long padded, double* ends, Kept kept) {
 
 INLINE long padded_vocabulary(const SamplingArgs& args) { return (args.vocabulary + SUM_CHUNK - 1) / SUM_CHUNK * SUM_CHUNK; }
 
-// The token that is drawn, -1 if there is a NaN or no finite maximum. scores, weights: memory for the padded vocabulary.
+// The sampled token, -1 if there is a NaN or no finite maximum. scores, weights: memory for the padded vocabulary.
 long draw(const SamplingArgs& args, long row, float* scores, float* weights, double* ends, Bin* bins) {
     const float* logits = args.logits + row * args.vocabulary;
     const long count = args.vocabulary, padded = padded_vocabulary(args), top_k = args.top_ks[row];
@@ -173,7 +173,7 @@ long draw(const SamplingArgs& args, long row, float* scores, float* weights, dou
     if (cuts_count) {
         Cut cut = find_cut(scores, weights, count, limit, bins, [&](long kept, double) { return kept >= top_k; });
         limit = cut.size;
-        // Of those that tie with the last one, as many as there is room for.
+        // Ties with the last kept token, as many as fit.
         float last = exponential(broadcast(-bit_cast<float>(limit)))[0];
         total = cut.mass + static_cast<double>(top_k - cut.count) * static_cast<double>(last);
     }

@@ -1,4 +1,4 @@
-// What layers with states share: the segments of a step, and causal convolutions that begin in a slot's tail.
+// Shared code of layers with states: segments of a step, and causal convolutions that start from a slot's tail.
 #pragma once
 
 #include "table.h"
@@ -6,7 +6,7 @@
 
 namespace {
 
-// Rows `first <= row < last` of one sequence, with the slots of the state before and after them; source below 0: zeros.
+// Rows `first <= row < last` of one sequence, with the slots of the states before and after. source below 0: zeros.
 struct Segment {
     long first, last, source, target, position;
 
@@ -16,35 +16,35 @@ struct Segment {
 
 INLINE long num_rows(const StateRows& rows) { return rows.starts[rows.sequences[rows.count]]; }
 
-// The memory of a slot; null for the source of zeros.
+// The memory of a slot; null for zeros.
 template <class T>
 INLINE T* slot_of(T* slots, long slot, long size) {
     return slot < 0 ? nullptr : slots + slot * size;
 }
 
-// Some channels of a convolution's inputs. A tail has [kernel - 1][channels], the oldest first.
+// Some channels of a convolution's inputs. A tail is [kernel - 1][channels], oldest first.
 template <class T>
 struct Inputs {
     const T* rows;  // the segment's first row
     long stride;    // elements from row to row
-    const T* tail;  // what comes before it; null: zeros
+    const T* tail;  // earlier inputs; null: zeros
     long channels;  // of a tail
     long kernel;
 
-    // Row `row` of the segment, or of those before it if negative; null: zeros.
+    // Row `row` of the segment, or an earlier row if negative; null: zeros.
     const T* at(long row) const {
         if (row >= 0) return rows + row * stride;
         return tail ? tail + (kernel - 1 + row) * channels : nullptr;
     }
 };
 
-// What a convolution reads for a row, the oldest first.
+// The rows that a convolution reads, oldest first.
 template <class T>
 INLINE void find_taps(const Inputs<T>& inputs, long row, const T** taps) {
     for (long tap = 0; tap < inputs.kernel; ++tap) taps[tap] = inputs.at(row + tap - (inputs.kernel - 1));
 }
 
-// The tail after `count` rows; may be the one before them.
+// Writes the tail after `count` rows, possibly over the previous tail.
 template <class T>
 void keep_tail(const Inputs<T>& inputs, long count, T* tail, long size) {
     for (long row = 0; row < inputs.kernel - 1; ++row) {

@@ -1,4 +1,4 @@
-// Products with superblock weights. Inputs become 8-bit integers with one scale for each superblock, as in llama.cpp.
+// Matmuls with superblock weights. Inputs become 8-bit integers with one scale per superblock, as in llama.cpp.
 #pragma once
 
 #include "superblocks_layout.h"
@@ -7,7 +7,7 @@ namespace {
 
 constexpr long GROUP_SUMS = SUPERBLOCK / 16;
 
-// A row's inputs of one superblock: their scale, and the sums of each 16 and each 32 of them after rounding.
+// A row's inputs of one superblock: their scale, and the sums of each 16 and each 32 after rounding.
 struct SuperblockInputs {
     float scale;
     InputSums<GROUP_SUMS> sums_of_16;
@@ -22,7 +22,7 @@ INLINE const auto& sums_of(const SuperblockInputs& inputs) {
         return inputs.sums_of_32;
 }
 
-// Rounds row `place` of a block of `count` rows, whose fours lie side by side.
+// Rounds row `place` of a block of `count` rows with interleaved fours.
 template <class T>
 void round_superblocks(const T* x, long in, Four* fours, SuperblockInputs* inputs, long place, long count) {
     constexpr long STEP = LANES < 16 ? LANES : 16;
@@ -47,7 +47,7 @@ void round_superblocks(const T* x, long in, Four* fours, SuperblockInputs* input
     }
 }
 
-// The products of ROWS rows with some vectors of a tile's superblock, from vector `first` on, are added to `totals`.
+// Adds the matmul of ROWS rows and some vectors of a tile's superblock, from vector `first` on, to `totals`.
 template <class Kind, int ROWS, int WIDTH>
 INLINE void add_superblock(const Four* x, const SuperblockInputs* inputs, const u8* from, int first, f32v (&totals)[ROWS][WIDTH]) {
     constexpr int WORDS = Kind::GROUPS / 4, MOST_QUADS = most_quads(Kind::MOST);
@@ -106,8 +106,8 @@ INLINE void add_superblock(const Four* x, const SuperblockInputs* inputs, const 
     }
 }
 
-// Of one kind: a function by itself, for all types of inputs and outputs. A superblock of a tile is read once, for all vectors:
-// a whole tile would not stay in a first-level cache until the next vectors are multiplied.
+// A separate function per kind, for all input and output types. A tile's superblock is read once for all vectors, because a
+// whole tile would not stay in the first-level cache.
 template <class Kind, int ROWS>
 void multiply_superblocks(const Four* x, const SuperblockInputs* inputs, const u8* tile, long in, f32v (&sums)[ROWS][VECTORS]) {
     constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 2, 1), PARTS = VECTORS / WIDTH;
@@ -121,7 +121,7 @@ void multiply_superblocks(const Four* x, const SuperblockInputs* inputs, const u
             for (int i = 0; i < WIDTH; ++i) sums[row][part * WIDTH + i] = totals[part][row][i];
 }
 
-// Rows, prepared for superblock weights, in the scratch memory of a call.
+// Rows prepared for superblock weights, in a call's scratch.
 struct SuperblockRows {
     static constexpr int BLOCK = NARROW_BLOCK;
     long in;

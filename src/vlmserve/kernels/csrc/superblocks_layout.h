@@ -23,20 +23,20 @@
 namespace {
 
 constexpr long SUPERBLOCK = 256;
-// Inputs whose bits lie together.
+// Inputs whose bits are together.
 constexpr long UNIT = 32;
 constexpr long WORD_BYTES = 4 * TILE, F16_BYTES = 2 * TILE, TILE_ALIGNMENT = 64;
 
 INLINE u32v load_words(const u8* from) { return bit_cast<u32v>(load_bytes(from)); }
 
-// Fields of `BITS` bits, at `from` of each byte, moved to `to`.
+// Moves fields of `BITS` bits from bit `from` of each byte to bit `to`.
 template <int BITS>
 INLINE u32v field(u32v word, int from, int to) {
     const u8v mask = static_cast<u8>(((1 << BITS) - 1) << to) - u8v{};
     return (from > to ? word >> (from - to) : word << (to - from)) & bit_cast<u32v>(mask);
 }
 
-// What all kinds have. SIGNED: whether scales may be below 0. CODED: whether weights are codes.
+// Common properties. SIGNED: scales may be negative. CODED: weights are codes.
 template <long BLOCK_BYTES_, int LOW_, int HIGH_, long GROUP_, bool MINIMUMS_, int OFFSET_, bool SIGNED_, int SCALE_WORDS_,
           bool CODED_ = false>
 struct KindOf {
@@ -62,14 +62,14 @@ struct KindOf {
     }
 };
 
-// Bits of a superblock's values, an input a byte: `count` bytes, each with values `bits` apart that lie `stride` inputs apart.
+// Unpacks bits of a superblock's values, one input per byte: `count` bytes, with values `bits` apart for inputs `stride` apart.
 INLINE void unpack_bits(const u8* from, long count, int bits, int to, u8* values) {
     for (int part = 0; part < 8 / bits; ++part)
         for (long i = 0; i < count; ++i)
             values[part * count + i] |= static_cast<u8>((from[i] >> (part * bits) & ((1 << bits) - 1)) << to);
 }
 
-// Scales and minimums of 6 bits: 12 bytes, as Q4_K and Q5_K have them.
+// 6-bit scales and minimums in 12 bytes, as in Q4_K and Q5_K.
 struct SixBitPairs {
     template <int WORDS>
     INLINE void unpack(const u8* words, const u8*, u32v (&scales)[WORDS], u32v (&minimums)[WORDS]) {
@@ -116,7 +116,7 @@ struct Q3_K : KindOf<110, 2, 1, 16, false, 4, true, 3> {
         for (long i = 0; i < 2; ++i) unpack_bits(block + 32 + 32 * i, 32, 2, 0, to + 128 * i);
         unpack_bits(block, 32, 1, 2, to);
     }
-    // Six bits with 32 for zero: 8 bytes have the lower four, 4 bytes the upper two.
+    // 6-bit with 32 as zero: 8 bytes have the lower four bits, 4 bytes the upper two.
     template <int WORDS>
     INLINE void unpack(const u8* words, const u8*, u32v (&scales)[WORDS], u32v (&)[WORDS]) {
         u32v upper = load_words(words + 2 * WORD_BYTES);
@@ -148,7 +148,7 @@ struct IQ4_XS : KindOf<136, 4, 0, 32, false, OFFSET, true, 1, true> {
     static void values(const u8* block, u8* to) {
         for (long i = 0; i < 8; ++i) unpack_bits(block + 8 + 16 * i, 16, 4, 0, to + 32 * i);
     }
-    // Six bits with 32 for zero: four bytes have the lower four, the second number has the upper two.
+    // 6-bit with 32 as zero: four bytes have the lower four bits, the second number has the upper two.
     template <int WORDS>
     INLINE void unpack(const u8* words, const u8* second, u32v (&scales)[WORDS], u32v (&)[WORDS]) {
         u16v bits;
@@ -165,10 +165,10 @@ struct IQ4_XS : KindOf<136, 4, 0, 32, false, OFFSET, true, 1, true> {
     }
 };
 
-// Whether a type of a GGUF file consists of superblocks.
+// Whether a GGUF type consists of superblocks.
 INLINE bool is_superblock(int kind) { return (kind >= 10 && kind <= 14) || kind == 23; }
 
-// Calls `work` with a kind by its number in a GGUF file.
+// Calls `work` with a kind by its GGUF number.
 template <class Work>
 INLINE auto with_kind(int kind, Work work) {
     switch (kind) {
@@ -181,7 +181,7 @@ INLINE auto with_kind(int kind, Work work) {
     }
 }
 
-// Where the tiles of a weight lie.
+// The places of a weight's tiles.
 struct TileTable {
     const u8* packed;
 
@@ -197,7 +197,7 @@ struct TileTable {
     const u8* at(long tile) const { return packed + offset(tile); }
 };
 
-// One superblock of a lane. to: its tile's superblock.
+// Packs one superblock of a lane. to: its tile's superblock.
 template <class Kind>
 void pack_superblock(const u8* block, u8* to, long lane) {
     __builtin_memcpy(to + lane * 2, block + Kind::D, 2);
@@ -240,8 +240,8 @@ void pack_tiles_of(const u8* blocks, const u8* ups, u8* to, long out, long in, l
     });
 }
 
-// Packs blocks [out, in / 256] of one kind, as a GGUF file has them, into zeroed memory: tiles from `first_tile` on, the first
-// at `offset`, and their entries in the table. ups: blocks of the second half of gated outputs; null: they follow the gates'.
+// Packs GGUF blocks [out, in / 256] of one kind into zeroed memory: tiles from `first_tile` on, the first at `offset`, with
+// their table entries. ups: blocks of the second half of gated outputs; null: they follow the gates.
 void pack_superblocks(const u8* blocks, const u8* ups, u8* packed, long out, long in, int kind, long first_tile, long offset,
                       int gated, int threads) {
     with_kind(kind, [&](auto of) {

@@ -1,10 +1,9 @@
-// The threads behind `share_work`: compiled once, for every processor.
+// The thread pool behind `share_work`, compiled once for every processor.
 //
-// The calling thread publishes some work, and takes part in it. Threads claim indices by a compare-and-swap on a word that
-// holds the number of the work, too, so that one that comes late claims nothing; whoever has run out of indices of its own
-// range claims others'. The caller waits for claimed indices only. A thread that waits spins for some microseconds, which
-// is faster than waking up, and then sleeps, because it could be spinning on the core of the one that it waits for. Where
-// the caller waits longer than it would take alone, it computes alone for a while.
+// The calling thread publishes work and takes part. Threads claim indices by a compare-and-swap on a word that includes the
+// work's number, so latecomers claim nothing. A thread that finishes its range claims indices of others. The caller only waits
+// for claimed indices. Waiting threads spin for some microseconds, which is faster than waking up, then sleep, because they may
+// occupy the core that they wait for. If the caller waits longer than it would take alone, it computes alone for a while.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -18,20 +17,19 @@
 
 namespace {
 
-// Threads at most, the caller included.
+// Maximum threads, including the caller.
 constexpr int MOST_THREADS = 256;
 constexpr std::chrono::microseconds SPIN{30};
-// How long a thread spins for work where it last came as soon as that: between the steps of a small model lies Python's
-// part of a step.
+// Spin time if work last arrived this soon: between steps of a small model, Python takes this long.
 constexpr std::chrono::microseconds STEP_SPIN{200};
-// Over what time waits are compared with work, and for how long the caller then computes alone.
+// Period over which waits and work are compared, and for which the caller then computes alone.
 constexpr std::chrono::milliseconds WINDOW{10}, ALONE{100};
-// A word of claims: the number of the work, and how many indices of a range are claimed.
+// A word of claims: the work's number, and the claimed indices of a range.
 constexpr int INDEX_BITS = 28;
 constexpr std::uint64_t INDEX_MASK = (std::uint64_t{1} << INDEX_BITS) - 1;
-// Bytes that are asked for ahead before a thread looks whether there is something to do.
+// Bytes to prefetch between checks for work.
 constexpr long AHEAD_STEP = 512;
-// A claim takes this share of what is left of a range.
+// A claim takes this fraction of the rest of a range.
 constexpr long CLAIM_SHARE = 4;
 
 inline void relax() {
@@ -44,14 +42,14 @@ inline void relax() {
 
 typedef std::chrono::steady_clock Clock;
 
-// What the calling thread has computed until now.
+// CPU time of the calling thread.
 Clock::duration cpu_time() {
     timespec time{};
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
     return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
 }
 
-// Whether `done()` comes true within `time`.
+// Waits until `done()` is true, at most `time`. Returns whether it is.
 template <class Done>
 bool spin_until(std::chrono::microseconds time, Done done) {
     auto end = Clock::now() + time;
@@ -77,7 +75,7 @@ struct Job {
 // Compares how long a caller waits for other threads with how long it computes.
 class Patience {
 public:
-    // Whether it is better to compute alone now.
+    // Whether to compute alone now.
     bool is_lost() {
         if (alone_until_ == Clock::time_point{}) return false;
         if (Clock::now() < alone_until_) return true;
@@ -91,7 +89,7 @@ public:
         waits_ += time;
         if (!pthread_equal(caller_, pthread_self())) return begin(now);
         if (now - start_ < WINDOW) return;
-        // All threads together compute as fast as this one alone where it waits for this share of its time.
+        // At this share of waiting, all threads together are no faster than this one alone.
         if (waits_ > (cpu_time() - cpu_) * (threads - 1)) alone_until_ = now + ALONE;
         begin(now);
     }
@@ -135,7 +133,7 @@ public:
 private:
     bool is_done() const { return remaining_.load() == 0; }
 
-    // A failure to start threads leaves fewer of them: the caller can do everything alone.
+    // If threads cannot be started, there are fewer. The caller can do everything alone.
     void start_threads(int wanted) {
         for (; num_threads_ < wanted; ++num_threads_) {
             auto* start = new (std::nothrow) Start{this, num_threads_ + 1};
@@ -173,13 +171,13 @@ private:
         for (int i = 0; i < 2; ++i) spans_[i].store(job.ahead.spans[i]);
         number_.store(++number);
         if (threads_sleep_.load() && threads_sleep_.exchange(false)) {
-            { std::lock_guard<std::mutex> lock(mutex_); }  // whoever said so is asleep now
+            { std::lock_guard<std::mutex> lock(mutex_); }  // threads that announced sleep are asleep now
             published_.notify_all();
         }
         return number;
     }
 
-    // Reads the job that is published; 0 if it changes meanwhile, else its number.
+    // Reads the published job. Returns its number, or 0 if it changes meanwhile.
     std::uint64_t read(Job& job) const {
         std::uint64_t number = number_.load(std::memory_order_acquire);
         job.work = work_.load(std::memory_order_relaxed);
@@ -195,7 +193,7 @@ private:
     template <class Done>
     void sleep_until(Done is_new) {
         std::unique_lock<std::mutex> lock(mutex_);
-        // Said before each wait: the caller may wake a thread for a job that it has seen already.
+        // Set before each wait, because the caller may wake a thread for a job that it has already seen.
         for (threads_sleep_.store(true); !is_new(); threads_sleep_.store(true)) published_.wait(lock);
     }
 
@@ -218,7 +216,7 @@ private:
         }
     }
 
-    // Asks memory for what a thread reads next, until `done()`.
+    // Prefetches a thread's next data until `done()`.
     template <class Done>
     static void read_ahead(const Ahead& ahead, int thread, Done done) {
         for (const Ahead::Span& span : ahead.spans) {
@@ -228,7 +226,7 @@ private:
         }
     }
 
-    // Claims indices `first <= i < last` of a range; false if none are left, or the job is over.
+    // Claims indices `first <= i < last` of a range. Returns false if none are left, or the job is over.
     bool claim(const Job& job, std::uint64_t number, int range, long& first, long& last) {
         long start = job.range_start(range), size = job.range_start(range + 1) - start;
         std::uint64_t word = claims_[range].word.load(std::memory_order_relaxed);
@@ -246,7 +244,7 @@ private:
         }
     }
 
-    // Works until nothing is left to claim; how many indices that were.
+    // Works until nothing is left to claim. Returns the number of indices done.
     long take_part(const Job& job, std::uint64_t number, int thread) {
         long done = 0, first, last;
         for (int i = 0; i < job.ranges; ++i)
@@ -281,7 +279,7 @@ private:
         std::atomic<std::uint64_t> word{0};
     };
 
-    // What the caller writes once a job, and the others look at while they wait.
+    // The caller writes these once per job; other threads poll them.
     alignas(64) std::atomic<std::uint64_t> number_{0};
     std::atomic<Work> work_{nullptr};
     std::atomic<const void*> context_{nullptr};
@@ -293,14 +291,14 @@ private:
     Claims claims_[MOST_THREADS];
     std::mutex mutex_;
     std::condition_variable published_, done_;
-    int num_threads_ = 0;  // that were started
+    int num_threads_ = 0;  // started threads
     Patience patience_;
 };
 
-// Never destroyed: its threads run until the process ends.
+// Never destroyed, because its threads run until the process ends.
 std::atomic<Pool*> the_pool{nullptr};
 
-// A child process has no other threads than the one that forked: it begins anew.
+// A forked child only has the forking thread, so it starts over.
 void forget_pool() { the_pool.store(nullptr); }
 
 Pool& pool() {
@@ -320,7 +318,7 @@ void share_work(int threads, long count, Order order, Work work, const void* con
     threads = threads < MOST_THREADS ? threads : MOST_THREADS;
     if (threads > 1 && count > 1 && static_cast<std::uint64_t>(count) < INDEX_MASK) {
         Pool& shared = pool();
-        // Calls from several threads at a time: the first one has the pool, the others compute alone.
+        // With simultaneous calls, the first uses the pool, and the others compute alone.
         if (!shared.busy.exchange(true, std::memory_order_acquire)) {
             shared.run({work, context, count, threads, order == Order::QUEUE ? 1 : threads, ahead});
             shared.busy.store(false, std::memory_order_release);

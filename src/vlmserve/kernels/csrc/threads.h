@@ -1,17 +1,17 @@
-// Threads that share the work of a kernel, and memory that they do not share.
+// Shares a kernel's work among threads.
 #pragma once
 
 #include "vector.h"
 
-// Does the indices `first <= i < last` of what `context` describes, as `thread`: no two at a time have the same number.
+// Processes indices `first <= i < last`. thread: a number that no other running thread has.
 typedef void (*Work)(const void* context, long first, long last, int thread);
 
 enum class Order {
-    RANGES,  // each thread begins with a range of its own, so that it meets the same weights in each step
-    QUEUE,   // one index after the other, for work of unequal size
+    RANGES,  // each thread starts with its own range, so that it sees the same weights in each step
+    QUEUE,   // one index after another, for work of unequal size
 };
 
-// What threads will read next: of each span, thread t `bytes` from `begin` + t * `stride` on.
+// What threads read next: of each span, thread t reads `bytes` from `begin` + t * `stride` on.
 struct Ahead {
     struct Span {
         const char* begin = nullptr;
@@ -20,17 +20,17 @@ struct Ahead {
     Span spans[2];
 };
 
-// Does all indices `0 <= i < count` by the calling thread and up to `threads - 1` others, and returns when they are done.
-// A thread that is late, because something else computes on its core, is not waited for: the others do its share. ahead: what
-// the others ask memory for when nothing is left to do, until there is.
+// Processes indices `0 <= i < count` on the calling thread and up to `threads - 1` others. Returns when all are done. It does
+// not wait for late threads, whose core is busy: the others do their share. ahead: data to prefetch while threads wait for
+// work.
 void share_work(int threads, long count, Order order, Work work, const void* context, Ahead ahead = {});
 
 namespace {
 
-// How much a thread should have to do, in elements that it reads or writes: handing work over takes a microsecond.
+// Minimum work per thread, in elements read or written: handing work over takes a microsecond.
 constexpr long LEAST_WORK = 1 << 14;
 
-// `body(first, last, thread)` for ranges of the indices; `each`: elements that one of them reads or writes, about.
+// Calls `body(first, last, thread)` for ranges of indices. each: approximate elements read or written per index.
 template <class Body>
 INLINE void each_range(int threads, long count, long each, const Body& body, Ahead ahead = {}) {
     long useful = larger(1, smaller(count, count * each / LEAST_WORK));
@@ -40,7 +40,7 @@ INLINE void each_range(int threads, long count, long each, const Body& body, Ahe
                }, &body, ahead);
 }
 
-// `body(i, thread)` for each index, the first ones first.
+// Calls `body(i, thread)` for each index, in order.
 template <class Body>
 INLINE void each_in_turn(int threads, long count, const Body& body) {
     share_work(static_cast<int>(smaller(threads, count)), count, Order::QUEUE,

@@ -1,7 +1,7 @@
-// Vectors as wide as the machine's registers, in the compiler's own vector type: one source for every instruction set.
+// Vectors of the machine's register width, in the compiler's vector type: one source for every instruction set.
 //
-// Nothing here or in a file that includes this one may use the C++ library's templates: the linker could keep the copy
-// that was compiled for a newer processor than the one it runs on.
+// This file and its includers must not use C++ library templates: the linker could keep a copy that was compiled for a newer
+// processor.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-// Floats in a register, and how many registers there are. A vector that is wider than a register would go through the
-// stack in every operation.
+// Floats per register, and number of registers. Wider vectors would go through the stack in every operation.
 #if defined(__AVX512F__)
 constexpr int LANES = 16, REGISTERS = 32;
 #elif defined(__AVX2__)
@@ -39,12 +38,12 @@ typedef VectorOf<signed char, LANES>::Type s8v;
 
 constexpr float LOG2_E = 1.44269504f;
 
-// How a bfloat16 number is stored: the upper half of a float.
+// The storage of bfloat16: the upper half of a float.
 struct bf16 {
     std::uint16_t bits;
 };
 
-// A number of 16 bits with 5 of exponent: finer than bfloat16, and with a range of 6e-8 to 65504.
+// 16 bits with a 5-bit exponent: finer than bfloat16, with a range of 6e-8 to 65504.
 struct f16 {
     std::uint16_t bits;
 };
@@ -71,7 +70,7 @@ INLINE f32v load(const float* from) {
     return value;
 }
 
-// GCC 12 makes five instructions of a conversion that is one.
+// GCC 12 emits five instructions for this conversion instead of one.
 INLINE f32v load(const bf16* from) {
 #if defined(__AVX2__)
     if constexpr (LANES == 8)
@@ -85,7 +84,7 @@ INLINE f32v load(const bf16* from) {
 INLINE f32v load(const f16* from) {
 #if defined(__AVX512F__)
     if constexpr (LANES == 16)
-        // The masked form, of which GCC does not think that it reads what was never written.
+        // The masked form avoids GCC's warning about uninitialized values.
         return bit_cast<f32v>(_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 #endif
 #if defined(__F16C__)
@@ -102,11 +101,11 @@ INLINE f32v load(const f16* from) {
     return bit_cast<f32v>(bit_cast<u32v>(magnitude) | (wide & 0x8000u) << 16);
 }
 
-// To the nearest, halves to even; what is too large becomes the largest.
+// Rounds to nearest even. Too large values become the maximum.
 INLINE f16 to_f16(float value) {
     std::uint32_t bits = bit_cast<std::uint32_t>(value), magnitude = bits & 0x7fffffffu, result;
     if (magnitude < bit_cast<std::uint32_t>(0x1p-14f)) {
-        // Numbers at 0.5 are as far apart as the smallest ones here: the sum is rounded to them.
+        // Numbers near 0.5 have the spacing of the smallest f16, so the sum rounds to it.
         result = bit_cast<std::uint32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<std::uint32_t>(0.5f);
     } else {
         result = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
@@ -122,7 +121,7 @@ INLINE float to_float(f16 value) {
 
 INLINE void store(float* to, f32v value) { __builtin_memcpy(to, &value, sizeof value); }
 
-// To the nearest, halves to even; NaN stays NaN.
+// Rounds to nearest even. NaN stays NaN.
 INLINE u16v round_to_bf16(f32v value) {
 #if defined(__AVX512BF16__)
     return bit_cast<u16v>(_mm512_cvtneps_pbh(bit_cast<__m512>(value)));
@@ -142,7 +141,7 @@ INLINE void store(bf16* to, f32v value) {
     __builtin_memcpy(to, &bits, sizeof bits);
 }
 
-// The first `count` (1 to LANES) elements; the others are 0.
+// Loads the first `count` (1 to LANES) elements, padded with 0.
 template <class T>
 INLINE f32v load_some(const T* from, long count) {
     if (count == LANES) return load(from);
@@ -159,7 +158,7 @@ INLINE void store_some(T* to, f32v value, long count) {
     __builtin_memcpy(to, padded, static_cast<std::size_t>(count) * sizeof(T));
 }
 
-// Of all elements, in the order of a binary tree.
+// Combines all elements in a binary tree.
 template <class Element, int COUNT = LANES, class Vector, class Combine>
 INLINE Element reduce(Vector value, Combine combine) {
     if constexpr (COUNT == 2) {
@@ -179,18 +178,18 @@ INLINE float largest(f32v value) { return reduce<float>(value, [](auto a, auto b
 
 INLINE f32v choose(i32v mask, f32v one, f32v other) { return mask ? one : other; }
 
-// The numbers of lanes, from `first` on.
+// Lane numbers, starting at `first`.
 INLINE i32v lanes_from(long first) {
     i32v lanes{};
     for (int i = 0; i < LANES; ++i) lanes[i] = i;
     return lanes + static_cast<std::int32_t>(first);
 }
 
-// To the nearest, halves to even; 0 for what is no number or not below 65,536, so that no sum of them overflows.
+// Rounds to nearest even. NaN and values of at least 65,536 become 0, so that no sum overflows.
 INLINE i32v round_to_integers(f32v value) {
     value = choose(value * value < 4294967296.0f, value, f32v{});
 #if defined(__AVX512F__)
-    // The masked form, of which GCC does not think that it reads what was never written.
+    // The masked form avoids GCC's warning about uninitialized values.
     if constexpr (LANES == 16) return bit_cast<i32v>(_mm512_maskz_cvtps_epi32(0xffff, bit_cast<__m512>(value)));
 #endif
 #if defined(__AVX2__)
@@ -205,7 +204,7 @@ INLINE i32v round_to_integers(f32v value) {
 INLINE f32v minimum(f32v a, f32v b) { return choose(a < b, a, b); }
 INLINE f32v maximum(f32v a, f32v b) { return choose(a > b, a, b); }
 
-// Whether an instruction rounds to integers, and one multiplies by powers of two.
+// Whether instructions round to integers and multiply by powers of two.
 #if defined(__AVX512F__)
 constexpr bool SCALES = true;
 
@@ -213,7 +212,7 @@ INLINE f32v nearest_integer(f32v x) {
     return bit_cast<f32v>(_mm512_maskz_roundscale_ps(0xffff, bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-// p * 2^n, where x is not below `least`: 0 there.
+// p * 2^n, or 0 where x is below `least`.
 INLINE f32v scale_from(f32v x, float least, f32v p, f32v n) {
     __mmask16 counts = _mm512_cmp_ps_mask(bit_cast<__m512>(x), bit_cast<__m512>(broadcast(least)), _CMP_NLT_UQ);
     return bit_cast<f32v>(_mm512_maskz_scalef_ps(counts, bit_cast<__m512>(p), bit_cast<__m512>(n)));
@@ -224,11 +223,11 @@ INLINE f32v nearest_integer(f32v x) { return x; }
 INLINE f32v scale_from(f32v, float, f32v p, f32v) { return p; }
 #endif
 
-// e^x to about one unit in the last place: 2^n times a polynomial of the rest (Cody and Waite's reduction). 0 below
-// -87.3, where results would be denormal; infinity above 88.7; NaN stays NaN.
+// e^x to about one unit in the last place: 2^n times a polynomial of the rest (Cody and Waite's reduction). 0 below -87.3,
+// where results would be denormal; infinity above 88.7; NaN stays NaN.
 INLINE f32v exponential(f32v x) {
     constexpr float LEAST = -87.33654f, MOST = 88.72283f;
-    // Where there are such instructions, they make infinity by themselves of a little more.
+    // These instructions return infinity slightly above MOST.
     f32v clamped = minimum(maximum(x, broadcast(LEAST)), broadcast(SCALES ? MOST + 1.0f : MOST));
     f32v exact = clamped * LOG2_E, n = SCALES ? nearest_integer(exact) : (exact + 12582912.0f) - 12582912.0f;
     f32v r = clamped - n * 0.693359375f;
@@ -241,7 +240,7 @@ INLINE f32v exponential(f32v x) {
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
     if constexpr (SCALES) return choose(x == x, scale_from(x, LEAST, p, n), x);
-    // In two steps: 2^128 is not a float, though e^88.7 is.
+    // In two steps, because 2^128 is not a float, though e^88.7 is.
     i32v exponent = __builtin_convertvector(n, i32v);
     i32v half = exponent >> 1;
     p = p * bit_cast<f32v>((half + 127) << 23) * bit_cast<f32v>((exponent - half + 127) << 23);
@@ -250,7 +249,7 @@ INLINE f32v exponential(f32v x) {
     return choose(x == x, p, x);
 }
 
-// 2^x for x <= 0, to about one unit in the last place, or to 3e-6 of itself if COARSE; 0 below -126; NaN stays NaN.
+// 2^x for x <= 0, to about one unit in the last place, or with COARSE to a relative error of 3e-6. 0 below -126; NaN stays NaN.
 template <bool COARSE = false>
 INLINE f32v power_of_two(f32v x) {
     constexpr float LEAST = -126.0f;
@@ -269,22 +268,22 @@ INLINE f32v power_of_two(f32v x) {
         p = p * r + 1.0f;
     }
     if constexpr (SCALES) return scale_from(x, LEAST, p, n);
-    // Unsigned: where x is below LEAST, this overflows and is not used.
+    // Unsigned, because this overflows where x is below LEAST, and is not used there.
     p = bit_cast<f32v>(bit_cast<u32v>(p) + (bit_cast<u32v>(shifted) << 23));
     return choose(x < LEAST, f32v{}, p);
 }
 
 INLINE float power_of_two(float x) { return power_of_two<>(broadcast(x))[0]; }
 
-// By e^-|x|, which neither overflows nor loses what is below 1.
+// Computed from e^-|x|, which neither overflows nor loses precision.
 INLINE f32v sigmoid(f32v x) {
     f32v power = power_of_two<>(choose(x < 0.0f, x, -x) * LOG2_E);
     return choose(x < 0.0f, power, broadcast(1.0f)) / (1.0f + power);
 }
 
-// By the sigmoid, of which it is the stretched form.
+// Computed from the sigmoid.
 INLINE f32v hyperbolic_tangent(f32v x) {
-    // For small x the difference would cancel; the series is exact enough there.
+    // For small x the difference would cancel, but the series is exact enough.
     f32v square = x * x;
     f32v series = x * (1.0f + square * (-1.0f / 3 + square * (2.0f / 15 - square * (17.0f / 315))));
     f32v result = 2.0f * sigmoid(2.0f * x) - 1.0f;
