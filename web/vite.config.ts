@@ -42,6 +42,24 @@ function newFontsOnly(): Plugin {
   };
 }
 
+/** Writes each licence once, below the names of all packages that have it. */
+function licencesOnce(): Plugin {
+  return {
+    name: "licences-once",
+    closeBundle() {
+      const file = join(built, "licences.md");
+      const [head, ...sections] = readFileSync(file, "utf-8").split(/^(?=## )/m);
+      const names = new Map<string, string[]>();
+      for (const section of sections) {
+        const [name = "", ...text] = section.split("\n");
+        const licence = text.join("\n").trim();
+        names.set(licence, [...(names.get(licence) ?? []), name]);
+      }
+      writeFileSync(file, `${head}${[...names].map(([licence, own]) => `${own.join("\n\n")}\n\n${licence}\n`).join("\n")}`);
+    },
+  };
+}
+
 /** Writes which sources the built files belong to. */
 function digest(): Plugin {
   return {
@@ -56,7 +74,7 @@ function digest(): Plugin {
 
 export default defineConfig({
   base: "./",
-  plugins: [react(), newFontsOnly(), reference(), digest()],
+  plugins: [react(), newFontsOnly(), reference(), licencesOnce(), digest()],
   build: {
     outDir: built,
     emptyOutDir: true,

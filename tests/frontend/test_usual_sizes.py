@@ -129,3 +129,12 @@ def test_the_log_says_how_large_images_are(folder: Path, cost: float, text: str,
     with caplog.at_level(logging.INFO):
         fitted(folder, ImageCost(cost, 0.0), image_seconds=1.0)
     assert f"Images: {text}" in caplog.messages
+
+
+def test_useful_pixels_are_what_a_square_shows(folder: Path):
+    slow, whole = fitted(folder, ImageCost(0.001, 0.0), image_seconds=1.0), fitted(folder, None)
+    large = data_url(encoded(noise(300, 300)))
+    for preparer in (slow, whole):
+        assert areas(preparer, large) == [preparer.media.useful_pixels()]
+    assert slow.media.useful_pixels() < whole.media.useful_pixels()
+    assert fitted(folder, None, exact_pixels=True).media.useful_pixels() is None

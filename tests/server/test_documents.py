@@ -209,3 +209,20 @@ async def test_slow_document_delays_no_image_and_is_cancelled(folder):
             assert rendering()
             waiting.cancel()
         await asyncio.to_thread(wait_until, lambda: not rendering())
+
+
+def previewed(server: LiveServer, data: bytes, **fields: str) -> httpx.Response:
+    files = {"file": ("a.pdf", data, "application/pdf")}
+    return httpx.post(f"{server.url}/v1/documents/previews", files=files, data=fields, timeout=60)
+
+
+def test_previews_are_images_of_pages(server):
+    body = previewed(server, PDF, pages="2").json()
+    assert body["num_pages"] == 2
+    [shown] = body["data"]
+    image = Image.open(io.BytesIO(base64.b64decode(shown["image"].removeprefix("data:image/jpeg;base64,"))))
+    assert (shown["page"], image.size) == (2, (shown["width"], shown["height"]))
+    assert [one["page"] for one in previewed(server, PDF).json()["data"]] == [1, 2]
+    for data, pages, message in ((PDF, "3", "there is no page 3"), (b"text", "1", "document"), (PDF, "a", "pages")):
+        failed = previewed(server, data, pages=pages)
+        assert (failed.status_code, message in failed.json()["error"]["message"]) == (400, True)

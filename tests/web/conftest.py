@@ -35,7 +35,7 @@ def browser() -> Iterator[Any]:
 def pixie() -> Iterator[LiveServer]:
     """The built-in model, which takes images."""
     engine = {"engine": "real", "device": "cpu", "kv_cache_memory": "8MiB", "num_threads": 1}
-    server = {"storage_url": "memory", "max_body_bytes": 300_000}
+    server = {"storage_url": "memory", "max_body_bytes": 2_000_000}
     with LiveServer(resolve_model("pixie"), engine=engine, server=server) as running:
         yield running
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 
 from tests.server.live import QUESTION
 from tests.waiting import wait_until
@@ -16,6 +19,8 @@ from tests.waiting import wait_until
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test installs it")
 
 from playwright.sync_api import Locator, Page, expect
+
+SHAPES = Path(__file__).parents[2] / "examples/shapes.png"
 
 
 def requests(count: int, **body: Any) -> bytes:
@@ -37,7 +42,12 @@ def start(page: Page, name: str, content: bytes) -> Locator:
     page.get_by_label("File of requests").set_input_files(
         {"name": name, "mimeType": "application/jsonl", "buffer": content}
     )
-    return page.locator(".panel").filter(has_text=name)
+    return jobs(page).filter(has_text=name)
+
+
+def jobs(page: Page) -> Locator:
+    """The places of all batches in the list."""
+    return page.get_by_role("list", name="Batches").locator("> .panel")
 
 
 def test_batch_is_started_and_results_are_saved(pixie, visit, tmp_path: Path):
@@ -56,6 +66,49 @@ def test_batch_is_started_and_results_are_saved(pixie, visit, tmp_path: Path):
         assert [json.loads(row)["custom_id"] for row in (tmp_path / kind).read_text().splitlines()] == ids
     listed = httpx.get(f"{pixie.url}/v1/batches", timeout=60).json()["data"]
     assert {"name": "shop.jsonl"} in [batch["metadata"] for batch in listed]
+
+
+def test_folder_is_asked_about_and_answers_are_read(pixie, visit, tmp_path: Path):
+    folder = tmp_path / "shelf"
+    (folder / "new").mkdir(parents=True)
+    shutil.copy(SHAPES, folder / "new/shapes.png")
+    shutil.copy(SHAPES.with_suffix(".pdf"), folder / "b.pdf")
+    Image.new("RGB", (3000, 2000), "red").save(folder / "a.jpg")
+    (folder / "broken.png").write_bytes(b"nothing of that kind")
+    (folder / "notes.txt").write_text("no image")
+    page = visit(pixie, "/#/batches", complains="400")
+    page.get_by_label("Choose a folder to ask about").set_input_files(folder)
+    expect(page.get_by_text("3 images and 1 document, ")).to_be_visible()
+    page.get_by_label("Question").fill("What colour is the circle?")
+    page.get_by_role("button", name="Ask about 4 files").click()
+    expect(page.get_by_role("alert")).to_contain_text("broken.png was left out: ")
+    job = jobs(page).filter(has_text="shelf.jsonl")
+    expect(job).to_contain_text("Completed 3 of 3 requests")
+    job.get_by_role("button", name="Read answers").click()
+    results = page.get_by_role("list", name="Answers").locator("> li")
+    expect(results.locator("h3")).to_have_text(["a.jpg", "b.pdf", "new/shapes.png"])
+    expect(results.last).to_contain_text("red")
+    expect(results.last.get_by_role("img")).to_have_js_property("naturalWidth", 288)
+    width = results.first.get_by_role("img").evaluate("image => image.decode().then(() => image.naturalWidth)")
+    assert 100 < width < 3000
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save as CSV").click()
+    rows = list(csv.DictReader(Path(saved.value.path()).read_text().splitlines()))
+    assert [row["id"] for row in rows] == ["a.jpg", "b.pdf", "new/shapes.png"]
+    assert rows[-1]["answer"] == results.last.locator(".markdown").inner_text() == "red"
+
+
+def test_sample_file_is_a_valid_batch(pixie, visit, tmp_path: Path):
+    page = visit(pixie, "/#/batches")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save a sample file").click()
+    saved.value.save_as(tmp_path / "sample.jsonl")
+    page.get_by_label("File of requests").set_input_files(tmp_path / "sample.jsonl")
+    job = jobs(page).filter(has_text="sample.jsonl")
+    expect(job).to_contain_text(re.compile("Completed 2 of 2 requests, 1 failed"))  # its image is on another host
+    job.get_by_role("button", name="Read answers").click()
+    results = page.get_by_role("list", name="Answers").locator("> li")
+    expect(results.filter(has_text="image").locator(".problem")).to_contain_text("example.com")
 
 
 def test_without_batches_it_says_so(pixie, visit):
@@ -107,8 +160,7 @@ def test_more_than_twenty_are_shown_on_request(slow, visit):
             batch = client.post("/batches", json=asked).json()["id"]
             wait_until(lambda batch=batch: client.get(f"/batches/{batch}").json()["status"] == "completed")
     page = visit(slow, "/#/batches")
-    jobs = page.locator(".panel")
-    expect(jobs).to_have_count(20)
-    expect(jobs.first).to_contain_text("many 21")
+    expect(jobs(page)).to_have_count(20)
+    expect(jobs(page).first).to_contain_text("many 21")
     page.get_by_role("button", name="Show older ones").click()
-    expect(page.locator(".panel").filter(has_text="many 0")).to_have_count(1)
+    expect(jobs(page).filter(has_text="many 0")).to_have_count(1)

@@ -185,6 +185,48 @@ def test_conversations_can_be_renamed_and_deleted(pixie, visit):
     assert answer_of(page, 0) == "red"
 
 
+def test_conversations_are_searched_exported_and_imported(pixie, visit, tmp_path: Path):
+    page = visit(pixie)
+    for number, question in enumerate(["What colour is the circle?", "How many shapes are there?"]):
+        if number:
+            page.get_by_role("link", name="New conversation").click()
+            expect(page.get_by_role("heading", name="Ask about an image")).to_be_visible()
+            keep_on_server(page)
+        ask(page, question, SHAPES)
+        answer_of(page, 0)
+    listed = page.locator(".sidebar li a")
+    expect(page.get_by_role("region", name="Today").locator("li")).to_have_count(2)
+    page.get_by_label("Search conversations").fill("RED circle")
+    expect(listed).to_have_text(["What colour is the circle?"])
+    page.get_by_label("Search conversations").fill("nowhere")
+    expect(page.get_by_text("No conversation has these words.")).to_be_visible()
+    page.get_by_role("button", name="Export and import").click()
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Export all (2)").click()
+    saved.value.save_as(tmp_path / "all.json")
+    page.get_by_label("File of conversations").set_input_files(tmp_path / "all.json")
+    expect(page.get_by_role("dialog")).to_contain_text("0 conversations added, 2 here already.")
+    # The one that the server keeps comes back into the browser.
+    page.get_by_role("button", name="Close").click()
+    page.get_by_label("Search conversations").fill("")
+    page.get_by_role("button", name="Delete How many").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(listed).to_have_count(1)
+    page.get_by_role("button", name="Export and import").click()
+    page.get_by_label("File of conversations").set_input_files(SHAPES)
+    expect(page.get_by_role("alert")).to_contain_text("shapes.png cannot be imported")
+    page.get_by_label("File of conversations").set_input_files(tmp_path / "all.json")
+    expect(page.get_by_role("dialog")).to_contain_text("1 conversation added, 1 here already.")
+    page.get_by_role("button", name="Close").click()
+    page.reload()
+    expect(listed).to_have_text(["How many shapes are there?", "What colour is the circle?"])
+    listed.first.click()
+    assert answer_of(page, 0) == "3"
+    expect(page.locator(".turn.question img")).to_have_js_property("naturalWidth", 288)
+    ask(page, "What colour is the triangle?")
+    assert answer_of(page, 1) == "yellow"
+
+
 def test_long_conversation_opens_at_its_end(pixie, visit):
     page = visit(pixie, viewport={"width": 800, "height": 500})
     answering(page, events("a ", "short ", "answer"))
@@ -259,7 +301,7 @@ def test_document_is_asked_about_by_pages(pixie, visit):
     page.get_by_label("Pages of shapes.pdf").fill("2")
     ask(page, "What shape is there?")
     assert answer_of(page, 0) == "triangle"
-    expect(page.get_by_role("button", name="Open shapes.pdf")).to_contain_text("Pages 2")
+    expect(page.get_by_role("button", name="Open shapes.pdf")).to_contain_text("Pages 2 of 2")
     page.reload()
     page.get_by_role("button", name="Edit the question").click()
     page.get_by_label("Pages of shapes.pdf").fill("1")
@@ -267,6 +309,9 @@ def test_document_is_asked_about_by_pages(pixie, visit):
     page.get_by_role("button", name="Ask again").click()
     expect(answers(page).locator(".markdown")).to_have_text(["red"])
     page.get_by_role("button", name="Open shapes.pdf").click()
+    pages = page.get_by_role("list", name="Pages").locator("img")
+    expect(pages).to_have_count(2)
+    assert pages.last.evaluate("image => image.decode().then(() => image.naturalWidth)") > 100
     with page.expect_download() as saved:
         page.get_by_role("link", name="Save shapes.pdf").click()
     assert Path(saved.value.path()).read_bytes() == DOCUMENT.read_bytes()
@@ -298,6 +343,7 @@ def test_video_plays_on_the_page_and_is_sent(pixie, visit):
     assert base64.b64decode(shown["video_url"]["url"].removeprefix("data:video/webm;base64,")) == video
     assert answer_of(page, 0) == "a red square moves"
     page.get_by_role("button", name="Open moves.webm").click()
+    expect(page.locator(".play")).to_be_attached()
     expect(page.get_by_role("dialog").locator("video")).to_have_js_property("videoWidth", 64)
 
 
@@ -375,17 +421,29 @@ def test_stopped_answer_is_kept_on_the_server(slow, visit):
     assert (question, answer.strip()) == ("Tell me a story", text)
 
 
-def test_oversized_image_is_rejected_kindly(pixie, visit):
-    noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), np.uint8)
+def test_large_files_shrink_or_are_rejected_kindly(pixie, visit):
+    noise = np.random.default_rng(0).integers(0, 256, (900, 1200, 3), np.uint8)
+    noise[300:600, 300:600] = (255, 0, 0)
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "PNG")
+    assert len(file.getvalue()) > 2_000_000
     page = visit(pixie)
-    add(page, {"name": "noise.png", "mimeType": "image/png", "buffer": file.getvalue()}, SHAPES)
-    ask(page, "What colour is the circle?")
-    expect(page.get_by_role("alert")).to_have_text(re.compile(r"The files have 0\.5 MB; this server takes 0\.2 MB"))
-    page.get_by_role("button", name="Remove noise.png").click()
-    page.get_by_role("button", name="Ask", exact=True).click()
-    assert answer_of(page, 0) == "red"
+    video = {"name": "long.webm", "mimeType": "video/webm", "buffer": bytes(3_000_000)}
+    add(page, {"name": "noise.png", "mimeType": "image/png", "buffer": file.getvalue()}, video)
+    ask(page, "What is in the image?")
+    expect(page.get_by_role("alert")).to_have_text(re.compile(r"The files have \d\.\d MB; this server takes 1\.5 MB"))
+    page.get_by_role("button", name="Remove long.webm").click()
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("button", name="Ask", exact=True).click()
+    [shown, _] = sent.value.post_data_json["messages"][0]["content"]
+    image = Image.open(io.BytesIO(base64.b64decode(shown["image_url"]["url"].split(",")[1])))
+    assert image.width / image.height == pytest.approx(4 / 3, abs=0.01)
+    [card] = httpx.get(f"{pixie.url}/v1/models", timeout=60).json()["data"]
+    assert image.width * image.height == pytest.approx(2 * card["useful_image_pixels"], rel=0.02)
+    assert image.convert("RGB").getpixel((image.width * 3 // 8, image.height // 2)) == pytest.approx(
+        (255, 0, 0), abs=20
+    )
+    answer_of(page, 0)
 
 
 def test_non_image_file_is_reported(pixie, visit):

@@ -79,7 +79,7 @@ export function App() {
       ) : (
         <Boundary key={route.view}>
           <Suspense fallback={<main id="main" className="view" aria-busy="true" />}>
-            {route.view === "live" ? <Live /> : <Batches />}
+            {route.view === "live" ? <Live /> : <Batches model={server.models[0]} />}
           </Suspense>
         </Boundary>
       )}

@@ -10,6 +10,11 @@ export function count(value: number): string {
   return Math.round(value).toLocaleString("en-US");
 }
 
+/** Such as "1 file" and "3 files". */
+export function plural(value: number, noun: string): string {
+  return `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+}
+
 export function seconds(value: number | null | undefined): string {
   if (value === null || value === undefined) return "–";
   if (value < 0.0995) return `${(value * 1000).toPrecision(2)} ms`;

@@ -2,6 +2,8 @@ import { describe as suite, expect, test } from "vitest";
 import { ApiError } from "./api/client";
 import { explain } from "./api/problems";
 import type { Batch } from "./api/batches";
+import { requestsAbout, sampleRequests } from "./batches/questions";
+import { asCsv, resultsOf } from "./batches/results";
 import { inWords as progressInWords, isUnfinished, secondsLeft } from "./batches/progress";
 import { describe, outline, placeOf, SHAPES, SIDE } from "./chat/drawing";
 import { formulaOf, withFormulas } from "./chat/formulas";
@@ -11,7 +13,10 @@ import { bytes, describeCost, duration, percent, rate, seconds } from "./format"
 import { inWords } from "./live/block-map";
 import { sampleOf, SPAN, withSample, withSamples, type Engine, type Figures, type Sample } from "./live/figures";
 import { hrefOf, parseRoute } from "./route";
-import { kindOf, seen, type Ending, type Turn } from "./state/types";
+import { conversationsIn } from "./state/exchange";
+import { matches, shelves } from "./state/shelf";
+import { shrunkSize } from "./state/shrink";
+import { kindOf, seen, type Conversation, type Ending, type Turn } from "./state/types";
 
 suite("numbers", () => {
   test("are as short as they are read", () => {
@@ -38,6 +43,7 @@ suite("batches", () => {
     model: "pixie",
     status: "in_progress",
     errors: null,
+    input_file_id: "file-1",
     output_file_id: null,
     error_file_id: null,
     created_at: 900,
@@ -256,5 +262,92 @@ suite("formulas", () => {
     expect(found("| $|x|$ | $\\|y\\|$ |")).toEqual(["\\vert x\\vert", "\\Vert y\\Vert"]);
     expect(found("so $|x|$")).toEqual(["|x|"]);
     expect(formulaOf("x")).toBeUndefined();
+  });
+});
+
+suite("a batch about files", () => {
+  const file = { id: "1", name: "a.png", kind: "image", fileId: "file-1" } as const;
+
+  test("asks about each and names each once", () => {
+    const lines = requestsAbout([file, { ...file, fileId: "file-2" }], "Why?", "pixie", { maxTokens: 5 }).trim().split("\n");
+    const [first, second] = lines.map((line) => JSON.parse(line));
+    expect([first.custom_id, second.custom_id]).toEqual(["a.png", "a.png (2)"]);
+    expect(first.body).toMatchObject({ model: "pixie", store: false, max_output_tokens: 5 });
+    expect(second.body.input[0].content).toEqual([
+      { type: "input_image", file_id: "file-2" },
+      { type: "input_text", text: "Why?" },
+    ]);
+  });
+
+  test("is read in the order of its requests", () => {
+    const answered = (id: string, body: object) => JSON.stringify({ custom_id: id, response: { status_code: 200, body } });
+    const output = [
+      answered("b", { choices: [{ message: { content: 'a "b", c' } }] }),
+      answered("a.png", { output: [{ type: "reasoning", content: [{ text: "hm" }] }, { type: "message", content: [{ text: "red" }] }] }),
+    ];
+    const errors = JSON.stringify({ custom_id: "c", response: { status_code: 400, body: { error: { message: "no" } } } });
+    const input = `${requestsAbout([file], "Why?", "pixie", {})}{"custom_id": "b", "body": {}}\nwrong`;
+    const results = resultsOf({ input, output: output.join("\n"), errors });
+    expect(results.map(({ id, answer, error }) => [id, answer, error])).toEqual([
+      ["a.png", "red", undefined],
+      ["b", 'a "b", c', undefined],
+      ["c", undefined, "no"],
+    ]);
+    expect(results.map((one) => one.file?.fileId)).toEqual(["file-1", undefined, undefined]);
+    expect(asCsv(results)).toBe('id,answer,error\r\na.png,red,\r\nb,"a ""b"", c",\r\nc,,no\r\n');
+  });
+
+  test("may start from a sample", () => {
+    const rows = sampleRequests("pixie").trim().split("\n").map((line) => JSON.parse(line));
+    expect(rows.map((row) => row.body.model)).toEqual(["pixie", "pixie"]);
+  });
+});
+
+test("images shrink to an area", () => {
+  expect([shrunkSize(4000, 3000, 480_000), shrunkSize(30, 20, 1000), shrunkSize(1, 90_000, 100)]).toEqual([[800, 600], [30, 20], [1, 3000]]);
+});
+
+suite("conversations", () => {
+  const now = new Date(2026, 4, 20, 9);
+  const one = (title: string, updated: Date, text = ""): Conversation => ({
+    id: title,
+    title,
+    place: "browser",
+    updated: updated.getTime(),
+    turns: [{ id: "1", role: "user", text, attachments: [] }],
+  });
+
+  test("are grouped by date", () => {
+    const days = [new Date(2026, 4, 20, 0), new Date(2026, 4, 19, 23), new Date(2026, 4, 19, 0), new Date(2026, 4, 14), new Date(2026, 3, 2)];
+    const listed = shelves(days.map((day, index) => one(String(index), day)), now);
+    expect(listed.map(({ label, conversations }) => [label, conversations.length])).toEqual([
+      ["Today", 1],
+      ["Yesterday", 2],
+      ["Last 7 days", 1],
+      ["April 2026", 1],
+    ]);
+  });
+
+  test("are found by all words of titles and turns", () => {
+    const invoice = one("Invoice", now, "What is the TOTAL?");
+    expect(["total invoice", "voice", "total tax"].map((search) => matches(invoice, search))).toEqual([true, true, false]);
+  });
+
+  test("of a file are checked", () => {
+    const wrap = (conversations: unknown, version = 1) => JSON.stringify({ format: "vlmserve-conversations", version, conversations });
+    const image = { name: "a.png", kind: "image", data: "data:image/png;base64,QUJD" };
+    const turns = [{ role: "user", text: "Why?", attachments: [image] }, { role: "assistant", text: "So", attachments: [], cost: {} }];
+    const [read] = conversationsIn(wrap([{ id: "a1", title: "A", updated: 5, place: "server", turns }]));
+    expect([read!.place, read!.turns[0]!.attachments[0]!.blob!.size]).toEqual(["browser", 3]);
+    expect([read!.turns[1]!.ending, read!.turns[1]!.cost]).toEqual(["stopped", undefined]);
+    for (const [text, problem] of [
+      ["[]", /not a file of conversations/],
+      ["{", /not a file of conversations/],
+      [wrap([], 2), /version 2/],
+      [wrap([{ id: "../x", title: "A", updated: 5, turns }]), /Conversation 1 .* no id/],
+      [wrap([{ id: "a", title: "A", updated: 5, turns: [{ role: "user", text: "", attachments: [{ ...image, data: "x" }] }] }]), /no data URL/],
+    ] as const) {
+      expect(() => conversationsIn(text)).toThrow(problem);
+    }
   });
 });

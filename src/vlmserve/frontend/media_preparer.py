@@ -32,6 +32,8 @@ KnownMedia: TypeAlias = dict[tuple[Any, ...], tuple[Medium, ImageInput]]
 
 _SMALL_IMAGE = (64, 64)
 _NO_TOWER = ": it is a GGUF file without a vision tower; if that has a file of its own, give it with --mmproj"
+_LARGE_SIDE = 16_384
+"""Pixels of the side of an image that is larger than any model sees."""
 _LARGE_ENCODER_CACHE = 64 * 1024**2
 """Bytes; an encoder cache of this size holds a small image of every model."""
 
@@ -70,6 +72,14 @@ class MediaPreparer:
                 f"{_SMALL_IMAGE[1]} pixels takes {needed:,} bytes, so that every request with an image would be "
                 "refused; raise it"
             )
+
+    def useful_pixels(self) -> int | None:
+        """Area above which a larger image shows the model nothing more, without a budget; None: unknown."""
+        if self._processor is None:
+            return None
+        usual = NO_BUDGET if self.usual is None else self.usual.for_images(NO_BUDGET)
+        ratio = self._processor.within(usual).reduction((_LARGE_SIDE, _LARGE_SIDE))
+        return round((_LARGE_SIDE / ratio) ** 2) if ratio > 1 else None
 
     def label(self, index: int) -> Sequence[int]:
         """See `ImageProcessor.label`."""

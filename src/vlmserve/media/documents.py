@@ -119,7 +119,7 @@ class DocumentReader:
         """
         ranges = None if chosen is None else parse_pages(chosen)
         _, data, digest, count = self._counted(source)
-        numbers = _numbers(ranges, count, most)
+        numbers = page_numbers(ranges, count, most)
         if count == 1 and not is_pdf(data):
             return [data for _ in numbers]
         return [Page(self, data, digest, number) for number in numbers]
@@ -173,18 +173,22 @@ class DocumentReader:
         if self._opened is not None and self._opened[0] == digest:
             return self._opened[1]
         self.close()
-        document: _Open
-        if is_pdf(data):
-            document = PDFProcess(data, self._limits)
-        elif container_of(data) is not None:
-            raise InvalidDocumentError("the file is a video, not a document; send it as a video_url")
-        else:
-            try:
-                document = PagedImage(data, self._limits)
-            except InvalidImageError as error:
-                raise InvalidDocumentError(f"{error}; documents are PDF files, TIFF files and other images") from error
+        document = open_document(data, self._limits)
         self._opened = digest, document
         return document
+
+
+def open_document(data: bytes, limits: MediaConfig) -> PDFProcess | PagedImage:
+    """Open a document; the caller closes it. Raises InvalidDocumentError for other files, and what `PDFProcess` and
+    `PagedImage` raise."""
+    if is_pdf(data):
+        return PDFProcess(data, limits)
+    if container_of(data) is not None:
+        raise InvalidDocumentError("the file is a video, not a document; send it as a video_url")
+    try:
+        return PagedImage(data, limits)
+    except InvalidImageError as error:
+        raise InvalidDocumentError(f"{error}; documents are PDF files, TIFF files and other images") from error
 
 
 def count_pages(source: DocumentSource, limits: MediaConfig) -> int:
@@ -209,8 +213,11 @@ def parse_pages(text: str) -> list[tuple[int, int | None]]:
     return ranges
 
 
-def _numbers(ranges: list[tuple[int, int | None]] | None, count: int, most: int) -> list[int]:
-    """Numbers of the chosen pages, from 0, in a document of `count` pages."""
+def page_numbers(ranges: list[tuple[int, int | None]] | None, count: int, most: int) -> list[int]:
+    """Numbers of the chosen pages, from 0, in a document of `count` pages.
+
+    Raises InvalidDocumentError for missing pages, DocumentTooLargeError for more than `most`.
+    """
     numbers: list[int] = []
     for first, last in [(1, None)] if ranges is None else ranges:
         if max(first, last or first) > count:

@@ -38,6 +38,7 @@ from vlmserve.server.routes.chat import chat_completions
 from vlmserve.server.routes.classes import classify
 from vlmserve.server.routes.completions import completions
 from vlmserve.server.routes.decisions import decisions
+from vlmserve.server.routes.documents import preview_document
 from vlmserve.server.routes.embeddings import embeddings, pooling
 from vlmserve.server.routes.history import HISTORY_OPERATIONS
 from vlmserve.server.routes.messages import count_tokens, messages
@@ -58,6 +59,7 @@ from vlmserve.server.schema.chat import ChatCompletion, ChatRequest
 from vlmserve.server.schema.classes import ClassificationList, ClassifyRequest
 from vlmserve.server.schema.completions import Completion, CompletionRequest
 from vlmserve.server.schema.decisions import Decision, DecisionRequest
+from vlmserve.server.schema.documents import PREVIEW_FORM, DocumentPreview
 from vlmserve.server.schema.embeddings import EmbeddingList, EmbeddingRequest, PoolingList, PoolingRequest
 from vlmserve.server.schema.errors import MessagesErrorAnswer
 from vlmserve.server.schema.messages import CountRequest, MessageAnswer, MessagesRequest, TokenCount
@@ -101,6 +103,7 @@ def operations(config: ServerConfig) -> list[Operation]:
         Operation("POST", "/v1/rerank", rerank, RerankRequest, answer=Ranking),
         Operation("POST", "/v2/rerank", rerank_for_cohere, RerankRequest, answer=CohereRanking),
         *HISTORY_OPERATIONS,
+        Operation("POST", "/v1/documents/previews", preview_document, PREVIEW_FORM, answer=DocumentPreview),
         Operation("POST", "/tokenize", tokenize, TokenizeRequest, answer=Tokenized),
         Operation("POST", "/detokenize", detokenize, DetokenizeRequest, answer=Detokenized),
         Operation("GET", "/tokenizer_info", show_tokenizer, answer=dict[str, Any]),

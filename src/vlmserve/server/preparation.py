@@ -143,6 +143,10 @@ class Preparation:
         """Run `work`, which may take as long as opening a file, in an image thread."""
         return await self._run_media(self._image_workers, work)
 
+    async def render(self, work: Callable[[], Result]) -> Result:
+        """Run `work`, which renders a document."""
+        return await self._run_media(self._file_workers, work)
+
     async def fetch(self, url: str, limits: MediaConfig) -> bytes:
         """Fetch the file at an http(s) URL. Takes and raises the same as `fetch_file`."""
         return await self._run_media(self._fetch_workers, functools.partial(fetch_file, url, limits))

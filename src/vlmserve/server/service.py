@@ -192,6 +192,7 @@ class Service:
             tools=preparer.takes_tools,
             reasons=preparer.answers.reasoning is not None,
             max_request_bytes=self.config.max_body_bytes,
+            useful_image_pixels=preparer.media.useful_pixels(),
             defaults={name: getattr(self.defaults, name) for name in _TOLD_DEFAULTS},
         )
 

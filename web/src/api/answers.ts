@@ -2,6 +2,7 @@
 
 import type { Attachment, ImageSize, Turn } from "../state/types";
 import type { Sampling } from "../state/settings";
+import { dataUrl } from "../state/data-url";
 import { ApiError, brokenOff, events, sendForStream, type Wait } from "./client";
 
 export interface Usage {
@@ -76,9 +77,7 @@ export async function* respond(
   signal: AbortSignal,
   onWait: (wait: Wait) => void,
 ): AsyncGenerator<Piece> {
-  const { maxTokens, system, ...sampling } = settings;
-  const input = [{ role: "user", content: inputParts(question) }];
-  const body = { ...sampling, max_output_tokens: maxTokens, instructions: system, conversation, input, stream: true, truncation: "auto" };
+  const body = { ...responseBody(question, settings), conversation, stream: true, truncation: "auto" };
   const response = await sendForStream("v1/responses", body, signal);
   let ending: Piece["ending"];
   let deltas = 0;
@@ -103,7 +102,14 @@ export async function* respond(
   yield { ending };
 }
 
-export function inputParts(question: Turn): unknown[] {
+/** A request to v1/responses with one question. */
+export function responseBody(question: Pick<Turn, "text" | "attachments">, settings: Sampling): object {
+  const { maxTokens, system, ...sampling } = settings;
+  const input = [{ role: "user", content: inputParts(question) }];
+  return { ...sampling, max_output_tokens: maxTokens, instructions: system, input };
+}
+
+export function inputParts(question: Pick<Turn, "text" | "attachments">): unknown[] {
   const shown = question.attachments.map(({ kind, fileId, pages }) => ({
     type: kind === "image" ? "input_image" : "input_file",
     file_id: fileId,
@@ -122,13 +128,4 @@ async function attachmentPart(attachment: Attachment): Promise<unknown> {
   const url = await dataUrl(attachment.blob!);
   if (attachment.kind === "document") return { type: "file", file: { filename: attachment.name, file_data: url }, pages: attachment.pages };
   return attachment.kind === "video" ? { type: "video_url", video_url: { url } } : { type: "image_url", image_url: { url } };
-}
-
-function dataUrl(blob: Blob): Promise<string> {
-  return new Promise((resolve, reject) => {
-    const reader = new FileReader();
-    reader.onload = () => resolve(reader.result as string);
-    reader.onerror = () => reject(reader.error ?? new Error("The image can no longer be read"));
-    reader.readAsDataURL(blob);
-  });
 }

@@ -56,6 +56,11 @@ export async function conversationTitle(id: string): Promise<string> {
 
 export async function deleteConversation(id: string, fileIds: string[]): Promise<void> {
   await sendJson("DELETE", `v1/conversations/${encodeURIComponent(id)}`);
+  await deleteFiles(fileIds);
+}
+
+/** Delete what is still there. */
+export async function deleteFiles(fileIds: string[]): Promise<void> {
   await Promise.allSettled(fileIds.map((fileId) => sendJson("DELETE", `v1/files/${fileId}`)));
 }
 
@@ -106,16 +111,31 @@ export async function deleteItem(id: string, itemId: string): Promise<void> {
   }
 }
 
-/** Send a file. Its id. onSent gets the bytes that were sent so far. */
-export async function upload(attachment: Attachment, signal: AbortSignal, onSent: (bytes: number) => void): Promise<string> {
+/** Send a file. Its id. onSent gets the bytes that were sent so far. lifetime: seconds until the server deletes it. */
+export async function upload(attachment: Attachment, signal: AbortSignal, onSent: (bytes: number) => void, lifetime?: number): Promise<string> {
   const form = new FormData();
   form.append("purpose", "vision");
+  if (lifetime) {
+    form.append("expires_after[anchor]", "created_at");
+    form.append("expires_after[seconds]", String(lifetime));
+  }
   form.append("file", attachment.blob!, attachment.name);
   return (await (await sendForm("v1/files", form, signal, onSent)).json()).id;
 }
 
 export async function download(fileId: string): Promise<Blob> {
   return (await request(`v1/files/${fileId}/content`)).blob();
+}
+
+const downloads = new Map<string, Promise<Blob>>();
+
+/** The bytes of a file, wherever they are. */
+export function bytesOf(attachment: Attachment): Promise<Blob> {
+  if (attachment.blob) return Promise.resolve(attachment.blob);
+  const known = downloads.get(attachment.fileId!) ?? download(attachment.fileId!);
+  downloads.set(attachment.fileId!, known);
+  known.catch(() => downloads.delete(attachment.fileId!)); // it may be there the next time
+  return known;
 }
 
 function thinking(item: Item): Partial<Turn> {

@@ -13,6 +13,8 @@ export interface Model {
   default_parameters?: Partial<Record<string, number>> | null;
   /** Most bytes of a request; files take a third more than alone. */
   max_request_bytes?: number | null;
+  /** Area above which an image shows the model nothing more. */
+  useful_image_pixels?: number | null;
   /** Of an adapter, the model that it adapts. */
   parent?: string;
 }

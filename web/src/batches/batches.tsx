@@ -1,18 +1,22 @@
 import "../styles/batches.css";
-import { Ban, Download, FileUp, LoaderCircle } from "lucide-react";
+import { Ban, Download, FileUp, LoaderCircle, ScrollText } from "lucide-react";
 import { useRef, useState } from "react";
 import { cancelBatch, startBatch, type Batch } from "../api/batches";
 import { download } from "../api/history";
 import { explain, type Problem } from "../api/problems";
+import type { Model } from "../api/server";
 import { saveAs } from "../save";
+import { AskMany } from "./ask-many";
 import { inWords, isUnfinished, numDone, STATUS } from "./progress";
+import { sampleRequests } from "./questions";
+import { ResultsDialog } from "./results-dialog";
 import { useBatches } from "./use-batches";
 
 const AT_A_TIME = 20;
 const ERRORS_SHOWN = 5;
 
-/** Files of requests that the server answers in the background: started, followed, cancelled, and their results saved. */
-export default function Batches() {
+/** Requests that the server answers in the background: started, followed, cancelled, and their answers read. */
+export default function Batches({ model }: { model?: Model }) {
   const [wanted, setWanted] = useState(AT_A_TIME);
   const { batches, hasMore, problem: unknown, refresh } = useBatches(wanted);
   const [failure, setFailure] = useState<Problem>();
@@ -40,24 +44,33 @@ export default function Batches() {
     <main id="main" className="view batches" tabIndex={0} aria-busy={!batches && !problem}>
       <h1>Batches</h1>
       <p className="hint">
-        A batch is a file of requests, each a line of JSON in the format of OpenAI's batches. The server answers them while nothing
-        else needs the engine.
+        The server answers a batch of requests while nothing else needs the engine.
       </p>
-      <input
-        ref={chooser}
-        type="file"
-        accept=".jsonl,application/jsonl"
-        hidden
-        aria-label="File of requests"
-        onChange={(event) => {
-          const file = event.target.files?.[0];
-          event.target.value = "";
-          if (file) void start(file);
-        }}
-      />
-      <button className="primary" disabled={starting} onClick={() => chooser.current!.click()}>
-        {starting ? <LoaderCircle className="spin" aria-hidden /> : <FileUp aria-hidden />} Start a batch
-      </button>
+      <AskMany model={model} attempt={attempt} />
+      <section className="panel">
+        <h2>Send a file of requests</h2>
+        <p className="hint">Each line is a request in the format of OpenAI's batches.</p>
+        <input
+          ref={chooser}
+          type="file"
+          accept=".jsonl,application/jsonl"
+          hidden
+          aria-label="File of requests"
+          onChange={(event) => {
+            const file = event.target.files?.[0];
+            event.target.value = "";
+            if (file) void start(file);
+          }}
+        />
+        <div className="buttons">
+          <button disabled={starting} onClick={() => chooser.current!.click()}>
+            {starting ? <LoaderCircle className="spin" aria-hidden /> : <FileUp aria-hidden />} Start a batch
+          </button>
+          <button className="quiet" onClick={() => saveAs(new Blob([sampleRequests(model?.id ?? "pixie")]), "sample.jsonl")}>
+            <Download aria-hidden /> Save a sample file
+          </button>
+        </div>
+      </section>
       {problem && (
         <p className="problem" role="alert">
           <strong>{problem.title}.</strong> {problem.detail}
@@ -75,6 +88,7 @@ export default function Batches() {
 }
 
 function Job({ batch, attempt }: { batch: Batch; attempt: (work: () => Promise<unknown>) => void }) {
+  const [reading, setReading] = useState(false);
   const name = batch.metadata.name ?? batch.id;
   const { total } = batch.request_counts;
   const errors = batch.errors?.data ?? [];
@@ -104,6 +118,11 @@ function Job({ batch, attempt }: { batch: Batch; attempt: (work: () => Promise<u
         </ul>
       )}
       <div className="buttons">
+        {!isUnfinished(batch) && (batch.output_file_id || batch.error_file_id) && (
+          <button onClick={() => setReading(true)}>
+            <ScrollText aria-hidden /> Read answers<span className="visually-hidden"> of {name}</span>
+          </button>
+        )}
         {batch.output_file_id && (
           <button onClick={() => save(batch.output_file_id!, "answers")}>
             <Download aria-hidden /> Save answers<span className="visually-hidden"> of {name}</span>
@@ -120,6 +139,7 @@ function Job({ batch, attempt }: { batch: Batch; attempt: (work: () => Promise<u
           </button>
         )}
       </div>
+      {reading && <ResultsDialog batch={batch} name={stem} onClose={() => setReading(false)} />}
     </li>
   );
 }

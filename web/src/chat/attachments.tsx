@@ -1,8 +1,9 @@
-import { FileText, ImageOff, X } from "lucide-react";
+import { ImageOff, Play, X } from "lucide-react";
 import { useEffect, useState } from "react";
-import { download } from "../api/history";
+import { bytesOf } from "../api/history";
 import { kindOf, newId, type Attachment } from "../state/types";
 import { Dialog } from "./dialog";
+import { DocumentCard, DocumentPages } from "./document";
 
 /** What the file chooser offers; the server says what it really takes. */
 export const ACCEPTED = [
@@ -10,8 +11,6 @@ export const ACCEPTED = [
   "video/mp4,video/webm,video/x-msvideo,video/quicktime",
   "application/pdf,.pdf,image/tiff,.tif,.tiff",
 ].join();
-
-const downloads = new Map<string, Promise<Blob>>();
 
 export function imageOf(file: Blob, name: string): Attachment {
   return { id: newId(), name, kind: "image", blob: file };
@@ -45,14 +44,6 @@ export function useAttachmentUrl(attachment: Attachment): string | undefined {
   return url;
 }
 
-function bytesOf(attachment: Attachment): Promise<Blob> {
-  if (attachment.blob) return Promise.resolve(attachment.blob);
-  const known = downloads.get(attachment.fileId!) ?? download(attachment.fileId!);
-  downloads.set(attachment.fileId!, known);
-  known.catch(() => downloads.delete(attachment.fileId!)); // it may be there the next time
-  return known;
-}
-
 interface Props {
   attachments: Attachment[];
   /** Lets them be changed and taken away again. */
@@ -68,7 +59,12 @@ export function Attachments({ attachments, onChange }: Props) {
       {attachments.map((attachment) => (
         <li key={attachment.id}>
           <button className="attachment" aria-label={`Open ${attachment.name}`} onClick={() => setShown(attachment)} type="button">
-            {attachment.kind === "document" ? <Sheet name={attachment.name} pages={onChange ? undefined : attachment.pages} /> : <Shown attachment={attachment} />}
+            {attachment.kind === "document" ? (
+              <DocumentCard document={attachment} pages={onChange ? undefined : attachment.pages} />
+            ) : (
+              <Shown attachment={attachment} />
+            )}
+            {attachment.kind === "video" && <Play className="play" aria-hidden />}
           </button>
           {onChange && attachment.kind === "document" && (
             <input
@@ -98,35 +94,11 @@ export function Attachments({ attachments, onChange }: Props) {
       {shown && (
         <li>
           <Dialog title={shown.name} wide onClose={() => setShown(undefined)}>
-            <div className="whole">{shown.kind === "document" ? <Saved attachment={shown} /> : <Shown attachment={shown} controls />}</div>
+            <div className="whole">{shown.kind === "document" ? <DocumentPages document={shown} /> : <Shown attachment={shown} controls />}</div>
           </Dialog>
         </li>
       )}
     </ul>
-  );
-}
-
-/** A document by its name: only the server renders its pages. */
-function Sheet({ name, pages }: { name: string; pages?: string }) {
-  return (
-    <span className="sheet">
-      <FileText aria-hidden />
-      <span>
-        <strong>{name}</strong>
-        {pages && <small>Pages {pages}</small>}
-      </span>
-    </span>
-  );
-}
-
-/** A document to be saved, and read with what reads documents. */
-function Saved({ attachment }: { attachment: Attachment }) {
-  const url = useAttachmentUrl(attachment);
-  if (!url) return <span className="missing">{url === undefined ? "No longer available" : ""}</span>;
-  return (
-    <a className="button" href={url} download={attachment.name}>
-      Save {attachment.name}
-    </a>
   );
 }
 

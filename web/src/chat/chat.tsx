@@ -8,6 +8,7 @@ import { go } from "../route";
 import { useShortcuts } from "../shortcuts";
 import { readDraft, saveDraft } from "../state/database";
 import { getSettings } from "../state/settings";
+import { allShrunk } from "../state/shrink";
 import { ask, find, isLoaded, load, stop, useSession } from "../state/session";
 import type { Conversation, Attachment, Turn } from "../state/types";
 import { Composer } from "./composer";
@@ -56,12 +57,13 @@ export function Chat({ id, model, onKey }: { id?: string; model?: Model; onKey: 
   async function send(question: string, shown: Attachment[]): Promise<void> {
     if ((!question.trim() && shown.length === 0) || busy || sending) return;
     const place = conversation?.place ?? getSettings().place;
-    const excess = tooLarge(shown, place === "server", model);
-    if (excess) return setProblem(excess);
     setSending(true);
     setProblem(undefined);
     try {
-      const conversationId = await ask(id, question.trim(), shown);
+      const fitting = await allShrunk(shown, model?.useful_image_pixels);
+      const excess = tooLarge(fitting, place === "server", model);
+      if (excess) return setProblem(excess);
+      const conversationId = await ask(id, question.trim(), fitting);
       setText("");
       setAttachments([]);
       if (conversationId !== id) go({ view: "chat", id: conversationId });

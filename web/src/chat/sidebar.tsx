@@ -1,10 +1,12 @@
-import { Cloud, Keyboard, Pencil, Plus, Trash2 } from "lucide-react";
+import { ArrowDownUp, Cloud, Keyboard, Pencil, Plus, Trash2 } from "lucide-react";
 import { useState } from "react";
 import { explain, type Problem } from "../api/problems";
 import { go, hrefOf } from "../route";
 import { remove, rename, useSession } from "../state/session";
+import { matches, shelves } from "../state/shelf";
 import type { Conversation } from "../state/types";
 import { Dialog } from "./dialog";
+import { ExchangeDialog } from "./exchange-dialog";
 
 interface Props {
   open: boolean;
@@ -18,6 +20,10 @@ export function Sidebar({ open, current, onShortcuts, onClose }: Props) {
   const { ready, conversations } = useSession();
   const [renamed, setRenamed] = useState<Conversation>();
   const [deleted, setDeleted] = useState<Conversation>();
+  const [search, setSearch] = useState("");
+  const [exchange, setExchange] = useState(false);
+  const wanted = search.trim();
+  const found = wanted ? conversations.filter((conversation) => matches(conversation, wanted)) : conversations;
   return (
     <aside
       className={open ? "sidebar open" : "sidebar"}
@@ -27,26 +33,42 @@ export function Sidebar({ open, current, onShortcuts, onClose }: Props) {
       <a className="new" href={hrefOf({ view: "chat" })} onClick={onClose}>
         <Plus aria-hidden /> New conversation
       </a>
-      <ul>
-        {conversations.map((conversation) => (
-          <li key={conversation.id} className={conversation.id === current ? "current" : undefined}>
-            <a href={hrefOf({ view: "chat", id: conversation.id })} aria-current={conversation.id === current ? "page" : undefined}>
-              {conversation.place === "server" && <Cloud aria-label="Stored on the server" />}
-              <span>{conversation.title}</span>
-            </a>
-            <button className="icon small" aria-label={`Rename ${conversation.title}`} onClick={() => setRenamed(conversation)}>
-              <Pencil />
-            </button>
-            <button className="icon small" aria-label={`Delete ${conversation.title}`} onClick={() => setDeleted(conversation)}>
-              <Trash2 />
-            </button>
-          </li>
+      {conversations.length > 0 && (
+        <input
+          type="search"
+          dir="auto"
+          aria-label="Search conversations"
+          placeholder="Search"
+          value={search}
+          onChange={(event) => setSearch(event.target.value)}
+        />
+      )}
+      <div className="shelves">
+        {shelves(found, new Date()).map(({ label, conversations: dated }) => (
+          <section key={label} aria-label={label}>
+            <h2>{label}</h2>
+            <ul>
+              {dated.map((conversation) => (
+                <Entry
+                  key={conversation.id}
+                  conversation={conversation}
+                  current={conversation.id === current}
+                  onRename={() => setRenamed(conversation)}
+                  onDelete={() => setDeleted(conversation)}
+                />
+              ))}
+            </ul>
+          </section>
         ))}
-      </ul>
-      {ready && conversations.length === 0 && <p className="hint">Your conversations appear here.</p>}
+        {ready && found.length === 0 && <p className="hint">{wanted ? "No conversation has these words." : "Your conversations appear here."}</p>}
+      </div>
+      <button className="quiet" onClick={() => setExchange(true)}>
+        <ArrowDownUp aria-hidden /> Export and import
+      </button>
       <button className="quiet shortcuts" onClick={onShortcuts}>
         <Keyboard aria-hidden /> Keyboard shortcuts
       </button>
+      {exchange && <ExchangeDialog current={current} onClose={() => setExchange(false)} />}
       {renamed && <RenameDialog conversation={renamed} onClose={() => setRenamed(undefined)} />}
       {deleted && (
         <DeleteDialog
@@ -56,6 +78,31 @@ export function Sidebar({ open, current, onShortcuts, onClose }: Props) {
         />
       )}
     </aside>
+  );
+}
+
+interface EntryProps {
+  conversation: Conversation;
+  current: boolean;
+  onRename: () => void;
+  onDelete: () => void;
+}
+
+function Entry({ conversation, current, onRename, onDelete }: EntryProps) {
+  const { id, title, place, updated } = conversation;
+  return (
+    <li className={current ? "current" : undefined}>
+      <a href={hrefOf({ view: "chat", id })} aria-current={current ? "page" : undefined} title={`${title}\n${new Date(updated).toLocaleString()}`}>
+        {place === "server" && <Cloud aria-label="Stored on the server" />}
+        <span dir="auto">{title}</span>
+      </a>
+      <button className="icon small" aria-label={`Rename ${title}`} onClick={onRename}>
+        <Pencil />
+      </button>
+      <button className="icon small" aria-label={`Delete ${title}`} onClick={onDelete}>
+        <Trash2 />
+      </button>
+    </li>
   );
 }
 

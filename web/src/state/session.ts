@@ -125,6 +125,16 @@ export function isLoaded(id: string): boolean {
   return loaded.has(id);
 }
 
+/** Keep conversations of a file in this browser. Returns how many of them it did not have. */
+export async function add(conversations: readonly Conversation[]): Promise<number> {
+  const unknown = conversations.filter((one) => !find(one.id)).map(settled);
+  for (const one of unknown) loaded.add(one.id);
+  const all = [...unknown, ...state.conversations].sort((one, other) => other.updated - one.updated);
+  change({ conversations: all });
+  for (const one of unknown) await save(one.id);
+  return unknown.length;
+}
+
 /** Ask something, in a new conversation if there is no `id`. Returns its id. Throws ApiError if it cannot be begun. */
 export async function ask(id: string | undefined, text: string, attachments: Attachment[]): Promise<string> {
   const conversation = id ?? (await create(text, getSettings().place));

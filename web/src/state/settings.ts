@@ -30,7 +30,7 @@ export interface Settings {
   sampling: Sampling;
 }
 
-const NAME = "vlmserve.settings.base";
+const NAME = "vlmserve.settings";
 const DEFAULTS: Settings = { theme: "system", key: "", place: "browser", shortcuts: true, sampling: {} };
 
 let settings: Settings = { ...DEFAULTS, ...read() };

@@ -41,6 +41,8 @@ class Abilities(msgspec.Struct, frozen=True):
     reasons: bool
     max_request_bytes: int
     """Maximum size of a request's body, with files in base64."""
+    useful_image_pixels: int | None
+    """Area above which a larger image shows the model nothing more; None: unknown."""
     defaults: dict[str, float]
     """Sampling parameters of requests that set none, by OpenRouter's names."""
 
@@ -78,6 +80,8 @@ class ModelCard(msgspec.Struct):
     supported_parameters: list[str] | None = None
     default_parameters: dict[str, float] | None = None
     max_request_bytes: int | None = None
+    useful_image_pixels: int | None = None
+    """Area above which a larger image shows the model nothing more, unless a request sets its detail or budget."""
     capabilities: list[str] | dict[str, Any] | None = None
     top_provider: TopProvider | None = None
     object: str = "model"
@@ -120,6 +124,7 @@ def model_card(name: str, created: int, abilities: Abilities | None, *, for_anth
     known = ChatRequest.model_fields.keys() - lacking
     card.supported_parameters = [name for name in _OPENROUTER_PARAMETERS if name in known]
     card.default_parameters, card.max_request_bytes = abilities.defaults, abilities.max_request_bytes
+    card.useful_image_pixels = abilities.useful_image_pixels
     card.capabilities = _as_anthropic(abilities) if for_anthropic else _as_ollama(abilities)
     return card
 
