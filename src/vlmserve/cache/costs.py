@@ -35,7 +35,7 @@ class CostModel:
             self.seconds_per_copy = smooth(self.seconds_per_copy, seconds / len(block_copies))
 
     def worth_saving(self) -> bool:
-        """Call once per evicted block."""
+        """Decide about an evicted block. Call once per block."""
         if self.seconds_per_token is None or self.seconds_per_copy is None:
             return True
         if 2 * self.seconds_per_copy < self._block_size * self.seconds_per_token:

@@ -79,7 +79,7 @@ class Fetches:
             self._keys[owner] = kept
 
     def wait(self, seconds: float) -> bool:
-        """Returns False immediately if nothing is being read."""
+        """Return False immediately if nothing is being read."""
         if not self._running:
             return False
         with self._ended:

@@ -83,12 +83,12 @@ class Entries:
         return False
 
     def all(self) -> list[Entry]:
-        """Most recently used first."""
+        """Return files, most recently used first."""
         found = [Entry(path, status.st_size, status.st_mtime) for path, status in self._own(_NAME)]
         return sorted(found, key=lambda entry: -entry.used)
 
     def clear(self) -> int:
-        """Returns the removed bytes."""
+        """Return the number of removed bytes."""
         return sum(_remove(entry) for entry in self.all()) + self.remove_unfinished(0)
 
     def evict(self, size: int) -> tuple[int, int]:
@@ -104,7 +104,7 @@ class Entries:
         return total, count
 
     def remove_unfinished(self, seconds: float = ABANDONED) -> int:
-        """Returns the removed bytes."""
+        """Return the number of removed bytes."""
         oldest = time.time() - seconds
         found = self._own(_UNFINISHED)
         return sum(_remove(Entry(path, one.st_size, one.st_mtime)) for path, one in found if one.st_mtime <= oldest)
@@ -155,7 +155,7 @@ class DiskTier:
         return self.entries.folder / (blake3(self._identity + key).hexdigest() + SUFFIX)
 
     def has(self, key: bytes) -> bool:
-        """The file may be broken."""
+        """Return whether there is a file, which may be broken."""
         found = os.path.exists(self.path(key))
         self._misses += not found
         return found
@@ -202,7 +202,7 @@ class DiskTier:
         self._writer.submit(self._store, key, size, content)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Includes queued entries."""
+        """Remove entries, including queued ones."""
         self._writer.submit(_remove_files, [*map(self.path, keys)])
 
     def prepare(self, prepare: Callable[[int], None]) -> None:

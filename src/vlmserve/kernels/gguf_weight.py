@@ -94,7 +94,7 @@ class GGUFWeight:
         return cls(tuple(parts))
 
     def inputs(self, first: int, last: int) -> GGUFWeight | None:
-        """None: that would split a block."""
+        """Return None if that would split a block."""
         size = self.block_size
         if first % size or last % size:
             return None

@@ -267,7 +267,7 @@ class Operations(Protocol):
     def experts(
         self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertProducts]
     ) -> ExpertsKernel | None:
-        """None: run experts one by one.
+        """Return None to run experts one by one.
 
         router: None if some weights have reordered inputs or outputs. experts: by number, this rank's only.
         """

@@ -32,7 +32,7 @@ def allocate(count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _map(num_bytes: int) -> Tensor:
-    """Aligned to a large page."""
+    """Map memory that is aligned to a large page."""
     pages = mmap.mmap(-1, num_bytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(pages, dtype=torch.uint8, count=1).data_ptr() % LARGE_PAGE
     with contextlib.suppress(OSError):  # the kernel lacks huge pages

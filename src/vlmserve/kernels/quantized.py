@@ -189,7 +189,7 @@ class QuantizedWeight:
         return dataclasses.replace(first, values=values, scales=scales, minimums=minimums)
 
     def inputs(self, first: int, last: int) -> QuantizedWeight | None:
-        """None: ``first <= i < last`` splits a group, or inputs are reordered."""
+        """Return None if ``first <= i < last`` splits a group, or inputs are reordered."""
         if self.order is not None:
             return None
         if self.scales.shape[1] == 1:

@@ -28,7 +28,7 @@ def attention_scores(query: Tensor, keys: Tensor, spec: AttentionSpec) -> Tensor
 
 
 def attention_weights(scores: Tensor, spec: AttentionSpec) -> Tensor:
-    """Softmax of ``[..., heads, rows, length]``. Sinks take the rest."""
+    """Return the softmax of ``[..., heads, rows, length]``. Sinks take the rest."""
     if spec.sinks is None:
         return torch.softmax(scores, -1)
     sinks = scores.new_tensor(spec.sinks)[:, None, None].expand(*scores.shape[:-1], 1)

@@ -35,10 +35,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class AdaptableModel:
-    """A model whose layers can have adapters."""
-
     modules: nn.Module
-    """All modules, under the names of weights."""
+    """By names of weights."""
     checkpoint: Checkpoint
     """The source of the weights."""
     layouts: Sequence[Layout]
@@ -50,12 +48,10 @@ class AdaptableModel:
     device: torch.device
 
     def canonical(self, name: str) -> str:
-        """Return the canonical name for a module name of any transformers release."""
         return self.checkpoint.canonical(f"{name}.weight").removesuffix(".weight")
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """Layers that can have adapters, by canonical name."""
         found: dict[str, Place] = {}
         for path, module in self.modules.named_modules():
             if isinstance(module, TiedEmbedding):
@@ -82,8 +78,7 @@ class AdaptableModel:
         return self.places[f"{before}.{module.repeated[part]}"]
 
     def base_weight(self, name: str) -> Tensor:
-        """A layer's weight by canonical name, float32 ``[outputs, in_features]``, dequantized as the model computes
-        with it."""
+        """Return a layer's weight, float32 ``[outputs, in_features]``, dequantized as the model computes with it."""
         place = self.places[name]
         stored = EMBEDDINGS if name == HEAD and place.path == EMBEDDINGS else name
         weight = read_weight(self.checkpoint, self.layouts, f"{stored}.weight").flatten(1)
@@ -101,12 +96,11 @@ class AdaptableModel:
         return rounded.dequantize()
 
     def base_bias(self, place: Place) -> Tensor:
-        """A layer's bias in the checkpoint's order, float32."""
+        """Return float32 in the checkpoint's order."""
         return self.checkpoint.read(f"{place.name}.bias").float()
 
     @property
     def is_tied(self) -> bool:
-        """True if the output head shares the embedding table."""
         return isinstance(self.weight_at(EMBEDDINGS), TiedEmbedding)
 
     def weight_at(self, path: str) -> nn.Module:

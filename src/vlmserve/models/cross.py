@@ -17,10 +17,8 @@ from vlmserve.types import CrossInput
 
 
 def make_text_encoder(spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Make an encoder of questions: bidirectional, with the decoder's shape and cross-attention to the image.
-
-    Raises ModelLoadError if its states do not have the size that the decoder attends to.
-    """
+    """Make an encoder of questions with the decoder's shape and cross-attention to the image. Raises ModelLoadError if
+    its states do not fit the decoder."""
     if spec.cross_size != spec.hidden_size:
         raise ModelLoadError(
             f"config.json: the decoder attends to states of {spec.cross_size} elements, and questions become ones of "
@@ -58,11 +56,11 @@ class CrossStateEncoder:
             raise InvalidRequestError(f"a token id is not in the vocabulary of {spec.vocab_size}", param="prompt")
 
     def encode(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return the states of each input. features: of its image. texts: token ids."""
+        """features: of each input's image. texts: token ids."""
         return [_states(self._decoder, rows) for rows in self.sources(features, texts)]
 
     def sources(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Like `encode`, but return the source of keys and values, each ``[states, cross_size]``."""
+        """Like `encode`, for the source of keys and values, each ``[states, cross_size]``."""
         if self._text_encoder is None or not features:
             return list(features)
         return self._encode_texts(self._text_encoder, features, texts)

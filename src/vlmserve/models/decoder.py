@@ -55,7 +55,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """executor: runs the layers; None: one by one."""
+        """executor: runs the layers. None: one by one."""
         super().__init__()
         self.spec = spec
         self.hidden_size, self.vocab_size = spec.hidden_size, spec.vocab_size
@@ -107,10 +107,8 @@ class Decoder(nn.Module):
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
     def split_cross_states(self) -> None:
-        """Have each layer compute its own cross-attention keys and values, so that layers can run one by one.
-
-        Call it before weights are loaded. Tensor names stay.
-        """
+        """Let each layer compute its own cross-attention keys and values, so that layers can run one by one. Call it
+        before weights are loaded."""
         for block in self.modules():
             if isinstance(block, CrossAttention):
                 block.own_states(self.spec.cross_size)
@@ -129,27 +127,23 @@ class Decoder(nn.Module):
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """Groups of layers that share tensors of the KV cache."""
         return CacheLayout.of(self.spec.attention)
 
     @property
     def max_short_len(self) -> int | None:
-        """Longer sequences use other rotary frequencies; None: all use the same."""
         return next((rope.switch for rope in self.spec.ropes if rope is not None), None)
 
     def first_position(self, prompt_len: int) -> int:
-        """The first position of a sequence with this prompt length."""
         return next((rope.level(prompt_len) * rope.max_position for rope in self.spec.ropes if rope is not None), 0)
 
     @property
     def bidirectional(self) -> Bidirectional | None:
-        """Tokens of a prompt that attend to each other, and so need one step; None: none."""
         return self.spec.bidirectional
 
     def allocate_cache(
         self, num_blocks: int, block_size: int, device: torch.device | None = None, layout: CacheLayout | None = None
     ) -> list[LayerCache]:
-        """Allocate the KV cache of all attention layers. layout: see `allocate_layers`."""
+        """layout: see `allocate_layers`."""
 
         def allocate(spec: AttentionSpec) -> LayerCache:
             return self.backend.allocate(num_blocks, block_size, spec, self.dtype, device or self.device)
@@ -157,7 +151,6 @@ class Decoder(nn.Module):
         return allocate_layers(self.spec.attention, allocate, layout)
 
     def cache_bytes(self, block_size: int) -> CacheBytes:
-        """Bytes of the KV cache of all layers."""
         return CacheBytes.of(
             self.spec.attention, block_size, lambda spec: self.backend.block_bytes(block_size, spec, self.dtype)
         )
@@ -172,7 +165,7 @@ class Decoder(nn.Module):
         wanted: Tensor | None = None,
         states: Sequence[StateCache] = (),
     ) -> Tensor:
-        """Like `LanguageModel.forward`. features: for the outputs of the first `ArchSpec.deepstack` layers."""
+        """features: for the outputs of the first `ArchSpec.deepstack` layers."""
         if self.position_embeddings is not None:
             embeddings = embeddings + self.position_embeddings(positions)
         if self.embedding_norm is not None:
@@ -218,7 +211,7 @@ class Decoder(nn.Module):
         first: int,
         wanted: Tensor,
     ) -> Tensor:
-        """Run all layers. Layers from `first` on write no keys and values, so they compute only the wanted rows."""
+        """Layers from `first` on write no keys and values, so they compute only the wanted rows."""
         rows = self._part(x, caches, step, 0, first)[wanted]
         if not len(wanted):
             return rows[:, : self.hidden_size]
@@ -228,10 +221,8 @@ class Decoder(nn.Module):
         return self._part(rows, caches, last, first, len(self.layers))
 
     def _part(self, x: Tensor, caches: Sequence[LayerCache], step: StepContext, first: int, last: int) -> Tensor:
-        """Run layers ``first <= i < last`` with their own executor, and the norm after the model's last layer.
-
-        Before other layers, rows keep their per-layer embeddings.
-        """
+        """Run layers ``first <= i < last`` with their own executor. Before other layers, rows keep their per-layer
+        embeddings."""
         count = len(self.layers)
         if (first, last) == (0, count):
             return self._executor.run(self._through_layers, x, caches, step)
@@ -252,10 +243,7 @@ class Decoder(nn.Module):
         last: int | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Run layers ``first <= i < last`` (None: to the end), and the norm after the model's last layer.
-
-        wanted: rows that the last layer must compute; None: all.
-        """
+        """wanted: rows that the last layer must compute. None: all."""
         rows, embeddings = (x, None) if self.per_layer is None else _divided(x, self.hidden_size)
         stream = self._stream(rows)
         for layer in list(self.layers)[first:last]:
@@ -264,7 +252,6 @@ class Decoder(nn.Module):
         return stream.normed(self.norm) if is_end and (wanted is None or len(wanted)) else stream.rows
 
     def through_layer(self, index: int, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
-        """Run a single layer."""
         stream = self._stream(x)
         self.layers[index](stream, caches, step)
         return stream.rows
@@ -273,7 +260,7 @@ class Decoder(nn.Module):
         return ResidualStream(x, post_norm=self.spec.norms == "post")
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``. out: contiguous memory to use for the result."""
+        """Return float32 ``[rows, vocab_size]``. out: contiguous memory that the result may use."""
         if self.head_transform is not None:
             hidden = self.head_transform(hidden)
         if isinstance(self.lm_head, OutputLinear):

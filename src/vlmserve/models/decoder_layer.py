@@ -41,7 +41,7 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """rope: index of the decoder's rotary embedding; None: no rotation."""
+        """rope: index of the decoder's rotary embedding, if any."""
         super().__init__()
         norm = partial(make_norm, spec.norm, spec.hidden_size, dtype=dtype, device=device)
         of_inputs, of_outputs = spec.norms in ("pre", "sandwich"), spec.norms != "pre"
@@ -84,7 +84,7 @@ class DecoderLayer(nn.Module):
         wanted: Tensor | None = None,
         embeddings: Tensor | None = None,
     ) -> None:
-        """caches: of all attention layers. wanted: int64, rows to compute; None: all. embeddings: per-layer."""
+        """caches: of all attention layers. wanted: int64 rows to compute. embeddings: per-layer."""
         mixer: Block = self._modules[self._mixer]  # type: ignore[assignment]
         x = stream.normed(self.attention_norm, None if self._parallel else mixer.reader)
         cache = caches[self._number] if self._has_attention else step.states[self._number]
@@ -112,7 +112,6 @@ class DecoderLayer(nn.Module):
             stream.scale(self.layer_scalar)
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
-        """Like `Block.split`."""
         for block in self.children():
             if isinstance(block, Block):
                 block.split(whole, index, ranks)

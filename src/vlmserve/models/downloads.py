@@ -1,4 +1,4 @@
-"""List and remove models in the local Hugging Face cache. Imports no torch."""
+"""Lists and removes models in the local Hugging Face cache. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ _WEIGHTS = (GGUF, ".safetensors", ".bin", ".pth")
 
 @dataclass(frozen=True)
 class Download:
-    """A repository in the cache."""
-
     repository: str
     name: str
     """Its short name, else the repository's."""
     num_bytes: int
     used: float
-    """Last time a file was read, in seconds since the epoch."""
+    """Unix time of the last read."""
     folder: Path
 
 
 def downloads() -> list[Download]:
-    """All cached repositories with weights, most recently used first."""
+    """Return models, most recently used first."""
     found = (_download(entry) for entry in _repositories(_cache()))
     return sorted(found, key=lambda download: download.used, reverse=True)
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class ExpertChoices:
-    """Recorded results of `torch.topk`, which routers use, for the tokens of some sequences."""
+    """Recorded results of `torch.topk`, which routers use."""
 
     def __init__(self) -> None:
         self._chosen: list[list[Tensor]] = []
@@ -24,7 +24,6 @@ class ExpertChoices:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record the choices of a pass over the next sequence."""
         chosen: list[Tensor] = []
         with _Recording(chosen):
             yield
@@ -32,7 +31,7 @@ class ExpertChoices:
 
     @contextmanager
     def replay(self, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Replay the recorded choices in a pass. spans: tokens of each sequence in its batch."""
+        """spans: tokens of each sequence in the batch."""
         parts = [
             [indices[first:last] for indices in chosen]
             for chosen, (first, last) in zip(self._chosen, spans, strict=True)

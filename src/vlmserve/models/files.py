@@ -28,8 +28,6 @@ WEIGHT_FILES = {".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", *PICKLES}
 
 
 class Slice(Protocol):
-    """A tensor whose rows can be read."""
-
     def get_shape(self) -> list[int]: ...
 
     def __getitem__(self, rows: slice) -> Tensor: ...
@@ -50,7 +48,7 @@ class WeightFile(Protocol):
 
 
 def open_weights(path: Path) -> WeightFile:
-    """Open a file. Raises ModelLoadError if it is broken, MissingWeightsError if it is missing."""
+    """Raises ModelLoadError for a broken file, MissingWeightsError for a missing one."""
     try:
         if path.suffix in PICKLES:
             return _PickledFile(path)
@@ -105,7 +103,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 class _PickledFile:
-    """Tensors of a PyTorch file, mapped if its format allows."""
+    """Memory-mapped if the format allows."""
 
     def __init__(self, path: Path) -> None:
         import torch

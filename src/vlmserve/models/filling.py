@@ -1,4 +1,4 @@
-"""Fill an empty model with weights, from the checkpoint or from the packed weights of an earlier start."""
+"""Fills an empty model with weights from the checkpoint or from an earlier start's packed weights."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Filling:
-    """Fills a model with its weights."""
-
     checkpoint: Checkpoint
     device: Device
     settings: LoadSettings
@@ -44,7 +42,7 @@ class Filling:
     cache: WeightsCache | None = None
 
     def fill(self, model: nn.Module, decoder: Decoder) -> bytes:
-        """Fill a model and pack its layers. decoder: its language model. Returns its `model_identity`."""
+        """Return the model's `model_identity`. decoder: its language model."""
         self.checkpoint.repeat(model)
         cache = self.cache if self.device.torch_device.type == "cpu" and self.device.keeps_packed else None
         if cache is None or not cache.is_usable():

@@ -1,7 +1,5 @@
-"""Estimate the memory of a checkpoint's weights from file headers. Imports no torch.
-
-An engine checks it before it imports large libraries, so a model that does not fit fails within seconds.
-"""
+"""Estimates the memory of a checkpoint's weights from file headers, without large libraries, so that a model that does
+not fit fails fast."""
 
 from __future__ import annotations
 
@@ -62,8 +60,6 @@ logger = logging.getLogger(__name__)
 
 
 class Stored(NamedTuple):
-    """A tensor in a checkpoint's files."""
-
     name: str
     shape: tuple[int, ...]
     kind: int | None = None
@@ -75,7 +71,6 @@ class Stored(NamedTuple):
 
     @property
     def read_at_once(self) -> int:
-        """Number of weights that a loader reads together."""
         return self.num_weights // (self.shape[0] if _EXPERTS.search(self.name) else 1)
 
 
@@ -89,7 +84,6 @@ class Footprint(NamedTuple):
 
     @property
     def loading(self) -> int:
-        """Memory needed to load."""
         return self.weights + self.largest
 
 
@@ -128,10 +122,8 @@ def check_memory(config: EngineConfig, folder: Path) -> None:
 
 
 def check_fits(config: EngineConfig, folder: Path, free: int, reserved: int = 0) -> None:
-    """Raises ModelLoadError with advice if a model needs more memory than `free` bytes.
-
-    reserved: bytes that the engine takes for any model. Unreadable files pass, because the loader explains them better.
-    """
+    """reserved: bytes that the engine takes for any model. Raises ModelLoadError. Unreadable files pass, because the
+    loader explains them better."""
     quantization = config.quantization
     if quantization.calibrates:
         return
@@ -172,7 +164,7 @@ def _loads_into_main_memory(config: EngineConfig) -> bool:
 def _bytes_each(
     tensor: Stored, scheme: Scheme, tied: bool, vision: bool, plain_bytes: int, superblocks: Mapping[int, int]
 ) -> float:
-    """Bytes of each weight of a tensor. superblocks: bytes of a superblock by GGUF type, if kernels keep them."""
+    """superblocks: bytes by GGUF type, if kernels keep superblocks."""
     if _ROUTERS.search(tensor.name):
         return 4
     matrix = len(tensor.shape) > 1
@@ -206,7 +198,6 @@ def _tensors(path: Path) -> Iterator[Stored]:
 
 
 def _is_quantized(folder: Path) -> bool:
-    """Return whether a checkpoint in Hugging Face layout is quantized."""
     path = folder / "config.json"
     if not path.is_file():
         return False

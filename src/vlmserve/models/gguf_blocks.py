@@ -1,4 +1,4 @@
-"""Unpack blocks of quantized GGUF weights to values, scales and minimums."""
+"""Unpacks quantized GGUF blocks to values, scales and minimums."""
 
 from __future__ import annotations
 

@@ -38,10 +38,8 @@ class DeltaHeads:
         return cls(keys, values, 2 * keys * metadata["ssm.state_size"], inner // values)
 
     def places(self, part: str, info: TensorInfo) -> NDArray[np.int64] | None:
-        """Return the file's rows (of ``out_proj``: columns) in the order of checkpoints; None: they are in order.
-
-        part: the tensor's name in its layer. Raises ModelLoadError for a tensor of another size.
-        """
+        """Return the file's rows (``out_proj``: columns) in checkpoint order, None if unchanged. part: the tensor's
+        name in its layer. Raises ModelLoadError for a tensor of another size."""
         size = 1 if part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else self.value_size
         before = self.key_channels if part in ("in_proj_qkv", "conv1d") else 0
         count, wanted = info.shape[1 if part == "out_proj" else 0], before + self.num_values * size

@@ -135,21 +135,21 @@ class GGUFFile:
         return _Rows(source.shape, functools.partial(_read, source))
 
     def stored(self, name: str, share: float) -> list[tuple[Path, str, float]]:
-        """Files, stored names and shares to read for a tensor. share: of the tensor `name`."""
+        """share: of the tensor `name`."""
         source = self._sources[name]
         number, count = source.place
         read = (number + share) / count
         return [(part.info.path, part.info.name, read) for part in (source, *source.behind, *source.frames)]
 
     def quantized(self, name: str) -> QuantizedWeight | None:
-        """A tensor in its exact stored form; None if `QuantizedWeight` cannot hold its type."""
+        """Return None if `QuantizedWeight` cannot hold the type."""
         source = self._sources[name]
         parts = [_quantized(part) for part in (source, *source.behind)]
         whole = [part for part in parts if part is not None]
         return QuantizedWeight.join(whole) if len(whole) == len(parts) else None
 
     def blocks(self, name: str) -> GGUFWeight | None:
-        """The blocks of a tensor; None if kernels do not pack its type."""
+        """Return None if kernels do not pack the type."""
         source = self._sources[name]
         sources = (source, *source.behind)
         packed = SUPERBLOCK_BYTES.keys() | GROUP_BLOCKS.keys()
@@ -183,13 +183,11 @@ def _quantized(source: _Source) -> QuantizedWeight | None:
 
 
 def _moves_groups(columns: NDArray[np.int64], size: int) -> bool:
-    """Return whether each group's columns stay adjacent."""
     groups = columns.reshape(-1, size)
     return bool((groups[:, :1] % size == 0).all() and (np.diff(groups) == 1).all())
 
 
 def _read(source: _Source, first: int, last: int | None) -> Tensor:
-    """Read rows of a tensor."""
     if source.reshaped is not None:
         whole = _plain(source, 0, None)
         return (whole.movedim(1, -1) if source.channels_last else whole).reshape(source.reshaped)[first:last]
@@ -209,7 +207,6 @@ def _read(source: _Source, first: int, last: int | None) -> Tensor:
 
 
 def _plain(source: _Source, first: int, last: int | None) -> Tensor:
-    """Read rows of a tensor that is a single tensor in the file."""
     info = source.info
     plain = _PLAIN.get(_type_of(info).name)
     raw = _bytes(source, first, last)
@@ -225,17 +222,14 @@ def _plain(source: _Source, first: int, last: int | None) -> Tensor:
 
 
 def _blocks(source: _Source) -> Tensor:
-    """All blocks of a tensor, uint8 ``[rows, blocks, bytes]``.
-
-    They are mapped from the file if its order is kept, so that kernels read them without a copy.
-    """
+    """Return uint8 ``[rows, blocks, bytes]``, mapped from the file if its order is kept."""
     mapped = _mapped(source.info)
     raw = np.asarray(mapped if source.rows is None else mapped[np.atleast_1d(source.rows)])
     return torch.from_numpy(raw).view(len(raw), -1, _type_size(source.info))
 
 
 def _mapped(info: TensorInfo) -> Bytes:
-    """Map a tensor's rows copy-on-write."""
+    """Map rows copy-on-write."""
     count = info.shape[0]
     return np.memmap(info.path, np.uint8, "c", offset=info.offset, shape=(count, _num_bytes(info) // count))
 
@@ -249,8 +243,6 @@ def _bytes(source: _Source, first: int, last: int | None) -> Bytes:
 
 
 class _Rows:
-    """A tensor whose rows can be read."""
-
     def __init__(self, shape: tuple[int, ...], read: Callable[[int, int | None], Tensor]) -> None:
         self._shape = shape
         self._read = read
@@ -266,13 +258,12 @@ class _Rows:
 
 @functools.lru_cache(maxsize=64)
 def _sources_in(header: Header, path: Path) -> dict[str, _Source]:
-    """The tensors of one of a model's files."""
     return {name: source for name, source in _checked_sources(header).items() if source.info.path == path}
 
 
 @functools.lru_cache(maxsize=4)
 def _checked_sources(header: Header) -> dict[str, _Source]:
-    """Like `_sources`, but cached, because a file is opened for each copied piece."""
+    """Cached, because a file is opened for each copied piece."""
     for info in header.tensors.values():
         _check(info, header)
     if header.architecture == ARCHITECTURE:
@@ -421,7 +412,6 @@ def _type_size(info: TensorInfo) -> int:
 
 
 def _block(info: TensorInfo) -> tuple[int, int]:
-    """Number of values and of bytes in a block."""
     from gguf import GGML_QUANT_SIZES
 
     return GGML_QUANT_SIZES[_type_of(info)]

@@ -51,7 +51,7 @@ def grid_positions(images: Sequence[ImagePlacement], places: npt.NDArray[np.int6
 def _place_on_canvas(
     image: ImagePlacement, canvas: Canvas, places: npt.NDArray[np.int64], shift: int, result: npt.NDArray[np.int64]
 ) -> None:
-    """Write the positions of an image's tokens, all in one frame. shift: position minus place at its beginning."""
+    """shift: position minus place at the image's start."""
     inside = (places >= image.start) & (places < image.end)
     if inside.any():
         begin, within = image.start + shift, places[inside] - image.start
@@ -91,7 +91,7 @@ def _spread(size: tuple[int, int], over: tuple[int, int]) -> npt.NDArray[np.int6
 def _place_frames(
     image: ImagePlacement, places: npt.NDArray[np.int64], shift: int, result: npt.NDArray[np.int64]
 ) -> None:
-    """Write the positions of a video with text between frames. shift: position minus place at its beginning."""
+    """shift: position minus place at the video's start."""
     assert isinstance(image.grid, tuple)
     _, rows, columns = image.grid
     inside = (places >= image.start) & (places < image.end)

@@ -1,4 +1,4 @@
-"""Find a checkpoint: built in, local, or on the Hugging Face hub. Imports no torch."""
+"""Finds a checkpoint: built in, local, or on the Hugging Face hub. Imports no torch."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _download_gguf(name: str, wanted: str, revision: str | None, *, progress: bo
 
 
 def _list_files(name: str, revision: str | None) -> list[str] | None:
-    """Files of a repository; None offline, when the cache has to suffice."""
+    """Return None offline, where the cache has to suffice."""
     import httpx
     from huggingface_hub import HfApi, constants
 

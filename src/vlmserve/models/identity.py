@@ -41,8 +41,6 @@ _ABOUT_THE_FILES = {"_name_or_path", "_commit_hash", "transformers_version"}
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file."""
-
     name: str
     description: str
     """Dtype and shape."""
@@ -55,10 +53,10 @@ class StoredTensor(NamedTuple):
 
 
 def model_identity(folder: Path, settings: LoadSettings, digests: TensorDigests | None = None) -> bytes:
-    """The digest of a checkpoint and its settings, independent of its folder.
+    """Digest a checkpoint and its settings, independent of its folder.
 
-    folder: a checkpoint in Hugging Face layout, or a GGUF file. settings: with the chosen dtype and implementation,
-    whose version counts as well. digests: of tensors that were read already. Raises like `weight_files`.
+    folder: in Hugging Face layout, or a GGUF file. settings: with the chosen dtype and implementation, whose version
+    counts as well. digests: of tensors already read.
     """
     packages = {"vlmserve", settings.implementation}
     parts = {
@@ -72,7 +70,6 @@ def model_identity(folder: Path, settings: LoadSettings, digests: TensorDigests 
 
 
 def computation_parts(settings: LoadSettings) -> dict[str, Any]:
-    """The settings that change a model's results, as JSON."""
     quantization = settings.quantization
     return {
         "dtype": str(settings.dtype),
@@ -103,10 +100,7 @@ def cache_identity(model: bytes, backend: AttentionBackend, layers: Sequence[Lay
 
 
 def weights_digest(folder: Path, digests: TensorDigests | None = None) -> bytes:
-    """A digest of names, dtypes, shapes and sampled values of all tensors.
-
-    digests: of tensors that were read already.
-    """
+    """Digest names, dtypes, shapes and samples of all tensors. digests: of tensors already read."""
     digests = digests or TensorDigests()
     found: dict[str, bytes] = {}
     for path in weight_files(folder):
@@ -129,12 +123,12 @@ class TensorDigests:
         self._files: dict[Path, dict[str, _TensorDigest]] = {}
 
     def read(self, path: Path, name: str, share: float = 1.0) -> None:
-        """Hash a tensor up to `share`. name: in the file. PyTorch files are skipped."""
+        """name: in the file. PyTorch files are skipped."""
         if path.suffix not in PICKLES and (tensor := self._tensors(path).get(name)) is not None:
             self.on_read(tensor.advance(share))
 
     def of_file(self, path: Path) -> dict[str, bytes]:
-        """Digests of all tensors of a file by name, after hashing the rest."""
+        """Hashes the rest first."""
         return {name: tensor.finish() for name, tensor in self._tensors(path).items()}
 
     def _tensors(self, path: Path) -> dict[str, _TensorDigest]:
@@ -144,7 +138,7 @@ class TensorDigests:
 
 
 class _TensorDigest:
-    """The digest of one tensor, which grows as the tensor is read."""
+    """Grows as the tensor is read."""
 
     def __init__(self, path: Path, tensor: StoredTensor) -> None:
         self._path, self._tensor = path, tensor
@@ -169,7 +163,6 @@ class _TensorDigest:
 
 
 def stored_tensors(path: Path) -> Iterator[StoredTensor]:
-    """The tensors of a safetensors or GGUF file."""
     if is_gguf(path):
         header = read_header(path)
         own = (info for info in header.tensors.values() if info.path == path)
@@ -191,7 +184,7 @@ def stored_tensors(path: Path) -> Iterator[StoredTensor]:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Bytes of a checkpoint's tensors in its files; PyTorch files count whole."""
+    """PyTorch files count whole."""
     total = 0
     for path in weight_files(folder):
         if path.suffix in PICKLES:

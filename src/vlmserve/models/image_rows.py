@@ -49,7 +49,6 @@ def place_images(
 
 
 def add_features(x: Tensor, features: Sequence[LayerFeatures], layer: int) -> None:
-    """Add a layer's features to its output ``[tokens, hidden_size]``, in place."""
     width = x.shape[1]
     for rows in features:
         x[rows.first : rows.last] += rows.values[:, layer * width : (layer + 1) * width]

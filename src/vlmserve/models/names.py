@@ -12,12 +12,10 @@ REPOSITORIES = {model.name: model.repository for model in MODELS}
 
 
 def repository_of(name: str) -> str | None:
-    """The repository of a short name; None for other names."""
     return REPOSITORIES.get(name.lower())
 
 
 def name_of(repository: str) -> str | None:
-    """The short name of a repository, if any."""
     return next((name for name, known in REPOSITORIES.items() if known == repository), None)
 
 

@@ -23,8 +23,6 @@ class _OutputLayer(NamedTuple):
 
 
 class OutputLayers:
-    """A few small float32 layers."""
-
     def __init__(self, layers: Sequence[_OutputLayer]) -> None:
         self._layers = layers
 
@@ -54,7 +52,6 @@ class OutputLayers:
 
     @property
     def size(self) -> int:
-        """Elements of an embedding."""
         return len(self._layers[-1].weight)
 
     def __call__(self, rows: Tensor) -> Tensor:

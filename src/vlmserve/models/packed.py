@@ -1,4 +1,4 @@
-"""Load the weights of a quantized checkpoint into a model's layers without dequantizing."""
+"""Loads a quantized checkpoint's weights without dequantizing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def load_packed(
 
 
 def read_weight(checkpoint: Checkpoint, layouts: Sequence[Layout], name: str) -> Tensor:
-    """A layer's weight, dequantized to float32. See `load_packed`."""
+    """See `load_packed`."""
     weight = _Reader(checkpoint, layouts).read(name, torch.device("cpu")) if layouts else None
     if weight is None:
         weight = checkpoint.read(name)
@@ -117,7 +117,6 @@ def load_blocks(
                 settle(module)
             continue
         slots, cuts = dict(module_slots(path, module)), module_cuts(path, module)
-        # The loader of plain weights reports wrong shapes.
         weights = [
             _part(weight, cuts.get(name))
             for name in names
@@ -199,7 +198,7 @@ class _Reader:
         return f"{layer}.weight" if part in {layout.mark for layout in self.layouts} else name
 
     def read(self, name: str, device: torch.device) -> StoredWeight | None:
-        """Read a quantized weight; None if it is plain or missing."""
+        """Return None if the weight is plain or missing."""
         layer = name.removesuffix("weight")
         names = self.checkpoint.names
         lacks = ""

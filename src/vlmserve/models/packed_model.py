@@ -1,4 +1,4 @@
-"""Convert a loaded model to tensors in its device's packed form, and back."""
+"""Converts a loaded model to tensors in its device's packed form, and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PackedModel(NamedTuple):
 
 
 def pack_model(model: nn.Module) -> PackedModel | None:
-    """The tensors of a packed model; None if the device does not pack all layers."""
+    """Return None if the device does not pack all layers."""
     packed = PackedModel({}, {})
     for path, module in model.named_modules():
         if isinstance(module, Weight | Embedding) and module.is_stored:

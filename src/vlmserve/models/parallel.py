@@ -1,4 +1,4 @@
-"""Shard a decoder across ranks."""
+"""Shards a decoder across ranks."""
 
 from __future__ import annotations
 

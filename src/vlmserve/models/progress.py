@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 
 class LoadingProgress:
-    """Counts bytes that were read of `total`."""
-
     def __init__(self, total: int) -> None:
         self._total, self._done = total, 0
         self._started = self._said = self._told = time.monotonic()
@@ -41,7 +39,6 @@ class LoadingProgress:
         listener.get()("")
 
     def advance(self, num_bytes: int) -> None:
-        """Count bytes that were read and packed."""
         self._done += num_bytes
         now = time.monotonic()
         text = progress_text(self._done, self._total, now - self._started)
@@ -56,8 +53,6 @@ class LoadingProgress:
 
 
 class Bar:
-    """A bar on the terminal with bytes, rate and time left. It disappears at the end."""
-
     def __init__(self, total: int) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
@@ -74,12 +69,11 @@ class Bar:
         self._progress.stop()
 
     def advance(self, num_bytes: int) -> None:
-        """Count bytes that were read."""
         self._progress.advance(self._task, num_bytes)
 
 
 def progress_text(done: int, total: int, seconds: float) -> str:
-    """Bytes, rate and time left. seconds: since the first byte."""
+    """seconds: since the first byte."""
     rate = done / max(seconds, 1e-3)
     left = max(0, total - done) / max(rate, 1.0)
     share = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"

@@ -53,9 +53,7 @@ class VisionEncoder(Protocol):
         """
         ...
 
-    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        """MACs to encode pixels of a valid shape."""
-        ...
+    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int: ...
 
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
@@ -66,7 +64,7 @@ class VisionEncoder(Protocol):
 
 @runtime_checkable
 class TileEncoder(VisionEncoder, Protocol):
-    """A tower whose images consist of independent tiles of one size."""
+    """A tower of independent tiles of one size."""
 
     def encode_tiles(self, tiles: Tensor) -> Tensor:
         """``[tiles, channels, height, width]`` to ``[tiles, embeddings of each, image_width]``.
@@ -81,19 +79,17 @@ class TileEncoder(VisionEncoder, Protocol):
 
 
 class CrossEncoder(Protocol):
-    """Makes the states for a decoder's cross-attention."""
-
     feature_size: int
     """Elements of one image feature."""
     state_size: int
     """Elements of the keys and values of one state in all layers."""
 
     def check(self, cross: CrossInput) -> None:
-        """Raises InvalidRequestError for a text that does not fit the model."""
+        """Raises InvalidRequestError for unsuitable text."""
         ...
 
     def encode(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return `CrossRows.states` of each input. features: image from a `VisionEncoder`. texts: token ids."""
+        """Return `CrossRows.states` of each input. texts: token ids."""
         ...
 
 
@@ -112,20 +108,18 @@ class LanguageModel(Protocol):
 
     @property
     def image_width(self) -> int:
-        """Elements of an image embedding: `hidden_size`, plus `hidden_size` for each layer that takes features."""
+        """`hidden_size`, plus `hidden_size` for each layer that takes features."""
         ...
 
     @property
     def vocab_size(self) -> int: ...
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 ``[tokens]`` to ``[tokens, hidden_size]``."""
+        """Map int64 ``[tokens]`` to ``[tokens, hidden_size]``."""
         ...
 
     @property
-    def cache_layout(self) -> CacheLayout:
-        """Groups of layers that share tensors of the KV cache."""
-        ...
+    def cache_layout(self) -> CacheLayout: ...
 
     @property
     def max_short_len(self) -> int | None:
@@ -147,9 +141,7 @@ class LanguageModel(Protocol):
         """Allocate the KV cache of all attention layers. layout: see `allocate_layers`."""
         ...
 
-    def cache_bytes(self, block_size: int) -> CacheBytes:
-        """Bytes of the KV cache of all layers."""
-        ...
+    def cache_bytes(self, block_size: int) -> CacheBytes: ...
 
     def forward(
         self,
@@ -170,14 +162,12 @@ class LanguageModel(Protocol):
         ...
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``. out: contiguous memory to use for the result."""
+        """Return float32 ``[rows, vocab_size]``. out: contiguous memory that the result may use."""
         ...
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A checkpoint in memory."""
-
     architecture: str
     language_model: LanguageModel
     vision: VisionEncoder | None
@@ -206,5 +196,4 @@ class LoadedModel:
 
     @property
     def embedding_size(self) -> int:
-        """Elements of an embedding."""
         return self.language_model.hidden_size if self.output_layers is None else self.output_layers.size

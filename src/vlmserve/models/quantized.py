@@ -1,4 +1,4 @@
-"""Write quantized checkpoints: the same folder with packed weights, one tensor at a time."""
+"""Writes quantized checkpoints, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class QuantizedFolder:
         self._folder, self._config = folder, config
 
     def rounded(self, name: str) -> dict[str, Tensor]:
-        """The output tensors of one tensor, rounded to nearest if it is to be quantized. name: canonical."""
+        """Return a tensor's output tensors, quantized if planned. name: canonical."""
         tensor = self.checkpoint.read(name)
         if name in self.bits:
             weight = round_to_nearest(
@@ -90,7 +90,7 @@ class QuantizedFolder:
         return {self.names[name]: plain}
 
     def packed(self, name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The tensors of a quantized weight. name: canonical."""
+        """name: canonical."""
         if self._config.method == "smoothquant":
             parts = to_bytes(weight)
         else:
@@ -99,7 +99,7 @@ class QuantizedFolder:
         return {self.names[name].removesuffix("weight") + part: tensor for part, tensor in parts.items()}
 
     def write(self, file_name: str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
-        """Write a file completely or not at all. about: metadata. Raises ConfigurationError if the disk is full."""
+        """Write a file completely or not at all. Raises ConfigurationError if the disk is full."""
         partial = self.out / f"{file_name}.partial"
         try:
             save_file(dict(tensors), partial, metadata={"format": "pt", **(about or {})})
@@ -142,7 +142,7 @@ class QuantizedFolder:
         return Saving(stored_bytes(self._folder), after)
 
     def _published(self, key: str) -> str:
-        """The tensor's name in Hugging Face checkpoints. key: in the files."""
+        """key: in the files."""
         if self._gguf is None or self._gguf != self.checkpoint.folder:
             return key
         name = key
@@ -177,7 +177,7 @@ def save_quantized(
 
 
 def check_groups(model: nn.Module, config: QuantizationConfig) -> None:
-    """Raises ConfigurationError for a layer whose inputs are not whole groups, and like `choose_layers`."""
+    """Raises ConfigurationError for a layer whose inputs are not whole groups."""
     for path, module, width in choose_layers(model, config):
         if width == 4 and module.in_features % config.group_size:
             raise ConfigurationError(

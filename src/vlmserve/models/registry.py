@@ -1,4 +1,4 @@
-"""Load a checkpoint into memory."""
+"""Loads a checkpoint into memory."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _load(
 
 
 class Parts(NamedTuple):
-    """The modules of a model. `modules` holds all, under the names of weights."""
+    """`modules` holds all modules, by names of weights."""
 
     modules: nn.Module
     language_model: Decoder
@@ -195,7 +195,7 @@ class Description:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Convert errors that the configuration causes in this block to ModelLoadError."""
+        """Convert errors of a bad configuration to ModelLoadError."""
         try:
             yield
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -204,17 +204,17 @@ class Description:
 
     @property
     def image_token_id(self) -> int | None:
-        """The placeholder, if the model takes images. Raises ModelLoadError for an invalid token."""
+        """Raises ModelLoadError for an invalid token."""
         return None if self.vision is None else self.vision.placeholder(self.config)
 
     @property
     def family(self) -> LanguageFamily:
-        """The family of the language model. Raises UnsupportedModelError for an unknown one."""
+        """Raises UnsupportedModelError for an unknown family."""
         return language_family(self.text_config)
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
-        """Quantization settings of the checkpoint. Raises ModelLoadError if they are not an object."""
+        """Raises ModelLoadError if the settings are not an object."""
         for config in (self.config, self.text_config):
             if found := config.get("quantization_config") or config.get("compression_config"):
                 if not isinstance(found, Mapping):
@@ -226,7 +226,7 @@ class Description:
         return None
 
     def dtype(self, checkpoint: Checkpoint) -> torch.dtype:
-        """The dtype in the configuration, else the dtype of the tensors."""
+        """Read it from the configuration, else from the tensors."""
         for source in (self.config, self.text_config):
             for key in ("dtype", "torch_dtype"):
                 if (name := str(source.get(key)).removeprefix("torch.")) in DTYPES:
@@ -234,11 +234,10 @@ class Description:
         return checkpoint.dtype()
 
     def rename(self, name: str) -> str:
-        """Convert a tensor's name in the files to its canonical name."""
         return canonical_name(rename(name, () if self.vision is None else self.vision.names), self.family.rename)
 
     def spec(self, checkpoint: Checkpoint) -> ArchSpec:
-        """The decoder's spec. The checkpoint's tensors decide whether embeddings are tied."""
+        """The tensors decide whether embeddings are tied."""
         family = self.vision
         spec = decoder_spec(self.text_config)
         if self.text_config is not self.config:
@@ -263,7 +262,7 @@ class Description:
         device: torch.device,
         ranks: Ranks | None = None,
     ) -> Parts:
-        """Build the model without weights. executor: see `Decoder`. ranks: share the decoder."""
+        """executor: see `Decoder`."""
         modules = nn.Module()
         own = spec if ranks is None else share_of(spec, ranks)
         modules.language_model = decoder = Decoder(own, backend, executor, dtype=dtype, device=device)
@@ -322,7 +321,7 @@ def _load_with_transformers(folder: Path, settings: LoadSettings) -> LoadedModel
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ModelLoadError if the file is missing or something else."""
+    """Raises ModelLoadError if the file is missing or no JSON object."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except OSError as error:

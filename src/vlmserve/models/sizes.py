@@ -1,4 +1,4 @@
-"""Check a configuration's numbers before memory is allocated."""
+"""Checks a configuration's numbers before memory is allocated."""
 
 from __future__ import annotations
 

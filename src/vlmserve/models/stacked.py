@@ -16,7 +16,7 @@ _EXPERT = re.compile(r"(\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.weight$")
 
 
 def stacked_shapes(file: WeightFile) -> dict[str, list[int]]:
-    """Shapes of a file's tensors that hold several experts, by key."""
+    """Return the shapes of tensors that hold several experts, by key."""
     return {key: file.get_slice(key).get_shape() for key in file.keys() if _STACKED.search(key)}  # noqa: SIM118
 
 
@@ -63,7 +63,7 @@ class StackedExperts:
         return _ExpertSlice(self._file.get_slice(found[0]), found[1], inputs_first=self._inputs_first)
 
     def stored(self, name: str, share: float) -> tuple[str, float]:
-        """The key of the file's own tensor, and the share of it that is read. share: of the tensor `name`."""
+        """share: of the tensor `name`."""
         found = self._stacked(name)
         if found is None:
             return name, share
@@ -71,7 +71,7 @@ class StackedExperts:
         return key, (number + share) / self._counts[key]
 
     def _stacked(self, name: str) -> tuple[str, int] | None:
-        """The stacked tensor's key and the expert's number; None: the file has the tensor itself."""
+        """Return None if the file has the tensor itself."""
         match = _EXPERT.search(name)
         if match is None:
             return None

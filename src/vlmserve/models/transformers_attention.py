@@ -70,7 +70,7 @@ def _attention(
 
 
 def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> None:
-    """Called by transformers to make masks, which our attention does not need. Records their windows."""
+    """Transformers calls it to make masks, which our attention does not need. Records their windows."""
     if local_size is None or (windows := _masked.get()) is None:
         return
     first, later = torch.tensor(1), torch.tensor(local_size)
@@ -90,7 +90,6 @@ def attending(attend: Attend, windows: list[int] | None = None) -> Iterator[None
 
 
 def register_attention() -> None:
-    """Register our attention in transformers as `NAME`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attention)

@@ -88,7 +88,7 @@ class TransformersModel:
         self.backend = backend(self.attention)
 
     def _find_attention(self) -> tuple[AttentionSpec, ...]:
-        """The attention spec of each layer, recorded in a pass over two tokens."""
+        """Record each layer's spec in a pass over two tokens."""
         specs: list[AttentionSpec] = []
         windows: list[int] = []
 
@@ -116,11 +116,10 @@ class TransformersModel:
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """Groups of layers that share tensors of the KV cache."""
         return CacheLayout.of(self.attention)
 
     def longest_context(self, max_position: int) -> int:
-        """The maximum context that matches transformers: bidirectional prompts ignore windows."""
+        """Bidirectional prompts ignore windows."""
         windows = [spec.window for spec in self.attention if spec.window is not None]
         return min([max_position, *windows]) if self.bidirectional == "prompt" else max_position
 
@@ -135,12 +134,11 @@ class TransformersModel:
     def allocate_cache(
         self, num_blocks: int, block_size: int, device: torch.device | None = None, layout: CacheLayout | None = None
     ) -> list[LayerCache]:
-        """Allocate the KV cache of all layers. layout: see `allocate_layers`."""
+        """layout: see `allocate_layers`."""
         allocate, kind = self.backend.allocate, (self._model.dtype, device or self._model.device)
         return allocate_layers(self.attention, lambda spec: allocate(num_blocks, block_size, spec, *kind), layout)
 
     def cache_bytes(self, block_size: int) -> CacheBytes:
-        """Bytes of the KV cache of all layers."""
         return CacheBytes.of(
             self.attention, block_size, lambda spec: self.backend.block_bytes(block_size, spec, self._model.dtype)
         )
@@ -185,7 +183,7 @@ class TransformersModel:
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``, by the model's code after its layers."""
+        """Return float32 ``[rows, vocab_size]``, by the model's code after its layers."""
         finished = _Finished(hidden[None])
         # Set only for this call, because a self-reference would keep the model alive.
         self._body.forward = lambda *_, **__: finished
@@ -284,7 +282,7 @@ class TransformersModel:
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
-    """The difference of logits, relative to their standard deviation."""
+    """Return the difference relative to the standard deviation."""
     return float((actual - expected).std() / expected.std())
 
 

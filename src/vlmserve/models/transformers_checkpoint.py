@@ -48,7 +48,7 @@ class TransformersCheckpoint:
 
     @cached_property
     def config(self) -> Any:
-        """Raises UnsupportedModelError for a model that transformers does not know."""
+        """Raises UnsupportedModelError for an unknown model."""
         from transformers import AutoConfig
 
         try:
@@ -81,7 +81,7 @@ class TransformersCheckpoint:
 
     @property
     def image_token_id(self) -> int | None:
-        """The placeholder, if the model takes images. Raises UnsupportedModelError if the config names none."""
+        """Raises UnsupportedModelError if the config names no placeholder."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
         if type(self.config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -93,7 +93,7 @@ class TransformersCheckpoint:
         return found
 
     def module_names(self) -> list[str]:
-        """Names of all modules in transformers' order. Raises UnsupportedModelError for an unknown model."""
+        """Return names in transformers' order. Raises UnsupportedModelError for an unknown model."""
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         auto = AutoModelForCausalLM if self.image_token_id is None else AutoModelForImageTextToText
@@ -104,7 +104,6 @@ class TransformersCheckpoint:
             raise UnsupportedModelError(f"transformers does not make this model: {first_line(error)}") from error
 
     def sample(self, model: Any) -> Sample | None:
-        """An image to check the model with, if it takes images."""
         if self.image_token_id is None:
             return None
         noise = np.random.default_rng(0).integers(0, 256, (*SAMPLE_SIZE, 3), np.uint8)
@@ -115,7 +114,7 @@ class TransformersCheckpoint:
         return Sample(image, processor.token_types(sample_image), self.image_token_id, TransformersVision(model))
 
     def load(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """Load the model. Raises UnsupportedModelError, MissingWeightsError or ModelLoadError."""
+        """Raises UnsupportedModelError, MissingWeightsError or ModelLoadError."""
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         register_attention()

@@ -84,7 +84,6 @@ class TransformersVision:
 
     @staticmethod
     def further(inputs: TowerInputs | None, device: torch.device) -> dict[str, Tensor]:
-        """An image's other inputs besides pixels, by name."""
         assert isinstance(inputs, FurtherInputs)
         arrays = {
             array.name: np.frombuffer(array.data, array.dtype).reshape(array.shape).copy() for array in inputs.arrays
@@ -93,7 +92,6 @@ class TransformersVision:
 
 
 def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """Flatten nested features to ``[tokens, hidden_size]``."""
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
     return torch.cat([_rows(part) for part in features])

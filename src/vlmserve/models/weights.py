@@ -1,4 +1,4 @@
-"""Load a checkpoint's files into a model's parameters, one tensor at a time."""
+"""Loads a checkpoint's files into a model's parameters, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, rename: Rename = canonical_name) -> None:
-        """rename: converts a tensor's name in the files to its canonical name."""
+        """rename: converts a file's tensor names to canonical names."""
         self.folder = folder
         self.digests = TensorDigests()
         """Digests of tensors that were loaded."""
@@ -98,7 +98,7 @@ class Checkpoint:
                 self._keys |= {self.canonical(key): (path, key) for key in file.keys()}  # noqa: SIM118
 
     def open(self, path: Path) -> WeightFile:
-        """Open a file so that each expert has its own tensors."""
+        """Each expert has its own tensors."""
         file = open_weights(path)
         if not self._has_stacked or isinstance(file, GGUFFile):
             return file
@@ -126,7 +126,7 @@ class Checkpoint:
             return tensor
 
     def quantized(self, name: str) -> QuantizedWeight | None:
-        """A GGUF tensor in its stored form; None if `QuantizedWeight` cannot hold it."""
+        """Return None if `QuantizedWeight` cannot hold the tensor."""
         path, key = self._keys[name]
         with self.open(path) as file:
             weight = file.quantized(key) if isinstance(file, GGUFFile) else None
@@ -135,13 +135,13 @@ class Checkpoint:
         return weight
 
     def blocks(self, name: str) -> GGUFWeight | None:
-        """The blocks of a GGUF tensor; None if kernels do not pack its type."""
+        """Return None if kernels do not pack the type."""
         path, key = self._keys[name]
         with self.open(path) as file:
             return file.blocks(key) if isinstance(file, GGUFFile) else None
 
     def hash(self, name: str) -> None:
-        """Add a tensor to `digests` while its pages are in memory."""
+        """Called while the tensor's pages are in memory."""
         path, key = self._keys[name]
         with self.open(path) as file:
             _hash(file, path, key, self.digests)
@@ -200,8 +200,6 @@ class Checkpoint:
 
 
 class Waiting:
-    """Parameters that are not filled yet, and the modules that wait for them."""
-
     def __init__(
         self, model: nn.Module, filled: Collection[str], settle: Callable[[nn.Module], None], device: torch.device
     ) -> None:
@@ -219,7 +217,7 @@ class Waiting:
                     self._names.setdefault(module, set()).add(name)
 
     def memory(self, name: str) -> Tensor:
-        """Return the memory of a parameter; allocates it if needed."""
+        """Allocates memory if needed."""
         if self.slots[name].is_meta:
             path, module = self._owners[name]
             allocate(module, self._device)
@@ -242,13 +240,13 @@ def merge_as_stored(model: nn.Module, names: Collection[str]) -> None:
 
 
 def weight_slots(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the canonical name and memory of each tensor that a checkpoint must have."""
+    """Yield name and memory of each tensor that a checkpoint must have."""
     for path, module in model.named_modules():
         yield from module_slots(path, module)
 
 
 def module_slots(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Like `weight_slots` for one module, without submodules."""
+    """Excludes submodules."""
     if isinstance(module, MergedLinear):
         for name, slot in module.slots():
             yield _beside(path, name), slot
@@ -261,14 +259,13 @@ def module_slots(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_names(path: str, module: nn.Module) -> list[str]:
-    """The canonical names of a layer's weight, or of the parts of a merged weight."""
+    """For a merged weight, the names of its parts."""
     if isinstance(module, MergedLinear):
         return [_beside(path, f"{part}.weight") for part in module.parts]
     return [f"{path}.weight"]
 
 
 def weight_cuts(model: nn.Module) -> dict[str, Cut]:
-    """Cuts of sharded tensors, by canonical name."""
     cuts: dict[str, Cut] = {}
     for path, module in model.named_modules():
         cuts |= module_cuts(path, module)
@@ -276,7 +273,7 @@ def weight_cuts(model: nn.Module) -> dict[str, Cut]:
 
 
 def module_cuts(path: str, module: nn.Module) -> dict[str, Cut]:
-    """Like `weight_cuts` for one module, without submodules."""
+    """Excludes submodules."""
     shard = getattr(module, "shard", None)
     if not isinstance(shard, Shard):
         return {}
@@ -344,7 +341,7 @@ def _hash(file: WeightFile, path: Path, key: str, digests: TensorDigests, share:
 def _pieces(
     file: WeightFile, path: Path, keys: list[tuple[str, str]], slots: Mapping[str, Tensor], cuts: Mapping[str, Cut]
 ) -> Iterator[_Piece]:
-    """Split tensors into pieces that are small enough to map. Raises ModelLoadError for shapes that differ."""
+    """Pieces are small enough to map. Raises ModelLoadError for shapes that differ."""
     most = DEQUANTIZED_BYTES if isinstance(file, GGUFFile) else MAPPED_BYTES
     for name, key in keys:
         shape, slot = file.get_slice(key).get_shape() or [1], slots[name]

@@ -78,7 +78,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CachedModel:
-    """A cached model. identity: its `model_identity`."""
+    """identity: its `model_identity`."""
 
     packed: PackedModel
     identity: bytes
@@ -87,7 +87,7 @@ class CachedModel:
 
 @dataclass(frozen=True)
 class CacheFile:
-    """A file, for `vlmserve cache`. used: time of the last start that read it, in seconds since 1970."""
+    """used: Unix time of the last start that read it."""
 
     path: Path
     model: str
@@ -95,23 +95,21 @@ class CacheFile:
     used: float
 
 
-class _EndingError(Exception):
-    """The program ends before a file is complete."""
+class _EndingError(Exception): ...
 
 
 class WeightsCache:
-    """Files of packed weights in a folder. limit: bytes of all files together; 0: the cache is off."""
+    """Files of packed weights in a folder. limit: total bytes; 0: off."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
 
     @classmethod
     def at(cls, folder: str | None, limit: int) -> WeightsCache:
-        """The cache in a folder; None: in the user's cache folder."""
+        """Open the cache in a folder, by default in the user's cache folder."""
         return cls(cache_folder() / "weights" if folder is None else expanded(folder), limit)
 
     def path(self, parts: Mapping[str, Any]) -> Path:
-        """The file for packed weights that depend on these parts."""
         text = json.dumps(dict(parts), sort_keys=True)
         return self.folder / (blake3(text.encode()).hexdigest(length=16) + SUFFIX)
 
@@ -127,7 +125,7 @@ class WeightsCache:
         return self.limit > 0
 
     def read(self, path: Path) -> CachedModel | None:
-        """Map the model in a file; None if there is none. Broken and foreign files are logged and ignored."""
+        """Map a file's model, if it exists. Broken and foreign files are logged and ignored."""
         try:
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -147,7 +145,7 @@ class WeightsCache:
         return found
 
     def write_later(self, path: Path, packed: PackedModel, identity: bytes, model: str) -> threading.Thread | None:
-        """Write a model in a thread. None: it is too small or too large for the cache."""
+        """Return None if the model is too small or too large for the cache."""
         size = sum(tensor.nbytes for tensor in packed.tensors.values())
         if not SMALLEST_MODEL <= size <= self.limit:
             return None
@@ -157,7 +155,7 @@ class WeightsCache:
         return thread
 
     def files(self) -> list[CacheFile]:
-        """All files, most recently used first."""
+        """Return files, most recently used first."""
         found = []
         for path, status in self._own(_NAME):
             with contextlib.suppress(*_BROKEN), path.open("rb") as file:
@@ -166,7 +164,7 @@ class WeightsCache:
         return sorted(found, key=lambda file: -file.used)
 
     def clear(self) -> int:
-        """Remove all files. Returns their bytes."""
+        """Return the number of removed bytes."""
         return _remove(self._surplus(0))
 
     def _write(self, path: Path, packed: PackedModel, identity: bytes, model: str, size: int) -> None:
@@ -205,7 +203,7 @@ class WeightsCache:
                 raise
 
     def _surplus(self, limit: int) -> list[_Found]:
-        """The least recently used files to remove, so that at most `limit` bytes are left."""
+        """Return the least recently used files beyond `limit` bytes."""
         files = sorted(self._own(_NAME), key=lambda file: file[1].st_mtime)
         total, count = _total(files), 0
         while total > limit and count < len(files):
@@ -258,14 +256,14 @@ def source_parts(folder: Path, settings: LoadSettings) -> dict[str, Any]:
 
 @cache
 def _extension_digest() -> str:
-    """A digest of the compiled kernels, because each build may pack weights differently."""
+    """Each build may pack weights differently."""
     path = extension.extension().__file__
     return "" if path is None else blake3(Path(path).read_bytes()).hexdigest()
 
 
 @cache
 def code_digest(package: Path = PACKAGE) -> str:
-    """Return a digest of the Python code of models, so that an edit makes older files unused."""
+    """Covers the Python code of models, so that edits invalidate files."""
     digest = blake3()
     for name in PACKING:
         for path in [package / name] if name.endswith(".py") else sorted((package / name).rglob("*.py")):
@@ -279,14 +277,14 @@ def _total(files: list[_Found]) -> int:
 
 
 def _remove(files: list[_Found]) -> int:
-    """Remove files. Returns their bytes."""
+    """Return the number of removed bytes."""
     for path, _ in files:
         path.unlink(missing_ok=True)
     return _total(files)
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a file. False: another process has locked it, or the file system has no locks."""
+    """Return False if another process holds the lock, or the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -304,7 +302,7 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _pieces(packed: PackedModel, identity: bytes, model: str, key: str) -> Iterator[bytes | memoryview]:
-    """The contents of a file, in order. key: its name without the suffix."""
+    """key: the file's name without the suffix."""
     tensors, position, samples = {}, 0, blake3()
     for name, tensor in packed.tensors.items():
         tensors[name] = [str(tensor.dtype), list(tensor.shape), position, tensor.nbytes]

@@ -167,7 +167,7 @@ class Scheduler:
         return answer
 
     def _extend_search(self, request: Request, search: Search, output: ModelRunnerOutput) -> list[EngineOutput]:
-        """Returns the search's output if it has ended."""
+        """Return the search's output if it has ended."""
         if request.request_id in output.failures:
             answer = extend_answer(request, output)
             for member in search.members:
@@ -214,7 +214,7 @@ class Scheduler:
             self.resources.begin_step(self.running, self.limits)
 
     def _schedule_running(self, step: SchedulerOutput) -> int:
-        """Returns the remaining budget."""
+        """Return the remaining budget."""
         budget = self._schedule_decodes(step, self._max_num_batched_tokens)
         if self.limits is not None:
             budget = int(min(budget, self.limits.prompt_tokens(shared=len(self.requests) > 1)))

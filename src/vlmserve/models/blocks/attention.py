@@ -33,10 +33,8 @@ from vlmserve.quant.calibration import Fold
 
 
 class QKVLinear(MergedLinear):
-    """Queries, keys and values of all heads side by side, preceded by output gates if there are any.
-
-    Layers that share keys and values have only queries.
-    """
+    """Queries, keys and values of all heads, preceded by output gates if there are any. Layers that share keys and
+    values have only queries."""
 
     def __init__(
         self, spec: ArchSpec, heads: AttentionSpec, rope: RopeSpec | None, *, dtype: torch.dtype, device: torch.device
@@ -75,7 +73,7 @@ class QKVLinear(MergedLinear):
 
 
 class Attention(Block, Layer):
-    """Self-attention, ``[tokens, hidden_size]``, with one layer's cache."""
+    """Self-attention ``[tokens, hidden_size]`` with one layer's cache."""
 
     readers = ("qkv_proj",)
 
@@ -89,7 +87,7 @@ class Attention(Block, Layer):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """rope: index of the step's rotary embedding for queries and keys; None: no rotation."""
+        """rope: index of the step's rotary embedding, if any."""
         super().__init__()
         heads = spec.mixers[index]
         assert isinstance(heads, AttentionSpec)
@@ -151,7 +149,7 @@ class Attention(Block, Layer):
             yield fold_of_values(self.spec, f"{name}.o_proj", f"{name}.qkv_proj", self.qkv_proj.out_features)
 
     def arrange(self, operations: Operations) -> None:
-        """Like `Layer.arrange`; the norms must have their weights."""
+        """The norms must have their weights."""
         parts, first = [], 0
         normed = self._normed_parts
         for norm, heads in normed:
@@ -174,7 +172,6 @@ class Attention(Block, Layer):
         return parts
 
     def _attended(self, qkv: Tensor, step: StepContext, context: AttentionContext) -> Tensor:
-        """The attention output of all heads, side by side."""
         if self._norming is not None and step.query_scale is None and self._norms_each_head:
             norms, rope = self._norms(), self._rows(step)
             return self._norming.attend_normed(qkv, norms, rope, context)
@@ -204,7 +201,6 @@ class Attention(Block, Layer):
         return self._head_norms
 
     def _normed(self, qkv: Tensor) -> Tensor:
-        """Apply the head norms in place."""
         heads, first = qkv.view(qkv.shape[0], -1, self.spec.head_size), 0
         for norm, count in self._normed_parts:
             part = heads[:, first : first + count]
@@ -228,7 +224,7 @@ class Attention(Block, Layer):
 
 
 def _normed_heads(norm: nn.Module | None, first: int, heads: int) -> NormedHeads | None:
-    """Describe a head norm from element `first` of a row on; None: no kernel computes it."""
+    """Return None if no kernel computes the norm."""
     if type(norm) is UnitNorm:
         return NormedHeads(first, torch.ones(heads, norm.size, device=norm.device), norm.eps, centered=False)
     if type(norm) is RMSNorm:
@@ -247,7 +243,6 @@ def _normed_heads(norm: nn.Module | None, first: int, heads: int) -> NormedHeads
 def _head_norm(
     spec: ArchSpec, head_size: int, heads: int, *, dtype: torch.dtype, device: torch.device
 ) -> nn.Module | None:
-    """The norm of ``[tokens, heads, head_size]``, if any."""
     if (kind := spec.head_norm) is None:
         return None
     if kind.over == "head":
@@ -258,10 +253,8 @@ def _head_norm(
 
 
 def fold_of_values(heads: AttentionSpec, consumer: str, producer: str, outputs: int) -> Fold:
-    """Fold factors of the output projection's inputs into the values, which are the last outputs of `producer`.
-
-    Heads that read the same values share factors.
-    """
+    """Fold factors of the output projection's inputs into the values, the last outputs of `producer`. Heads that read
+    the same values share factors."""
     values = heads.num_kv_heads * heads.head_size
     return Fold(
         (consumer,),
@@ -273,7 +266,7 @@ def fold_of_values(heads: AttentionSpec, consumer: str, producer: str, outputs: 
 
 
 def key_heads(heads: AttentionSpec, ranks: Ranks) -> Share:
-    """This rank's heads of keys and values. If there are more ranks than heads, several ranks have the same head."""
+    """This rank's KV heads. If there are more ranks than heads, ranks share heads."""
     if heads.num_kv_heads >= ranks.size:
         return shares(heads.num_kv_heads, ranks)
     first = ranks.rank * heads.num_kv_heads // ranks.size

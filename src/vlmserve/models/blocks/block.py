@@ -22,7 +22,7 @@ from vlmserve.quant.calibration import Fold
 class Block(nn.Module):
     """A part of a decoder layer. `forward` takes normed rows of the residual stream and returns an `Unfinished` block.
 
-    Module names equal the names of weights in checkpoints. Each `Linear` inside can be quantized and have adapters.
+    Module names equal the names of weights in checkpoints.
     """
 
     readers: tuple[str, ...]
@@ -48,12 +48,10 @@ class StateBlock(Block, Layer):
     out_proj: Linear
 
     def forward(self, x: Normed, cache: StateCache, step: StepContext) -> Unfinished:
-        """``[tokens, hidden_size]`` through the states of `StepContext.states`."""
         assert step.metadata.states is not None
         return Unfinished(self.out_proj, self._mixed(x, cache, step.metadata.states))
 
     def _mixed(self, x: Normed, cache: StateCache, rows: StateRows) -> Tensor:
-        """The kernel's result."""
         raise NotImplementedError
 
 

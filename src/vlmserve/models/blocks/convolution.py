@@ -30,8 +30,6 @@ class DepthwiseWeight(nn.Module):
 
 
 class ShortConvolution(StateBlock):
-    """A gated short convolution."""
-
     readers = ("in_proj",)
     _kernel: ConvolutionKernel | None = None
 

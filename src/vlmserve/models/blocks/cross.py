@@ -42,13 +42,12 @@ class CrossStates(MergedLinear):
         return by_head.permute(1, 2, 3, 0, 4).contiguous()
 
     def split(self, whole: ArchSpec, ranks: Ranks) -> None:
-        """Like `Block.split`."""
         heads = [scaled(key_heads(one, ranks), one.head_size) for one in whole.attention]
         self.shard = Shard(tuple(share for share in heads for _ in ("keys", "values")))
 
 
 class CrossAttention(Block):
-    """Cross-attention, ``[tokens, hidden_size]``, to each sequence's `CrossRows.states`."""
+    """Cross-attention to each sequence's `CrossRows.states`."""
 
     readers = ("q_proj",)
 

@@ -22,8 +22,6 @@ from vlmserve.quant.calibration import Fold
 
 
 class GatedDelta(StateBlock):
-    """The gated delta rule."""
-
     readers = ("in_proj", "in_proj_gates")
     shard: Shard | None = None
     """The heads of `A_log` and `dt_bias`."""

@@ -37,7 +37,7 @@ class Router(nn.Module):
             )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``[rows, size]`` to the weights, float32, and numbers of each row's experts, both ``[rows, top_k]``."""
+        """Return weights (float32) and numbers of each row's experts, both ``[rows, top_k]``."""
         x, norm = x.float(), self._spec.router_norm
         if norm is not None and self.scale is not None:
             size = x.shape[-1]
@@ -53,7 +53,7 @@ class Router(nn.Module):
         return weights * self._spec.scale, chosen
 
     def weights(self, product: Product, norm: RMSNorm | None) -> RouterWeights:
-        """Return the packed weights for a kernel. product: packed `linear`. norm: of the experts' inputs."""
+        """product: packed `linear`. norm: of the experts' inputs."""
         return RouterWeights(
             product,
             correction=None if self.bias is None else self.bias.data,
@@ -64,10 +64,8 @@ class Router(nn.Module):
 
 
 class Experts(Block, Layer):
-    """Adds the weighted outputs of each row's experts, and of an MLP that all rows share.
-
-    Each expert is an `MLP` that computes only its own rows, so a step reads only the weights of chosen experts.
-    """
+    """Adds the weighted outputs of each row's experts, and of an MLP that all rows share. A step reads only the weights
+    of chosen experts."""
 
     readers = ()
     """No reader takes factors of a norm, because all experts would have to share them."""
@@ -101,7 +99,7 @@ class Experts(Block, Layer):
                     module.takes_adapters = False
 
     def forward(self, x: Tensor) -> Unfinished:
-        """``[tokens, size]``. Sums are float32 in the order of expert numbers, independent of the batch."""
+        """Sums are float32 in the order of expert numbers, independent of the batch."""
         return Unfinished(Adding(self._add), x)
 
     def _add(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -120,7 +118,6 @@ class Experts(Block, Layer):
         return (output if residual is None else output + residual).to(x.dtype)
 
     def _sum(self, x: Tensor) -> Tensor:
-        """Sum the weighted outputs of this rank's experts one by one, float32."""
         weights, chosen = self.router(x)
         if self.norm is not None:
             x = self.norm(x)
@@ -140,7 +137,7 @@ class Experts(Block, Layer):
         return output
 
     def arrange(self, operations: Operations) -> None:
-        """Like `Layer.arrange`; all weights must be loaded."""
+        """All weights must be loaded."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.arrange(operations)
@@ -187,6 +184,6 @@ def gated(x: Tensor, gates: Tensor) -> Tensor:
 
 
 def _product(linear: Linear) -> Product | None:
-    """The packed weight; None if inputs or outputs are reordered."""
+    """Return None if inputs or outputs are reordered."""
     kept = linear.kept()
     return None if kept is None or kept.input_order is not None or kept.order is not None else kept.product

@@ -32,7 +32,7 @@ class MLP(Block):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """names: of both layers in checkpoints; None: Llama's names."""
+        """names: of both layers in checkpoints (default: Llama's)."""
         super().__init__()
         self._gated = gated
         first, self._last = names or ("gate_up_proj" if gated else "up_proj", "down_proj")
@@ -52,7 +52,6 @@ class MLP(Block):
 
     @property
     def products(self) -> int:
-        """MACs for each row."""
         return self.reader.products + self.last.products
 
     def forward(self, x: Normed) -> Unfinished:

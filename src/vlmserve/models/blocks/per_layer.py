@@ -16,7 +16,7 @@ from vlmserve.quant.calibration import Fold
 
 
 class PerLayerEmbeddings(nn.Module):
-    """Computes the inputs of all layers from a token's per-layer embeddings and a projection of its first input."""
+    """Combines a token's per-layer embeddings with a projection of its first input."""
 
     def __init__(self, spec: ArchSpec, own: PerLayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class PerLayerEmbeddings(nn.Module):
 
 
 class PerLayerInput(Block):
-    """Adds a projection of a layer's embeddings, gated by the residual stream. Not sharded."""
+    """Adds a projection of a layer's embeddings, gated by the residual stream."""
 
     readers = ("gate",)
 
@@ -56,8 +56,7 @@ class PerLayerInput(Block):
         """x: ``[tokens, hidden_size]``. inputs: of this layer, ``[tokens, size]``."""
         return Unfinished(self.projection, self.gate(x) * inputs)
 
-    def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
-        """Do nothing: this block is not sharded."""
+    def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None: ...
 
     def folds(self, name: str) -> Iterator[Fold]:
         yield from ()

@@ -29,7 +29,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 class BlipEmbeddings(nn.Module):
-    """Images to tokens: the class token, then patches row by row, with positions."""
+    """Maps images to class token and patches, with positions."""
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class BlipEmbeddings(nn.Module):
 
 
 class BlipTower(StagedVision):
-    """Images to the normed states of class token and patches, for cross-attention. A `VisionEncoder`."""
+    """Maps images to normed states of class token and patches, for cross-attention."""
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -64,7 +64,6 @@ class BlipTower(StagedVision):
         return cls(spec, dtype=dtype, device=device)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels give `num_tokens` features. Raises InvalidImageError if they do not."""
         expected = (1, 3, self.spec.image_size, self.spec.image_size)
         if tuple(shape) != expected:
             raise InvalidImageError(f"the vision tower takes images of {expected}, not of {tuple(shape)}")
@@ -82,8 +81,7 @@ class BlipTower(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Like `VisionEncoder.in_stages`, all images together. Features are ``[1 + patches, hidden_size]`` for each
-        image."""
+        """Features are ``[1 + patches, hidden_size]`` for each image."""
         products = self.spec.num_patches * self.embeddings.patch_embedding.products
         x = yield from by_rows(self.embeddings, products, budget, torch.cat(pixels).to(self.dtype))
         x = yield from through_layers(self._layers(), x, budget)

@@ -115,7 +115,7 @@ class PatchEmbedding(Linear):
 
 
 class ClipEmbeddings(nn.Module):
-    """Images to tokens: the class token, then patches row by row, with positions."""
+    """Maps images to class token and patches, with positions."""
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -130,8 +130,6 @@ class ClipEmbeddings(nn.Module):
 
 
 class ClipAttention(nn.Module):
-    """Full self-attention within each image."""
-
     def __init__(self, spec: ClipSpec, *, qkv_bias: bool = True, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), spec.hidden_size)
@@ -193,7 +191,6 @@ class ClipTower(nn.Module):
 
     @cached_property
     def products(self) -> int:
-        """MACs for an image."""
         spec = self.spec
         layers = sum(layer.products(spec.num_patches + 1) for layer in self._layers())
         return spec.num_patches * self.embeddings.patch_embedding.products + layers

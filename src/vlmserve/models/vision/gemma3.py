@@ -71,7 +71,6 @@ class Gemma3Vision(TileVision):
         self.dtype = dtype
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels give `num_tokens` embeddings. Raises InvalidImageError if they do not."""
         spec = self.vision_tower.spec
         expected = (1, spec.num_channels, spec.image_size, spec.image_size)
         if tuple(shape) != expected:

@@ -162,7 +162,6 @@ class Gemma4VisionMLP(nn.Module):
 
     @property
     def products(self) -> int:
-        """MACs for each row."""
         return self.gate_proj.products + self.up_proj.products + self.down_proj.products
 
     def forward(self, x: Tensor) -> Unfinished:
@@ -239,7 +238,6 @@ class Gemma4Tower(nn.Module):
             self.std_scale = empty_parameter(spec.hidden_size, dtype=dtype, device=device)
 
     def products(self, num_patches: int) -> int:
-        """MACs for an image with `num_patches` patches."""
         embedding = num_patches * self.patch_embedder.input_proj.products
         return embedding + sum(layer.products(num_patches) for layer in self._layers)
 
@@ -306,10 +304,6 @@ class SquaresVision(StagedVision):
     """Maximum pixels along each side of an image."""
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels ``[1, channels, height, width]`` give `num_tokens` embeddings.
-
-        Raises InvalidImageError if they do not.
-        """
         side = self.side
         if len(shape) != 4 or tuple(shape[:2]) != (1, CHANNELS) or shape[2] % side or shape[3] % side or not all(shape):
             raise InvalidImageError(f"the vision tower takes images of whole squares of {side} pixels, not {shape}")
@@ -320,12 +314,10 @@ class SquaresVision(StagedVision):
             raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
 
     def squares(self, shape: tuple[int, ...]) -> int:
-        """Number of squares in pixels of this shape."""
         return (shape[2] // self.side) * (shape[3] // self.side)
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """Like `VisionEncoder.example_shape`; 64 embeddings."""
         return 1, CHANNELS, 8 * self.side, 8 * self.side
 
     @property
@@ -359,7 +351,6 @@ class Gemma4Vision(SquaresVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Like `VisionEncoder.in_stages`; embeddings of each image row by row."""
         projector, images = self.multi_modal_projector, []
         squares = yield from self.vision_tower.in_stages([image[0].to(self.dtype) for image in pixels], budget)
         for states in squares:

@@ -81,13 +81,11 @@ class Gemma4UnifiedVision(SquaresVision):
 
     @property
     def _products(self) -> int:
-        """MACs for each square."""
         return self.vision_tower.patch_dense.products + self.multi_modal_projector.embedding_projection.products
 
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Like `VisionEncoder.in_stages`; embeddings of each image row by row."""
         images = []
         for image in pixels:
             down, across = image.shape[2] // self.side, image.shape[3] // self.side

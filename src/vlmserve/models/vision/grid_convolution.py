@@ -37,7 +37,6 @@ class GridConvolution(nn.Module):
         self.weight = empty_parameter(size, 1, spec.kernel, spec.kernel, dtype=dtype, device=device)
 
     def products(self, length: int) -> int:
-        """MACs for `length` patches."""
         return length * len(self.weight) * self._kernel**2
 
     def in_stages(self, rows: Tensor, frames: Sequence[Shape], budget: StageBudget) -> Stages[Tensor]:

@@ -48,7 +48,6 @@ class Connector(nn.Module):
         self.merge = merge
 
     def products(self, patches: int) -> int:
-        """MACs for a tile with `patches` patches."""
         return patches // self.merge**2 * self.modality_projection["proj"].products  # type: ignore[operator, return-value]
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -73,7 +72,6 @@ class Idefics3Vision(StagedVision):
         self.dtype = dtype
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that square tiles give `num_tokens` embeddings. Raises InvalidImageError if they do not."""
         spec, merge = self.vision_model.spec, self.connector.merge
         side = shape[-1] // spec.patch_size
         if len(shape) != 4 or shape[1] != spec.num_channels or shape[2] != shape[3] or not side or side % merge:
@@ -103,7 +101,6 @@ class Idefics3Vision(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Like `VisionEncoder.in_stages`; images one by one, embeddings tile by tile and row by row."""
         images = []
         for image in pixels:
             embeddings = []

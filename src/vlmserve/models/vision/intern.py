@@ -45,8 +45,6 @@ _PROJECTOR_EPS = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InternSpec:
-    """The shape of a tower."""
-
     shape: ClipSpec
     norm: type[LayerNorm] | type[RMSNorm]
     """Before attention and MLP."""
@@ -83,7 +81,7 @@ def square_side(value: Any) -> Any:
 
 
 class InternEmbeddings(nn.Module):
-    """Images to tokens: the class token, then patches row by row, with positions."""
+    """Maps images to class token and patches, with positions."""
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -133,7 +131,6 @@ class InternTower(nn.Module):
 
     @cached_property
     def products(self) -> int:
-        """MACs for an image."""
         layers = sum(layer.products(self.spec.num_patches + 1) for layer in self._layers())
         return self._patch_products + layers
 
@@ -208,7 +205,6 @@ class InternVision(StagedVision):
         self.dtype = dtype
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that tiles give `num_tokens` embeddings. Raises InvalidImageError if they do not."""
         expected = self.example_shape[1:]
         if len(shape) != 4 or tuple(shape[1:]) != expected:
             raise InvalidImageError(f"the vision tower takes tiles of {expected}, not of {tuple(shape[1:])}")
@@ -231,7 +227,6 @@ class InternVision(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Like `VisionEncoder.in_stages`; images one by one, embeddings tile by tile and row by row."""
         projector = self.multi_modal_projector
         images = []
         for image in pixels:

@@ -42,7 +42,6 @@ class Projector(nn.Module):
 
     @property
     def products(self) -> int:
-        """MACs for each row."""
         return self.linear_1.products + self.linear_2.products
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +78,6 @@ class LlavaVision(TileVision):
         self.dtype = dtype
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels give `num_tokens` embeddings. Raises InvalidImageError if they do not."""
         spec = self.vision_tower.spec
         expected = (spec.num_channels, spec.image_size, spec.image_size)
         if len(shape) != 4 or shape[1:] != expected:
@@ -143,7 +141,7 @@ class LlavaNextVision(LlavaVision):
         self._side = spec.image_size // spec.patch_size
 
     def arranged(self, images: list[Tensor], tilings: Sequence[TowerInputs | None]) -> list[Tensor]:
-        """Like `TileEncoder.arranged`. Each tiled image needs its tiling."""
+        """Each tiled image needs its tiling."""
         return [self._arrange(*image) for image in zip(images, tilings, strict=True)]
 
     def _arrange(self, tiles: Tensor, tiling: TowerInputs | None) -> Tensor:

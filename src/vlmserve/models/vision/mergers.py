@@ -69,7 +69,6 @@ class ProjectingMerger(nn.Module):
         self.products = self.projector.products
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[embeddings, merge^2, hidden_size]`` to ``[embeddings, output_size]``."""
         output: Tensor = self.projector(self.layer_norm(x).flatten(1))
         return output
 

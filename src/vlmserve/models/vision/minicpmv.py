@@ -62,7 +62,6 @@ class WindowMerger(nn.Module):
 
     @property
     def products(self) -> int:
-        """MACs for a window."""
         attn = self.self_attn
         patches = 4 * (attn.qkv_proj.products + attn.out_proj.products)
         return patches + attn.attention.products(4) + self.linear_1.products + self.linear_2.products
@@ -86,7 +85,6 @@ class LastMerger(nn.Module):
 
     @property
     def products(self) -> int:
-        """MACs for a square."""
         return self.linear_1.products + self.linear_2.products
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,13 +109,11 @@ class PieceTower(nn.Module):
 
     @property
     def runs(self) -> list[list[ClipLayer]]:
-        """The layers before and after `vit_merger`."""
         layers: list[ClipLayer] = list(self.encoder["layers"].children())  # type: ignore[arg-type]
         count = len(layers) if self.merging_layer is None else self.merging_layer + 1
         return [layers[:count], layers[count:]]
 
     def products(self, grids: Grids) -> int:
-        """MACs for an image."""
         lengths = [rows * columns for rows, columns in grids]
         before, after = self.runs
         total = sum(lengths) * self.embeddings.patch_embedding.products
@@ -182,10 +178,7 @@ class MiniCPMVision(StagedVision):
         self._merge = 4 if merges else 2
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels give `num_tokens` embeddings. Raises InvalidImageError if they do not.
-
-        tiling: the pieces of a sliced image; None: the pixels are a whole image.
-        """
+        """tiling: the pieces of a sliced image. None: a whole image."""
         spec, merge = self.vision_tower.spec, self._merge
         if len(shape) != 4 or shape[:2] != (1, spec.num_channels):
             raise InvalidImageError(f"the vision tower takes one image of {spec.num_channels} channels, not {shape}")
@@ -204,7 +197,6 @@ class MiniCPMVision(StagedVision):
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """Like `VisionEncoder.example_shape`; 64 embeddings."""
         side = 8 * self._merge * self.vision_tower.spec.patch_size
         return 1, self.vision_tower.spec.num_channels, side, side
 
@@ -221,10 +213,7 @@ class MiniCPMVision(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Like `VisionEncoder.in_stages`; embeddings of an image piece by piece, row by row.
-
-        Images are computed together if the device has range kernels, else one by one.
-        """
+        """Images are computed together if the device has range kernels, else one by one."""
         first = self.vision_tower.runs[0][0]
         together = first.self_attn.attention.range_kernels is not None
         images = [image.to(self.dtype) for image in pixels]

@@ -41,8 +41,6 @@ ACTIVATION = "gelu_pytorch_tanh"
 
 @dataclass(frozen=True, slots=True)
 class MoondreamSpec:
-    """The shape of a tower."""
-
     layers: ClipSpec
     """The shape for one crop."""
     margin: int
@@ -134,7 +132,6 @@ class MoondreamTower(StagedVision):
         return cls(MoondreamSpec.from_config(config, hidden_size), dtype=dtype, device=device)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels give `num_tokens` embeddings. Raises InvalidImageError if they do not."""
         layers = self.spec.layers
         layout = self._layout(shape) if len(shape) == 4 and tuple(shape[:2]) == (1, layers.num_channels) else (0, 0)
         fits = min(layout) == 1 or (min(layout) > 1 and layout[0] * layout[1] <= self.spec.max_crops)
@@ -164,7 +161,6 @@ class MoondreamTower(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Like `VisionEncoder.in_stages`; images one by one, each ``[side * side, out_size]``."""
         images = []
         for plane in pixels:
             images.append((yield from self._encode(plane[0].to(self.dtype), self._layout(plane.shape), budget)))

@@ -38,7 +38,6 @@ class PaliGemmaVision(TileVision):
         self.dtype = dtype
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels give `num_tokens` embeddings. Raises InvalidImageError if they do not."""
         if tuple(shape) != self.example_shape:
             raise InvalidImageError(f"the vision tower takes images of {self.example_shape}, not of {tuple(shape)}")
         if num_tokens != (made := self.vision_tower.spec.num_patches):

@@ -67,8 +67,6 @@ class PixtralSpec:
 
 
 class PixtralAttention(nn.Module):
-    """Full self-attention within an image, with rotary embeddings by row and column."""
-
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), spec.hidden_size)
@@ -119,7 +117,6 @@ class PixtralTower(nn.Module):
         self.transformer = nn.ModuleDict({"layers": nn.ModuleList(layers)})
 
     def products(self, num_patches: int) -> int:
-        """MACs for an image with `num_patches` patches."""
         return num_patches * self.patch_conv.products + sum(layer.products(num_patches) for layer in self._layers())
 
     def in_stages(self, pixels: Sequence[Tensor], budget: StageBudget) -> Stages[list[Tensor]]:
@@ -135,7 +132,7 @@ class PixtralTower(nn.Module):
         return images
 
     def lay_out(self, sizes: Sequence[tuple[int, int]], device: torch.device) -> PixtralLayout:
-        """The layout of images. sizes: heights and widths in pixels."""
+        """sizes: heights and widths in pixels."""
         patch = self.spec.patch_size
         grids = [(height // patch, width // patch) for height, width in sizes]
         cosines, sines = zip(*(self._angles(down, across, device) for down, across in grids), strict=True)
@@ -144,7 +141,7 @@ class PixtralTower(nn.Module):
         )
 
     def laid_out(self, images: Sequence[Tensor], layout: PixtralLayout, budget: StageBudget) -> Stages[list[Tensor]]:
-        """Like `in_stages`, all images together."""
+        """Compute all images together."""
         spec = self.spec
         size = spec.patch_size
         embedded = []
@@ -159,7 +156,7 @@ class PixtralTower(nn.Module):
         return list(torch.split(stream.rows, layout.images.lengths))
 
     def _angles(self, down: int, across: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`patch_angles` of a grid of patches, with a cache of recent grids."""
+        """Caches recent grids."""
         grid = down, across
         if grid not in self._kept_angles:
             head_size = self.spec.hidden_size // self.spec.num_heads
@@ -195,7 +192,6 @@ class MergingProjector(Projector):
 
     @property
     def products(self) -> int:
-        """MACs for each square."""
         return super().products + self._merging.products
 
     def forward(self, x: Tensor) -> Tensor:
@@ -264,10 +260,6 @@ class PixtralVision(StagedVision):
         return cls(config, hidden_size, norm_eps=eps, dtype=dtype, device=device)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels ``[1, channels, height, width]`` give `num_tokens` embeddings.
-
-        Raises InvalidImageError if they do not.
-        """
         side, channels = self._side, self.vision_tower.spec.num_channels
         if len(shape) != 4 or tuple(shape[:2]) != (1, channels) or shape[2] % side or shape[3] % side or not all(shape):
             raise InvalidImageError(f"the vision tower takes images of whole squares of {side} pixels, not {shape}")
@@ -277,7 +269,6 @@ class PixtralVision(StagedVision):
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """Like `VisionEncoder.example_shape`; 64 embeddings."""
         return 1, self.vision_tower.spec.num_channels, 8 * self._side, 8 * self._side
 
     @property
@@ -293,7 +284,6 @@ class PixtralVision(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Like `VisionEncoder.in_stages`; embeddings of each image row by row."""
         states = yield from self.vision_tower.in_stages([image[0].to(self.dtype) for image in pixels], budget)
         return (yield from self._projected(states, pixels, budget))
 
@@ -311,7 +301,6 @@ class PixtralVision(StagedVision):
     def _projected(
         self, states: Sequence[Tensor], pixels: Sequence[Tensor], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Project states of patches to embeddings."""
         projector, merge = self.multi_modal_projector, self._merge
         images = []
         for x, image in zip(states, pixels, strict=True):
@@ -324,5 +313,4 @@ class PixtralVision(StagedVision):
 
     @property
     def _side(self) -> int:
-        """Pixels along each side of an embedding."""
         return self.vision_tower.spec.patch_size * self._merge

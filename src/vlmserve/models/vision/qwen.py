@@ -178,7 +178,6 @@ class VisionAttention(nn.Module):
         return rotated(self.attention, qkv, cos, sin)
 
     def _for_all_heads(self, qkv: Tensor) -> Tensor:
-        """Repeat keys and values that several query heads share."""
         if self._shared == 1:
             return qkv
         heads = qkv.view(len(qkv), -1, self.attention.head_size)
@@ -263,10 +262,6 @@ class QwenVisionTower(StagedVision):
         return cls(spec, dtype=dtype, device=device)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels ``[frames, channels, height, width]`` give `num_tokens` embeddings.
-
-        Raises InvalidImageError if they do not.
-        """
         side = self.spec.patch_size * self.spec.merge
         if (
             len(shape) != 4
@@ -282,7 +277,6 @@ class QwenVisionTower(StagedVision):
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """Like `VisionEncoder.example_shape`; 64 embeddings."""
         side = 8 * self.spec.patch_size * self.spec.merge
         return 1, self.spec.num_channels, side, side
 
@@ -307,12 +301,7 @@ class QwenVisionTower(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Like `VisionEncoder.in_stages`, for images or videos ``[frames, channels, height, width]``.
-
-        They are computed together if the device has range kernels, else one by one. The last frame is repeated to fill
-        a patch. Embeddings come frame by frame, row by row, with features for the decoder's layers: ``[embeddings, (1 +
-        deepstack) * output_size]``.
-        """
+        """Images or videos are computed together if the device has range kernels, else one by one."""
         together = any(block.attn.attention and block.attn.attention.range_kernels for block in self._layers())
         images: list[Tensor] = []
         for some in [pixels] if together else [[image] for image in pixels]:
@@ -364,7 +353,6 @@ class QwenVisionTower(StagedVision):
         return torch.cat((merged, *of_layers), 1)[layout.back]
 
     def _whole_patches(self, pixels: Tensor) -> Tensor:
-        """Repeat the last frame of an image or video to fill a patch."""
         missing = -len(pixels) % self.spec.frames
         return torch.cat((pixels, pixels[-1:].expand(missing, -1, -1, -1))) if missing else pixels
 
@@ -382,7 +370,7 @@ class QwenVisionTower(StagedVision):
         return split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(deep * down * across, -1)
 
     def _layout(self, grid: tuple[int, int, int]) -> Layout:
-        """The layout of a grid (frames, rows and columns of patches), with a cache of recent grids."""
+        """Caches recent grids of frames, rows and columns of patches."""
         layout = self.layouts.pop(grid, None) or self._new_layout(grid)
         self.layouts[grid] = layout
         while len(self.layouts) > 1 and sum(map(math.prod, self.layouts)) > KEPT_PATCHES:
@@ -427,7 +415,6 @@ class QwenVisionTower(StagedVision):
 
 
 def _placed(x: Tensor, layouts: Sequence[Layout]) -> Tensor:
-    """Add learned position embeddings to the patches of several images."""
     images = []
     for rows, layout in zip(torch.split(x, [len(layout.order) for layout in layouts]), layouts, strict=True):
         assert layout.positions is not None

@@ -14,8 +14,6 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenVisionSpec:
-    """The shape of a tower."""
-
     num_layers: int
     hidden_size: int
     intermediate_size: int

@@ -41,7 +41,7 @@ class ResampledSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], output_size: int) -> ResampledSpec:
-        """Read a ``visual`` section. Raises ModelLoadError for impossible sizes."""
+        """Raises ModelLoadError for impossible sizes."""
         width, heads = config.get("width", 1664), config.get("heads", 16)
         size = config.get("output_dim", output_size)
         queries = config.get("n_queries", 256)
@@ -150,7 +150,6 @@ class Resampler(nn.Module):
         self.ln_kv = LayerNorm(size, NORM_EPS, dtype=dtype, device=device)
 
     def products(self, patches: int) -> int:
-        """MACs for an image with `patches` patches."""
         return patches * self._key_products + self._query_products
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -185,7 +184,6 @@ class ResampledVision(StagedVision):
         return cls(ResampledSpec.from_config(config["visual"], hidden_size), dtype=dtype, device=device)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels give `num_tokens` embeddings. Raises InvalidImageError if they do not."""
         tower = self.spec.tower
         expected = (1, tower.num_channels, tower.image_size, tower.image_size)
         if tuple(shape) != expected:
@@ -208,7 +206,6 @@ class ResampledVision(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Like `VisionEncoder.in_stages`, all images together."""
         count = self.spec.tower.num_patches
         images = torch.cat(pixels).to(self.dtype)
         patches = yield from by_rows(self.conv1, count * self.conv1.products, budget, images)
@@ -222,7 +219,6 @@ class ResampledVision(StagedVision):
         return self.attn_pool.products(self.spec.tower.num_patches) + queries * size * size
 
     def _pool(self, patches: Tensor) -> Tensor:
-        """``[images, patches, width]`` to ``[images, num_queries, output_size]``."""
         output: Tensor = self.ln_post(self.attn_pool(patches)) @ self.proj
         return output
 

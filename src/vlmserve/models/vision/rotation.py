@@ -24,7 +24,6 @@ def patch_angles(
 
 
 def rotated(attention: EncoderAttention, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate_heads` with the device's kernels, if it has any."""
     if attention.range_kernels is not None:
         return attention.range_kernels.rotate(qkv, cos, sin)
     if attention.rotation is not None:

@@ -51,8 +51,6 @@ def patch_positions(down: int, across: int, side: int, *, exact: bool = False) -
 
 
 class SiglipEmbeddings(nn.Module):
-    """Images to tokens: patches row by row, with positions."""
-
     def __init__(self, spec: ClipSpec, stretched: bool, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.patch_embedding = PatchEmbedding(spec, bias=True, dtype=dtype, device=device)
@@ -87,7 +85,6 @@ class SiglipTower(nn.Module):
         self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
 
     def products(self, num_patches: int) -> int:
-        """MACs for an image with `num_patches` patches."""
         patches = num_patches * self.embeddings.patch_embedding.products
         return patches + sum(layer.products(num_patches) for layer in self._layers())
 

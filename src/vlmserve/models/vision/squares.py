@@ -51,7 +51,6 @@ class SquareEmbeddings(nn.Module):
 
     @property
     def products(self) -> int:
-        """MACs for each square."""
         return self._merge**2 * self.patch_embedding.products
 
     def forward(self, squares: Tensor) -> Tensor:
@@ -63,7 +62,7 @@ class SquareEmbeddings(nn.Module):
         return output
 
     def positions(self, grid: Grid) -> Tensor:
-        """The position embeddings of a grid, ``[squares * merge^2, hidden_size]``, with a cache of recent grids."""
+        """Caches recent grids."""
         if grid not in self._kept:
             self._kept[grid] = self._resized(*grid)
         self._kept.move_to_end(grid)
@@ -94,14 +93,13 @@ class SquareTower(nn.Module):
         self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
 
     def products(self, grids: Sequence[Grid]) -> int:
-        """MACs for an image whose parts have these grids."""
         lengths = self._lengths(grids)
         layers = sum(layer.products(*lengths) for layer in self._layers())
         return sum(map(math.prod, grids)) * self.embeddings.products + layers
 
     @property
     def takes_together(self) -> bool:
-        """True if the device computes several images faster together."""
+        """Return whether the device computes several images faster together."""
         return next(iter(self._layers())).self_attn.attention.range_kernels is not None
 
     def in_stages(self, squares: Tensor, grids: Sequence[Grid], budget: StageBudget) -> Stages[Tensor]:
@@ -151,7 +149,6 @@ class SquareVision(StagedVision):
         self.dtype = dtype
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that squares give `num_tokens` embeddings. Raises InvalidImageError if they do not."""
         expected = self.example_shape[1:]
         if len(shape) != 4 or tuple(shape[1:]) != expected or not shape[0]:
             raise InvalidImageError(f"the vision tower takes squares of {expected}, not of {tuple(shape[1:])}")
@@ -163,7 +160,6 @@ class SquareVision(StagedVision):
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """Like `VisionEncoder.example_shape`; 64 embeddings."""
         side = self.vision_tower.spec.patch_size * self._merge
         return _SIDE**2, self.vision_tower.spec.num_channels, side, side
 
@@ -178,7 +174,7 @@ class SquareVision(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Like `VisionEncoder.in_stages`; one embedding for each square, in the order of the pixels."""
+        """One embedding per square, in the order of the pixels."""
         tilings = tilings or [None] * len(pixels)
         images = [(image, _grids(len(image), tiling)) for image, tiling in zip(pixels, tilings, strict=True)]
         embeddings: list[Tensor] = []

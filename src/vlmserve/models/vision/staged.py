@@ -25,9 +25,7 @@ class FeedForward(Protocol):
     """A block that computes each token independently."""
 
     @property
-    def products(self) -> int:
-        """MACs for each row."""
-        ...
+    def products(self) -> int: ...
 
     def __call__(self, x: Tensor, /) -> Unfinished: ...
 
@@ -67,11 +65,9 @@ class StagedLayer(nn.Module):
         return self.parts.qkv.products, self.parts.output.products + self.parts.mlp.products
 
     def products(self, *lengths: int) -> int:
-        """MACs for images or windows with these numbers of tokens."""
         return sum(lengths) * sum(self._token_products) + sum(map(self.mixing_products, lengths))
 
     def mixing_products(self, length: int) -> int:
-        """MACs of `mixed` for an image with `length` tokens."""
         assert self.parts.attention is not None
         return self.parts.attention.products(length)
 
@@ -117,7 +113,6 @@ def with_following(layers: Iterable[L]) -> Iterator[tuple[L, Normalization | Non
 
 
 def through_layers(layers: Iterable[StagedLayer], x: Tensor, budget: StageBudget) -> Stages[Tensor]:
-    """Run all layers on ``[images, tokens, size]``."""
     stream = ResidualStream(x.flatten(0, 1))
     for layer, following in with_following(layers):
         stream = yield from layer.in_stages(stream, len(x), budget, following)
@@ -147,13 +142,13 @@ class TileVision(StagedVision):
         raise NotImplementedError
 
     def arranged(self, images: list[Tensor], tilings: Sequence[TowerInputs | None]) -> list[Tensor]:
-        """Like `TileEncoder.arranged`; concatenates the tiles' embeddings."""
+        """Concatenates the tiles' embeddings."""
         return [tiles.flatten(0, 1) for tiles in images]
 
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Like `VisionEncoder.in_stages`; the tiles of all images together."""
+        """Compute the tiles of all images together."""
         embeddings = yield from self.tiles_in_stages(torch.cat(pixels).to(self.dtype), budget)
         return self.arranged(list(torch.split(embeddings, [len(image) for image in pixels])), tilings)
 

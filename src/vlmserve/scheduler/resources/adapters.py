@@ -24,7 +24,7 @@ class AdapterSource(Protocol):
         ...
 
     def wait(self, seconds: float) -> bool:
-        """Returns False immediately if no adapter is being read."""
+        """Return False immediately if no adapter is being read."""
         ...
 
 

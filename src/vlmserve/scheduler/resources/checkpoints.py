@@ -24,7 +24,7 @@ class PlannedCheckpoints:
         return len(self._requests)
 
     def add(self, request: Request, places: Iterable[int]) -> None:
-        """All places must be uncomputed."""
+        """Plan checkpoints at places that are not yet computed."""
         state = request.state
         assert state is not None
         for num_tokens in places:

@@ -204,7 +204,7 @@ class Images(Resource):
         return {image.key: image.num_embeddings * self._image_token_bytes}
 
     def _cross_sizes(self, request: Request, cross: CrossInput) -> dict[bytes, int]:
-        """The image is included unless the states are computed."""
+        """Return bytes by key, including the image unless the states are computed."""
         key = request.cross_key
         assert key is not None
         needs_image = key not in self.cache or key in self.awaiting_image

@@ -102,7 +102,7 @@ class Resource:
         return []
 
     def wait(self, seconds: float) -> bool:
-        """Returns False immediately if no request will become ready."""
+        """Return False immediately if no request will become ready."""
         return False
 
 

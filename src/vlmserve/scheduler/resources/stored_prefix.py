@@ -30,7 +30,7 @@ class StoredPrefix(NamedTuple):
         return [self.columns[0].key(key) for key in first]
 
     def read(self, read: Read) -> int:
-        """Returns the leading tokens in full blocks."""
+        """Return the number of leading tokens in full blocks."""
         end = self.start
         while end < len(self.chains[0].keys) and all(read(key, self.block_bytes) for key in self._whole(end)):
             end += 1
