@@ -194,13 +194,15 @@ class EngineClient:
         """Reject new requests, give running ones `grace` seconds, then stop the process."""
         self._closing = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), grace)
+            async with asyncio.timeout(grace):
+                await self._idle.wait()
         self.fail_all(lambda: UnavailableError("The engine was closed before the answer was complete"))
         self.calls.end()
         if self._ready.done() and not self._exited.is_set():
             self.outbox.send(Shutdown())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._exited.wait(), _EXIT_TIMEOUT)
+                async with asyncio.timeout(_EXIT_TIMEOUT):
+                    await self._exited.wait()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -242,7 +244,8 @@ class EngineClient:
         error: VLMServeError | None = None
         if code >= 0:
             with contextlib.suppress(TimeoutError):
-                error = await asyncio.wait_for(asyncio.shield(self._last_words), _LAST_WORDS)
+                async with asyncio.timeout(_LAST_WORDS):
+                    error = await asyncio.shield(self._last_words)
         if error is None and self._hang is not None:
             error = EngineDeadError(self._hang)
         if error is None and self.process.ran_out_of_memory:

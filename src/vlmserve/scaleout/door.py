@@ -217,7 +217,8 @@ class Door:
         news: list[FeedMessage] = []
         while not news and loop.time() < until and self._service.phase == before:
             with contextlib.suppress(TimeoutError):
-                news.append(await asyncio.wait_for(queue.get(), _LOOK))
+                async with asyncio.timeout(_LOOK):
+                    news.append(await queue.get())
         while not queue.empty():
             news.append(queue.get_nowait())
         return news

@@ -255,7 +255,8 @@ class Gateway:
         """Reject new requests and wait for the others. Returns whether they ended within `grace` seconds."""
         self._phase = "closing"
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), grace)
+            async with asyncio.timeout(grace):
+                await self._idle.wait()
         return self._idle.is_set()
 
     async def close(self) -> None:

@@ -28,7 +28,8 @@ async def show_caches(request: Request) -> Response:
     service: Service = request.app.state.service
     client = service.client
     try:
-        snapshot = await asyncio.wait_for(client.calls.inspect(), PATIENCE)
+        async with asyncio.timeout(PATIENCE):
+            snapshot = await client.calls.inspect()
     except TimeoutError:
         raise UnavailableError(f"The engine has been busy with one step for {PATIENCE:.0f} s; try again") from None
     return json_response(cache_report(snapshot, service.preparation.image_cache_stats()))

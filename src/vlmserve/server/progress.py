@@ -28,7 +28,8 @@ def progress_comments(client: EngineClient, generation: Generation) -> Callable[
         if any(answer.num_tokens for answer in generation.answers):
             return None
         try:
-            snapshot = await asyncio.wait_for(client.calls.inspect(), _PATIENCE)
+            async with asyncio.timeout(_PATIENCE):
+                snapshot = await client.calls.inspect()
         except (VLMServeError, TimeoutError):
             return None
         found = describe(snapshot, generation.first_request_ids)

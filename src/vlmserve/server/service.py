@@ -143,7 +143,8 @@ class Service:
         self._closing = True
         self.demand.loaded()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), grace)
+            async with asyncio.timeout(grace):
+                await self._idle.wait()
         return self._idle.is_set()
 
     def close(self) -> None:

@@ -61,8 +61,10 @@ class BatchRunner:
                     await self._look()
                 except VLMServeError as error:  # a failure of the history; try again
                     logger.warning("Batches cannot be looked for: %s", error)
+                # In Python 3.11, `asyncio.wait_for` ignores a cancellation if the event was just set.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(news.wait(), self._service.config.batch_lease / _LOOKS)
+                    async with asyncio.timeout(self._service.config.batch_lease / _LOOKS):
+                        await news.wait()
         finally:
             working = [work for _, work in self._jobs.values()]
             for work in working:
