@@ -157,8 +157,10 @@ def test_weights_that_are_replaced_are_not_captured(
     served: tuple[Path, dict[str, Oracle]],
     static_devices: list[StaticDevice],  # noqa: F811
 ) -> None:
+    check(engine_of(served, ["plain"]), served[1], ["plain"])
     engine = engine_of(served, ["whole modules"])
     before = captured(static_devices)
+    assert before > 0
     check(engine, served[1], ["whole modules"])
     check(engine, served[1], ["whole modules", ""])
     assert captured(static_devices) == before
