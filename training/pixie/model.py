@@ -7,6 +7,7 @@ than the fused operator.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -115,9 +116,17 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, _TEXT.rms_norm_eps)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def rotations(positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for `rotate`: ``[..., 1, half of a head]`` for each position."""
+    half = _TEXT.head_dim // 2
+    frequencies = _TEXT.rope_parameters["rope_theta"] ** -(torch.arange(half, device=positions.device) / half)
+    angles = positions.float()[..., None, None] * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class DecoderBlock(nn.Module):
@@ -139,8 +148,8 @@ class DecoderBlock(nn.Module):
         batch, length, _ = x.shape
         kv_heads, head = _TEXT.num_key_value_heads, _TEXT.head_dim
         h = self.norm1(x)
-        query = _rotate(self.q(h).view(batch, length, -1, head), cos, sin) * head**-0.5
-        key = _rotate(self.k(h).view(batch, length, kv_heads, head), cos, sin)
+        query = rotate(self.q(h).view(batch, length, -1, head), cos, sin) * head**-0.5
+        key = rotate(self.k(h).view(batch, length, kv_heads, head), cos, sin)
         value = self.v(h).view(batch, length, kv_heads, head)
         query = query.view(batch, length, kv_heads, -1, head).permute(0, 2, 3, 1, 4).reshape(batch * kv_heads, -1, head)
         key = key.permute(0, 2, 3, 1).reshape(batch * kv_heads, head, length)
@@ -181,6 +190,10 @@ class Decoder(nn.Module):
         second.bias.zero_()
         second.weight.mul_(0.3 / second(F.gelu(first(x))).pow(2).mean().sqrt())
 
+    def project(self, features: Tensor) -> Tensor:
+        projected: Tensor = self.project2(F.gelu(self.project1(features)))
+        return projected
+
     def forward(
         self, tokens: Tensor, positions: Tensor, groups: Tensor, branches: Tensor, features: Tensor, said: Tensor
     ) -> Tensor:
@@ -191,12 +204,8 @@ class Decoder(nn.Module):
         """
         x = self.embeddings(tokens)
         if len(features):
-            projected = self.project2(F.gelu(self.project1(features)))
-            x = x.masked_scatter((tokens == IMAGE)[..., None], projected.reshape(-1, x.shape[-1]))
-        half = _TEXT.head_dim // 2
-        frequencies = _TEXT.rope_parameters["rope_theta"] ** -(torch.arange(half, device=x.device) / half)
-        angles = positions.float()[..., None, None] * frequencies
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+            x = x.masked_scatter((tokens == IMAGE)[..., None], self.project(features).reshape(-1, x.shape[-1]))
+        cos, sin = rotations(positions, x.dtype)
         hidden = ~seen(groups, branches)
         mask = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device).masked_fill_(hidden, -1e4)
         for block in self.blocks:
@@ -245,3 +254,11 @@ def hugging_face_names(tower: dict[str, Tensor], decoder: dict[str, Tensor]) -> 
         for name, to in decoder_names.items():
             named[f"{text}layers.{layer}.{to}.weight"] = decoder[f"blocks.{layer}.{name}.weight"]
     return {name: tensor.float().contiguous() for name, tensor in named.items()}
+
+
+@torch.no_grad()
+def take_weights(tower: Tower, decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
+    """Copy the weights of transformers' LLaVA into float32 modules."""
+    # The parameters under other names are views of the modules' own.
+    for name, parameter in hugging_face_names(tower.state_dict(), decoder.state_dict()).items():
+        parameter.copy_(weights[name])

@@ -112,23 +112,23 @@ class Pool:
         return min(self.made.value, self.size)
 
 
-def pack(groups: Sequence[Group]) -> dict[str, npt.NDArray[Any]]:
-    """Lay groups behind each other into one row; what does not fit is left out.
+def pack(groups: Sequence[Group], length: int = ROW_LENGTH) -> dict[str, npt.NDArray[Any]]:
+    """Lay groups behind each other into one row of `length` tokens; what does not fit is left out.
 
     groups: who belongs together. branches: 0 for what all of a group see, else the branch. positions: those that a
     token would have if its branch were alone.
     """
-    row: dict[str, npt.NDArray[Any]] = {name: np.zeros(ROW_LENGTH, kind) for name, kind in Pool.ROW_FIELDS.items()}
-    row["said"] = np.zeros(ROW_LENGTH, np.bool_)
+    row: dict[str, npt.NDArray[Any]] = {name: np.zeros(length, kind) for name, kind in Pool.ROW_FIELDS.items()}
+    row["said"] = np.zeros(length, np.bool_)
     filled = 0
     for number, (common, branches) in enumerate(groups):
-        if filled + len(common) + min(len(ids) for ids, _ in branches) > ROW_LENGTH:
+        if filled + len(common) + min(len(ids) for ids, _ in branches) > length:
             break
         parts = [(0, common, [False] * len(common), 0)]
         parts += [(index, ids, said, len(common)) for index, (ids, said) in enumerate(branches, start=1)]
         for branch, ids, said, first in parts:
             end = filled + len(ids)
-            if end > ROW_LENGTH:
+            if end > length:
                 continue
             row["tokens"][filled:end] = ids
             row["positions"][filled:end] = range(first, first + len(ids))

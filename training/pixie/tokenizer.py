@@ -19,16 +19,11 @@ PAD, BOS, EOS, IMAGE, USER, ASSISTANT, SYSTEM = range(len(SPECIAL_TOKENS))
 VOCAB_SIZE: Final = 1000
 
 CHAT_TEMPLATE: Final = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {%- if message['role'] not in ['system', 'user', 'assistant'] %}
-        {{- raise_exception('Roles are system, user and assistant.') }}
-    {%- endif %}
-    {{- '<|' + message['role'] + '|>' }}
-    {%- if message['content'] is string %}
-        {{- message['content'] | trim }}
+{%- macro write(content) %}
+    {%- if content is string %}
+        {{- content | trim }}
     {%- else %}
-        {%- for part in message['content'] %}
+        {%- for part in content or [] %}
             {%- if part['type'] == 'image' %}
                 {{- '<image>' }}
             {%- elif part['type'] == 'text' %}
@@ -38,6 +33,36 @@ CHAT_TEMPLATE: Final = """\
             {%- endif %}
         {%- endfor %}
     {%- endif %}
+{%- endmacro %}
+{{- bos_token }}
+{%- set functions = namespace(text='') %}
+{%- for tool in tools or [] %}
+    {%- set function = tool.function %}
+    {%- set names = ((function.parameters or {}).properties or {}) | join(', ') %}
+    {%- set functions.text = functions.text + ('; ' if functions.text else 'Functions: ') %}
+    {%- set functions.text = functions.text + function.name + '(' + names + ')' %}
+{%- endfor %}
+{%- if functions.text and messages[0]['role'] != 'system' %}
+    {{- '<|system|>' + functions.text }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}
+        {{- raise_exception('Roles are system, user, assistant and tool.') }}
+    {%- endif %}
+    {%- if message['role'] == 'tool' %}
+        {{- '<|user|><tool_response>\\n' + write(message['content']) + '\\n</tool_response>' }}
+    {%- else %}
+        {{- '<|' + message['role'] + '|>' + write(message['content']) }}
+    {%- endif %}
+    {%- if functions.text and loop.first and message['role'] == 'system' %}
+        {{- '\\n' + functions.text }}
+    {%- endif %}
+    {%- for call in message['tool_calls'] or [] %}
+        {%- set arguments = call.function.arguments %}
+        {%- set text = arguments if arguments is string else arguments | tojson(separators=(',', ':')) %}
+        {{- '' if loop.first and not message['content'] else '\\n' }}
+        {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + text + '}\\n</tool_call>' }}
+    {%- endfor %}
     {%- if message['role'] == 'assistant' %}
         {{- eos_token }}
     {%- endif %}

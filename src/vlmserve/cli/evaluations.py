@@ -35,11 +35,15 @@ def eval_pixie(
     from vlmserve.models.hub import resolve_model
     from vlmserve.offline.llm import LLM
     from vlmserve.pixie.evaluation import evaluate, greedy_answers, write_card
-    from vlmserve.pixie.questions import TASKS
+    from vlmserve.pixie.form_evaluation import evaluate_forms
+    from vlmserve.pixie.questions import FORM_TASKS, TASKS
 
-    if unknown := set(task or ()) - set(TASKS):
-        raise ConfigurationError(f"--task {', '.join(sorted(unknown))}: known tasks are {', '.join(TASKS)}")
-    card = resolve_model(engine.model, engine.revision) / "README.md"
+    known = (*TASKS, *FORM_TASKS)
+    if unknown := set(task or ()) - set(known):
+        raise ConfigurationError(f"--task {', '.join(sorted(unknown))}: known tasks are {', '.join(known)}")
+    wanted = set(task or known)
+    folder = resolve_model(engine.model, engine.revision)
+    card = folder / "README.md"
     if write and (task or not card.is_file()):
         raise ConfigurationError("--write needs all tasks" if task else f"there is no model card {card}")
     llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
@@ -48,10 +52,21 @@ def eval_pixie(
         report = evaluate(
             greedy_answers(llm),
             per_task=per_task,
-            tasks=task,
+            tasks=[name for name in TASKS if name in wanted],
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
         )
+        if forms := [name for name in FORM_TASKS if name in wanted]:
+            bar = progress.add_task("Asking for forms")
+            report.tasks |= evaluate_forms(
+                llm,
+                folder,
+                per_task=per_task,
+                tasks=forms,
+                progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            )
     typer.echo(report.to_markdown())
+    endless = sum(result.endless for result in report.tasks.values())
+    typer.echo(f"Answers that did not end: {endless}", err=True)
     for name, result in report.tasks.items():
         for mistake in result.mistakes[:mistakes]:
             typer.echo(

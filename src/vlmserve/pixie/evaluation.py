@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vlmserve.pixie.drawing import draw_scene
-from vlmserve.pixie.questions import TASKS, Example, sample_example
+from vlmserve.pixie.questions import FORM_TASKS, TASKS, Example, sample_example
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ _SEEDS_PER_TASK: Final = 1_000_000
 _BATCH: Final = 64
 #: Twice the length of the longest right answer.
 _MAX_TOKENS: Final = 96
+
+_KINDS: Final[dict[str, str]] = {**TASKS, **dict.fromkeys(FORM_TASKS, "form")}
 
 _BEGIN, _END = "<!-- evaluation: begin -->", "<!-- evaluation: end -->"
 
@@ -64,6 +66,8 @@ class TaskResult:
     asked: int = 0
     right: int = 0
     mistakes: list[Mistake] = field(default_factory=list)
+    endless: int = 0
+    """Answers that did not end by themselves."""
 
     @property
     def accuracy(self) -> float:
@@ -73,22 +77,24 @@ class TaskResult:
 
 @dataclass(slots=True)
 class Report:
-    """The results of all tasks, in the order of `TASKS`."""
+    """The results of all tasks, in the order of `TASKS` and `FORM_TASKS`."""
 
     tasks: dict[str, TaskResult]
 
     def mean(self, kind: str) -> float:
-        """Return the mean accuracy over the tasks of a kind, ``"core"`` or ``"further"``, 0 to 1."""
-        accuracies = [result.accuracy for task, result in self.tasks.items() if TASKS[task] == kind]
+        """Return the mean accuracy over the tasks of a kind, ``"core"``, ``"further"`` or ``"form"``, 0 to 1."""
+        accuracies = [result.accuracy for task, result in self.tasks.items() if _KINDS[task] == kind]
         return sum(accuracies) / len(accuracies) if accuracies else 0.0
 
     def to_markdown(self) -> str:
         """Return a table with a row for each task, and the means."""
         lines = ["| Task | Kind | Questions | Exactly right |", "| --- | --- | ---: | ---: |"]
         for task, result in self.tasks.items():
-            lines.append(f"| {task} | {TASKS[task]} | {result.asked} | {result.accuracy:.1%} |")
-        for kind in ("core", "further"):
-            asked = sum(result.asked for task, result in self.tasks.items() if TASKS[task] == kind)
+            lines.append(f"| {task} | {_KINDS[task]} | {result.asked} | {result.accuracy:.1%} |")
+        for kind in dict.fromkeys(_KINDS.values()):
+            asked = sum(result.asked for task, result in self.tasks.items() if _KINDS[task] == kind)
+            if not asked and kind == "form":
+                continue
             lines.append(f"| **mean** | {kind} | {asked} | **{self.mean(kind):.1%}** |")
         return "\n".join(lines)
 

@@ -117,6 +117,16 @@ DESCRIBE_OBJECTS: Final = (
     "Name all objects in the picture.",
     "What shapes are in the picture?",
 )
+WHICH_COLOURS: Final = (
+    "Which colours are there?",
+    "Which colours are there?",
+    "What colours are there?",
+    "Which colours do you see?",
+    "What colours are in the picture?",
+    "Which colours are in the picture?",
+    "List the colours.",
+    "Name all colours in the picture.",
+)
 WHICH_NUMBER: Final = (
     "What number is written?",
     "What number is this?",

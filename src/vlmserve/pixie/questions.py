@@ -27,6 +27,10 @@ TASKS: Final[dict[str, Literal["core", "further"]]] = {
     "refusal": "further",
 }
 
+#: Tasks whose answers have a form: JSON that fits a schema, calls of functions, and answers after a result. The names,
+#: enums, functions and phrasings of new ones are never in training.
+FORM_TASKS: Final[tuple[str, ...]] = ("form", "new_form", "call", "new_call", "result")
+
 #: The scene kinds that suit each task.
 TASK_KINDS: Final[dict[str, tuple[Kind, ...]]] = {
     "place": ("grid", "one"),
