@@ -9,6 +9,7 @@ CI runs it. Only pip's cache is shared with the home of who calls this.
     .ci/walk.py            # of the last commit
     .ci/walk.py --quick    # leaves out what installs many packages and is tested elsewhere
     .ci/walk.py --keep     # leaves the folder for a look
+    .ci/walk.py --packages build/core    # installs vlmserve alone: the rest is in this environment
 """
 
 from __future__ import annotations
@@ -114,16 +115,28 @@ def blocks(root: Path) -> list[Block]:
 
 
 class Newcomer:
-    """Someone with an empty home in a fresh clone."""
+    """Someone with an empty home in a fresh clone.
 
-    def __init__(self, folder: Path) -> None:
+    packages: an environment in which pip finds what vlmserve depends on.
+    """
+
+    def __init__(self, folder: Path, packages: Path | None = None) -> None:
         self.home = folder / "home"
         self.clone = folder / "vlmserve"
         self.home.mkdir()
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(self.clone)], check=True)
         self.environment = _environment(self.home)
+        if packages is not None:
+            self._share(packages.absolute())
         self.log = folder / "servers.log"
         self.printed = ""
+
+    def _share(self, packages: Path) -> None:
+        """Make the clone's environment, which finds the packages of another one as well."""
+        subprocess.run([packages / "bin/python", "-m", "venv", self.clone / ".venv"], check=True)
+        [found] = packages.glob("lib/python*/site-packages")
+        own = self.clone / ".venv" / found.relative_to(packages)
+        (own / "packages.pth").write_text(f"{found}\n", "utf-8")
 
     def run(self, block: Block) -> None:
         """Type one block. Raises WalkError if it fails, prints something else, or takes too long."""
@@ -239,9 +252,9 @@ def _status(url: str, key: str | None = None) -> int:
         return 0
 
 
-def walk(folder: Path, quick: bool) -> None:
+def walk(folder: Path, quick: bool, packages: Path | None) -> None:
     """Type everything, or what a quick walk types. Raises WalkError for the first step that fails."""
-    newcomer = Newcomer(folder)
+    newcomer = Newcomer(folder, packages)
     first, *others = blocks(newcomer.clone)
     print(f"$ {first.text.strip()}", flush=True)
     started = time.monotonic()
@@ -264,11 +277,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--keep", action="store_true", help="leave the clone and the home for a look")
     parser.add_argument("--quick", action="store_true", help="leave out blocks that other tests run")
+    parser.add_argument("--packages", type=Path, help="an environment that has vlmserve's dependencies")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="walk-"))
     started = time.monotonic()
     try:
-        walk(folder, given.quick)
+        walk(folder, given.quick, given.packages)
     except (WalkError, subprocess.SubprocessError) as error:
         print(f"The newcomer's walk failed: {error}", file=sys.stderr)
         return 1
