@@ -50,7 +50,8 @@ class Embed(msgspec.Struct, frozen=True, tag=True):
 class Score(msgspec.Struct, frozen=True, tag=True):
     """Log probabilities of continuations of the prompt, by the model's unmodified logits.
 
-    The prompt is computed once. Continuations of several tokens then branch from it in one batch.
+    The prompt is computed once, if possible with the first continuation of several tokens. The others then branch from
+    it in one batch.
     """
 
     continuations: tuple[tuple[int, ...], ...]
@@ -60,6 +61,11 @@ class Score(msgspec.Struct, frozen=True, tag=True):
     def branches(self) -> list[int]:
         """Indices of the continuations of several tokens."""
         return [place for place, tokens in enumerate(self.continuations) if len(tokens) > 1]
+
+    @property
+    def first_branch(self) -> tuple[int, ...]:
+        """Tokens of the first continuation of more than one token; empty without one."""
+        return next((tokens for tokens in self.continuations if len(tokens) > 1), ())
 
     @property
     def longest(self) -> int:

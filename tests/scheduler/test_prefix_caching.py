@@ -84,6 +84,18 @@ def test_requests_wait_for_half_of_what_they_miss():
     assert plan(run(s)[0]) == [("a", 16)]
 
 
+def test_tokens_of_partly_filled_blocks_count_as_found():
+    s = scheduler(prefix_caching=True)
+    s.add(request("first", 7, max_tokens=1))
+    finish(s)
+    for name, end in (("a", 4), ("b", 2)):
+        one = request(name, 11)
+        one.num_shared = 6
+        one.token_ids[6:] = [3] * 2 + [end] * 3
+        s.add(one)
+    assert plan(run(s)[0]) == [("a", 5), ("b", 5)]
+
+
 def test_waiters_of_aborted_requests_compute_themselves():
     s = scheduler(prefix_caching=True, budget=8)
     s.add(request("a", 30))

@@ -78,6 +78,10 @@ class States(Resource):
         assert request.request_id in self.slots
         return num_tokens if self.num_free >= 0 else 0
 
+    def extend(self, request, start, end):
+        following = min(start // CHUNK * CHUNK + CHUNK, request.num_prompt_tokens)
+        return end if self.limit(request, start, end) > start else following
+
     def limit(self, request, start, end):
         assert request.request_id in self.slots
         return end if end >= request.num_prompt_tokens else max(start, end // CHUNK * CHUNK)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from vlmserve.frontend.requests import RequestPreparer
 
 Parts = list[dict[str, Any]]
+_ENDS: WeakKeyDictionary[RequestPreparer, list[int]] = WeakKeyDictionary()
 
 
 class Question(NamedTuple):
@@ -85,15 +87,28 @@ class Decider:
         self._tokenizer = preparer.tokenizer
         self._quotation = Quotation(preparer.tokenizer.control_tokens)
         self._end = _end_of_turn(preparer)
+        self._tasks: dict[tuple[str, ...], Score] = {}
 
     def task(self, answers: Sequence[str]) -> Score:
         """Score each answer including the token that ends it."""
+        key = tuple(answers)
+        if key not in self._tasks:
+            self._tasks[key] = self._task(key)
+        return self._tasks[key]
+
+    def _task(self, answers: Sequence[str]) -> Score:
         tails = [self._tokenizer.encode_quoted(self._quotation.quote(answer), self._quotation) for answer in answers]
         return Score(tuple((*tail, *self._end) for tail in tails))
 
 
 def _end_of_turn(preparer: RequestPreparer) -> list[int]:
-    """The token that the chat template writes after an answer, else the tokenizer's end token."""
+    """The token that the chat template writes after an answer, else the tokenizer's end token. Rendered once."""
+    if preparer not in _ENDS:
+        _ENDS[preparer] = _rendered_end(preparer)
+    return _ENDS[preparer]
+
+
+def _rendered_end(preparer: RequestPreparer) -> list[int]:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
     begun = preparer.chat(messages, add_generation_prompt=False, continue_final_message=True).token_ids
     whole = preparer.chat(messages, add_generation_prompt=False).token_ids

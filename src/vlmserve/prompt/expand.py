@@ -14,7 +14,7 @@ def check_placeholders(
     token_ids: Sequence[int], image_token_id: int | None, num_images: int, kind: MediaKind = "image"
 ) -> None:
     """Raise InvalidRequestError unless the number of placeholders equals the number of images or videos."""
-    found = sum(token_id == image_token_id for token_id in token_ids)
+    found = 0 if image_token_id is None else token_ids.count(image_token_id)
     if found != num_images:
         raise InvalidRequestError(
             f"the prompt has {found} placeholder{'' if found == 1 else 's'} for {kind}s, "
@@ -44,21 +44,24 @@ def expand_placeholders(
     waiting = {image_token_id: iter(images), video_token_id: iter(videos)}
     expanded: list[int] = []
     spans: list[ImageSpan] = []
-    for token_id in token_ids:
-        if token_id in waiting:
-            image = next(waiting[token_id])
-            if label is not None and token_id == image_token_id and image.has_label:
-                expanded += label(sum(span.image.has_label for span in spans))
-            spans.append(ImageSpan(image, start=len(expanded)))
-            repeated = image_token_id if frames_are_images and image_token_id is not None else token_id
-            tokens = [repeated] * image.num_tokens
-            for place, text_id in image.text:
-                tokens[place] = text_id
-            expanded += tokens
-        else:
-            if spans and spans[-1].end == len(expanded) and token_id == spans[-1].image.end_id:
-                spans[-1] = ImageSpan(spans[-1].image.followed_by(token_id), spans[-1].start)
-            expanded.append(token_id)
+    done = 0
+    for place in [place for place, token_id in enumerate(token_ids) if token_id in waiting]:
+        expanded += token_ids[done:place]
+        token_id, done = token_ids[place], place + 1
+        image = next(waiting[token_id])
+        if label is not None and token_id == image_token_id and image.has_label:
+            expanded += label(sum(span.image.has_label for span in spans))
+        repeated = image_token_id if frames_are_images and image_token_id is not None else token_id
+        tokens = [repeated] * image.num_tokens
+        for offset, text_id in image.text:
+            tokens[offset] = text_id
+        while done < len(token_ids) and token_ids[done] == image.end_id:
+            image = image.followed_by(token_ids[done])
+            tokens.append(token_ids[done])
+            done += 1
+        spans.append(ImageSpan(image, start=len(expanded)))
+        expanded += tokens
+    expanded += token_ids[done:]
     return Prompt(expanded, tuple(spans))
 
 

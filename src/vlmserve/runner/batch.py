@@ -386,7 +386,7 @@ def _sampling_once(scheduled: Sequence[ScheduledRequest]) -> list[int] | None:
     """Return the indices of requests that sample one row. None: some sample several, or heads read other rows."""
     for request in scheduled:
         head = request.state.head
-        if request.num_sampled > 1 or (head is not None and not head.reads_logits):
+        if request.num_sampled > 1 or head is not None:
             return None
     return [number for number, request in enumerate(scheduled) if request.num_sampled]
 

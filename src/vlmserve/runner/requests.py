@@ -289,7 +289,7 @@ class RequestStates:
             drafts = step.draft_token_ids.get(request.request_id, _NO_DRAFTS)
             pending = start == len(state.token_ids)
             num_sampled = 1 if pending else max(0, start + num_tokens + 1 - len(state.token_ids))
-            if state.head is not None and not state.head.reads_logits:
+            if state.head is not None:
                 num_sampled = 0
             scheduled = ScheduledRequest(state, start, num_tokens, drafts, num_sampled, pending, request.states)
             (decodes if num_tokens == 1 else others).append(scheduled)

@@ -220,7 +220,7 @@ class ModelRunner:
         clock.mark()
         results: list[tuple[str, Tensor]] = []
         if run.of_heads is not None:
-            results = read_rows(scheduled, run.of_heads, run.logits, self.model.language_model, self._adapters)
+            results = read_rows(scheduled, run.of_heads, self.model.language_model, self._adapters)
         tokens = self._sample(run, scheduled, output)
         output.prompt_logprobs = score_prompts(scheduled, run.hidden, self.model.language_model, self._adapters)
         clock.mark()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -14,21 +15,32 @@ from vlmserve.types import EngineOutput
 
 
 class Branches(Search):
-    """Scores the first tokens of all continuations after the prompt, then the rest of each in a branch."""
+    """Scores the first tokens of all continuations after the prompt, then the rest of each in a branch.
+
+    The first branch needs no request of its own if the step that ends the prompt also computes it, as drafts.
+    """
 
     def __init__(self, root: Request, task: Score) -> None:
         super().__init__(root)
         self._task: Final = task
         self._sums: np.ndarray = np.zeros(len(task.continuations))
+        self._unscored = task.branches
         self._places: dict[str, int] = {}
         self._root = root
 
+    @property
+    def drafts(self) -> Sequence[int]:
+        return self._task.first_branch[:-1]
+
     def enter(self, request: Request, output: ModelRunnerOutput) -> bool:
-        values = np.frombuffer(output.results[request.request_id].data, "<f4")
+        values = np.frombuffer(output.results[request.request_id].data, "<f4").astype(np.float64)
         if request is self._root:
-            self._sums += values
+            count = len(self._sums)
+            self._sums += values[:count]
+            if len(values) > count:
+                self._sums[self._unscored.pop(0)] += values[count:].sum()
             return True
-        self._sums[self._places[request.request_id]] += values[0]
+        self._sums[self._places[request.request_id]] += values.sum()
         if len(self.members) > 1:
             self.members.remove(request)
             return False
@@ -36,12 +48,12 @@ class Branches(Search):
 
     @property
     def done(self) -> bool:
-        return self._root not in self.members
+        return not self._unscored or self._root not in self.members
 
     def fork(self) -> list[tuple[Request, list[Request]]]:
         prompt_len = self._root.num_prompt_tokens
         self.members = []
-        for place in self._task.branches:
+        for place in self._unscored:
             first, *others, last = self._task.continuations[place]
             branch = self._root.fork(f"{self.request_id}#{place}", first, *others)
             branch.task = ScoreBranch(prompt_len + 1, last)

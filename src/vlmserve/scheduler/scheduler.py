@@ -251,17 +251,25 @@ class Scheduler:
                 budget -= 1
         return budget
 
-    def _limit_drafts(self, request: Request, drafts: Sequence[int], budget: int) -> Sequence[int]:
+    def _limit_drafts(self, request: Request, drafts: Sequence[int], budget: int, count: int = 1) -> Sequence[int]:
         """Return the drafts that fit without taking what other requests may need soon.
 
-        An accepted draft is followed by one more token; neither may exceed `max_len`, or `max_short_len`, which changes
-        the computation.
+        count: tokens that the step computes before the drafts. An accepted draft is followed by one more token; neither
+        may exceed `max_len`, or `max_short_len`, which changes the computation.
         """
         most = min(budget, request.max_len - len(request.token_ids) - 1)
         if request.num_short_left is not None:
             most = min(most, request.num_short_left)
         drafts = drafts[: max(0, most)]
-        return drafts[: self.resources.grow(request, 1 + len(drafts), spare=self.running) - 1] if drafts else ()
+        return drafts[: self.resources.grow(request, count + len(drafts), spare=self.running) - count] if drafts else ()
+
+    def _search_drafts(self, request: Request, budget: int, count: int) -> Sequence[int]:
+        """Drafts of a search that begins with a prompt; none unless all have room. count: as in `_limit_drafts`."""
+        search = self._queues.searches.get(request.request_id)
+        if search is None or not (drafts := search.drafts):
+            return ()
+        limited = self._limit_drafts(request, drafts, budget, count)
+        return limited if len(limited) == len(drafts) else ()
 
     def _schedule_waiting(self, step: SchedulerOutput, budget: int, above: float = math.inf) -> int:
         """Admit waiting requests in order while there is room and budget. Returns the remaining budget.
@@ -292,6 +300,8 @@ class Scheduler:
             end = self.resources.cut(step, request, start, end)
         if end <= start:
             return 0
+        if end == len(request.token_ids) and not drafts:
+            drafts = self._search_drafts(request, budget - (end - start), end - start)
         num_tokens = end - start + len(drafts)
         step.append(request.message(num_tokens))
         if drafts:

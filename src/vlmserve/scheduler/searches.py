@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from vlmserve.scheduler.beams import Beams, Choices
 from vlmserve.scheduler.request import Request
@@ -16,6 +17,11 @@ class Search(ABC):
     def __init__(self, root: Request) -> None:
         self.request_id = root.request_id
         self.members = [root]
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        """Tokens to compute as drafts in the step that ends the prompt."""
+        return ()
 
     @abstractmethod
     def enter(self, request: Request, output: ModelRunnerOutput) -> bool:

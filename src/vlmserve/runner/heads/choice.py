@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from vlmserve.models.output_layers import OutputLayers
-from vlmserve.runner.heads.branches import BranchHead
 from vlmserve.runner.heads.head import Head
 from vlmserve.runner.heads.pooling import EmbedHead
 from vlmserve.runner.heads.prefill import PrefillHead
-from vlmserve.runner.heads.scores import ScoreHead
+from vlmserve.runner.heads.scores import BranchHead, ScoreHead
 from vlmserve.tasks import Embed, Generate, Prefill, Score, ScoreBranch, Task
 
 

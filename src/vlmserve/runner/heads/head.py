@@ -1,4 +1,4 @@
-"""Compute a task's result from one request's final hidden states or logits."""
+"""Compute a task's result from one request's final hidden states."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from vlmserve.tasks import Task
 class Head(ABC):
     """Collects a task's input while the chunks of a prompt are computed."""
 
-    reads_logits = False
-    """True if `take` gets the logits after the last token instead of hidden states."""
-
     def __init__(self, task: Task, num_tokens: int) -> None:
         """num_tokens: of the prompt."""
         self.num_tokens = num_tokens
@@ -24,9 +21,9 @@ class Head(ABC):
         """Return the tokens of ``start <= i < end`` whose states the head reads. Recomputed tokens are read once."""
         return range(min(end, max(start, self._next)), end)
 
-    def take(self, rows: Tensor) -> None:
-        """Read the next tokens' states ``[tokens, hidden_size]``, or with `reads_logits` logits ``[1, vocabulary]``."""
-        self._next += len(rows)
+    def take(self, rows: Tensor, count: int) -> None:
+        """Read the states of the next `count` tokens, ``[count, hidden_size]``, or what `TokenHead` reads of them."""
+        self._next += count
         self._add(rows.float())
 
     @abstractmethod

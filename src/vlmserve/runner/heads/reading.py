@@ -11,7 +11,7 @@ from torch import Tensor
 from vlmserve.kernels.transfers import to_device
 from vlmserve.models.protocols import LanguageModel
 from vlmserve.runner.adapters import RunnerAdapters
-from vlmserve.runner.heads.branches import BranchHead, follower_logprobs
+from vlmserve.runner.heads.scores import TokenHead, logprobs_after
 from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.steps import ModelRunnerOutput, RequestFailure
 from vlmserve.tasks import TaskResult
@@ -30,82 +30,68 @@ def head_rows(scheduled: Sequence[ScheduledRequest], device: torch.device) -> Te
 
 
 def read_rows(
-    scheduled: Sequence[ScheduledRequest],
-    hidden: Tensor,
-    logits: Tensor,
-    model: LanguageModel,
-    adapters: RunnerAdapters | None,
+    scheduled: Sequence[ScheduledRequest], hidden: Tensor, model: LanguageModel, adapters: RunnerAdapters | None
 ) -> list[tuple[str, Tensor]]:
-    """Give each head its rows, before sampling changes the logits. Returns finished results by request.
-
-    hidden: ``[rows of head_rows, hidden_size]``. logits: ``[rows, vocabulary]``, `num_sampled` rows per request.
-    """
+    """Give each head its rows. Returns finished results by request. hidden: ``[rows of head_rows, hidden_size]``."""
     results: list[tuple[str, Tensor]] = []
-    followers = _followers(scheduled, hidden, model, adapters)
-    first = first_logits = 0
+    logprobs = _logprobs(scheduled, hidden, model, adapters)
+    first = 0
     for request in scheduled:
         head, count = request.state.head, len(_places(request))
         if head is not None:
-            if head.reads_logits:
-                rows = logits[first_logits : first_logits + request.num_sampled]
-            elif isinstance(head, BranchHead):
-                rows = followers[request.state.request_id]
-            else:
-                rows = hidden[first : first + count]
-            if len(rows):
-                head.take(rows)
-            if request.end == len(request.state.token_ids):
+            if count:
+                rows = logprobs.get(request.state.request_id)
+                head.take(hidden[first : first + count] if rows is None else rows, count)
+            if request.end >= len(request.state.token_ids):
                 results.append((request.state.request_id, head.result()))
         first += count
-        first_logits += request.num_sampled
-
     return results
 
 
-def _followers(
+def _logprobs(
     scheduled: Sequence[ScheduledRequest], hidden: Tensor, model: LanguageModel, adapters: RunnerAdapters | None
 ) -> dict[str, Tensor]:
-    """Return log-probabilities for branches, computed together for each adapter."""
-    groups: dict[bytes, list[tuple[ScheduledRequest, BranchHead, int]]] = {}
+    """Return what token heads read by request, computed together for each adapter."""
+    groups: dict[bytes, list[tuple[ScheduledRequest, TokenHead, int]]] = {}
     first = 0
     for request in scheduled:
-        if isinstance(request.state.head, BranchHead):
+        count = len(_places(request))
+        if count and isinstance(request.state.head, TokenHead):
             groups.setdefault(request.state.adapter, []).append((request, request.state.head, first))
-        first += len(_places(request))
+        first += count
     found: dict[str, Tensor] = {}
     for adapter, members in groups.items():
         rows: list[int] = []
-        token_ids: list[int] = []
-        counts: list[int] = []
+        wanted: list[Sequence[int]] = []
+        sizes: list[int] = []
         for request, head, first in members:
             places = _places(request)
+            own = [head.tokens_after(place, request.state.token_ids) for place in places]
             rows += range(first, first + len(places))
-            token_ids += head.followers(request.state.token_ids, places)
-            counts.append(len(places))
-        scores = hidden.new_empty(0, dtype=torch.float32)
-        if rows:
-            if adapters is not None:
-                adapters.use_for_all(adapter)
-            scores = follower_logprobs(hidden[torch.tensor(rows, device=hidden.device)], token_ids, model)
+            wanted += own
+            sizes.append(sum(map(len, own)))
+        if adapters is not None:
+            adapters.use_for_all(adapter)
+        states = hidden if len(rows) == len(hidden) else hidden[torch.tensor(rows, device=hidden.device)]
         ids = [request.state.request_id for request, *_ in members]
-        found |= zip(ids, torch.split(scores, counts), strict=True)
+        found |= zip(ids, torch.split(logprobs_after(states, wanted, model), sizes), strict=True)
     return found
 
 
 def write_results(results: Sequence[tuple[str, Tensor]], output: ModelRunnerOutput) -> None:
     """Wait for the device and output results."""
-    host = torch.cat([values for _, values in results]).cpu()
-    sizes = [len(values) for _, values in results]
-    for (request_id, _), values in zip(results, torch.split(host, sizes), strict=True):
+    host = torch.cat([values for _, values in results]).cpu().numpy().astype("<f4", copy=False)
+    first = 0
+    for request_id, tensor in results:
+        values = host[first : first + len(tensor)]
+        first += len(tensor)
         output.token_ids[request_id] = []
         if (values < math.inf).all():
-            output.results[request_id] = TaskResult(values.numpy().astype("<f4").tobytes())
+            output.results[request_id] = TaskResult(values.tobytes())
         else:
             output.failures[request_id] = RequestFailure("not_finite")
 
 
 def _places(request: ScheduledRequest) -> range:
     head = request.state.head
-    if head is None or head.reads_logits:
-        return range(0)
-    return head.places(request.start, request.end)
+    return range(0) if head is None else head.places(request.start, request.end)

@@ -1,24 +1,72 @@
-"""Probability of continuations by their first tokens."""
+"""Log-probabilities of tokens after a prompt."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
+from vlmserve.models.protocols import LanguageModel
 from vlmserve.runner.heads.head import Head
-from vlmserve.tasks import Score
+from vlmserve.sampling.logprobs import MAX_LOGITS
+from vlmserve.tasks import Score, ScoreBranch
 
 
-class ScoreHead(Head):
-    reads_logits = True
+class TokenHead(Head):
+    """Reads log-probabilities of tokens instead of states."""
+
+    def __init__(self, task: Score | ScoreBranch, num_tokens: int) -> None:
+        super().__init__(task, num_tokens)
+        self._read: list[Tensor] = []
+
+    @abstractmethod
+    def tokens_after(self, place: int, token_ids: Sequence[int]) -> Sequence[int]:
+        """Tokens to score after a place. token_ids: of the sequence."""
+
+    def _add(self, rows: Tensor) -> None:
+        self._read.append(rows)
+
+    def result(self) -> Tensor:
+        return self._read[0] if len(self._read) == 1 else torch.cat(self._read)
+
+
+class ScoreHead(TokenHead):
+    """Scores the first tokens of all continuations, then the other tokens of the first branch if drafts compute it."""
 
     def __init__(self, task: Score, num_tokens: int) -> None:
         super().__init__(task, num_tokens)
-        self._token_ids = [tokens[0] for tokens in task.continuations]
-        self._scores: Tensor | None = None
+        self._first = [tokens[0] for tokens in task.continuations]
+        self._branch = task.first_branch
 
-    def _add(self, rows: Tensor) -> None:
-        self._scores = rows[0].log_softmax(0)[self._token_ids]
+    def tokens_after(self, place: int, token_ids: Sequence[int]) -> Sequence[int]:
+        number = place + 1 - self.num_tokens
+        return self._branch[number : number + 1] if number else self._first
 
-    def result(self) -> Tensor:
-        assert self._scores is not None
-        return self._scores
+
+class BranchHead(TokenHead):
+    """Scores the token after each place."""
+
+    def __init__(self, task: ScoreBranch, num_tokens: int) -> None:
+        super().__init__(task, num_tokens)
+        self._last = task.last
+
+    def tokens_after(self, place: int, token_ids: Sequence[int]) -> Sequence[int]:
+        return [token_ids[place + 1] if place + 1 < len(token_ids) else self._last]
+
+
+def logprobs_after(hidden: Tensor, wanted: Sequence[Sequence[int]], model: LanguageModel) -> Tensor:
+    """Return the log-probabilities of the tokens wanted after each state, float32, one after another.
+
+    hidden: ``[tokens, hidden_size]``. Computes at most `MAX_LOGITS` logits at a time.
+    """
+    at_once = max(1, MAX_LOGITS // model.vocab_size)
+    scores = []
+    for start in range(0, len(wanted), at_once):
+        piece = wanted[start : start + at_once]
+        logprobs = model.logits(hidden[start : start + at_once]).log_softmax(-1)
+        places = [(row, token) for row, tokens in enumerate(piece) for token in tokens]
+        rows, tokens = torch.tensor(places, device=hidden.device).unbind(1)
+        scores.append(logprobs[rows, tokens])
+    return torch.cat(scores)

@@ -108,12 +108,11 @@ class KVMemory(Resource):
         faster."""
         found = self.find(request)
         self._found = request, found
-        keys, start = found.chains[0].keys, found.end
-        end = start
+        keys, end = found.chains[0].keys, found.end
         while end < len(keys) and keys[end] in self._computing:
             end += 1
-        missing = len(request.token_ids) - start * self._size
-        return end == start or 2 * (end - start) * self._size < missing
+        missing = len(request.token_ids) - found.num_tokens
+        return end == found.end or 2 * (end * self._size - found.num_tokens) < missing
 
     def find(self, request: Request) -> Found:
         if not self._prefix_caching or not num_reusable(request):
