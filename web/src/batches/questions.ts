@@ -4,14 +4,15 @@ import { responseBody } from "../api/answers";
 import type { Sampling } from "../state/settings";
 import { kindOf, newId, type Attachment } from "../state/types";
 
-/** The images and documents among files, named by their paths in the chosen folder. */
+/** The images and documents among files, named and sorted by their paths in the chosen folder. */
 export function readable(files: Iterable<File>): Attachment[] {
-  return [...files].flatMap((file) => {
+  const found = [...files].flatMap((file): Attachment[] => {
     const kind = kindOf(file.name, file.type);
     if (kind !== "image" && kind !== "document") return [];
     const [, ...inside] = file.webkitRelativePath.split("/");
     return [{ id: newId(), name: inside.join("/") || file.name, kind, blob: file }];
   });
+  return found.sort((one, other) => one.name.localeCompare(other.name, "en", { numeric: true }));
 }
 
 /** A line for each uploaded file. */
