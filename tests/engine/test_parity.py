@@ -174,9 +174,18 @@ def first_logits(engine: Engine, prompts: Sequence[Prompt]) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def assert_no_further(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> None:
-    """Rounding has moved ours about as far from the exact ones as theirs, which were rounded as coarsely."""
-    assert (ours - exact).square().mean() < 2 * (theirs - exact).square().mean()
+def assert_no_further(
+    ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, *, has_experts: bool = False
+) -> None:
+    """Rounding has moved ours about as far from the exact ones as theirs, which were rounded as coarsely.
+
+    has_experts: rounding may choose other experts for a row, so compare the medians of rows.
+    """
+    our_errors, their_errors = ((rows - exact).square().mean(-1) for rows in (ours, theirs))
+    if has_experts:
+        assert our_errors.median() < 2 * their_errors.median()
+    else:
+        assert our_errors.mean() < 2 * their_errors.mean()
 
 
 MIXED = [
