@@ -1,7 +1,7 @@
-"""Preprocess images for towers that take any size: an image keeps its shape, within bounds, in whole squares.
+"""Preprocesses images for towers of any image size: an image keeps its shape, within bounds, in whole squares.
 
-Equals the PIL processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-OCR and PaddleOCR-VL in transformers, except for large
-JPEGs (`media.processor`).
+Equals Transformers' PIL processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-OCR and PaddleOCR-VL, except for large JPEGs
+(`media.processor`).
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ LOW_DETAIL_PIXELS = 512 * 512
 
 @dataclass(frozen=True)
 class AnySizeRecipe:
-    """All settings that affect pixels."""
-
     side: int
     """Pixels along each side of an embedding."""
     min_pixels: int
@@ -79,7 +77,7 @@ class AnySizeRecipe:
     depth: int | None = None
     """Frames of a video that share embeddings; None: it is an image."""
     strict: bool = False
-    """Enforce `max_pixels` even if `min_pixels`, in whole squares, would exceed it; transformers does not."""
+    """Enforce `max_pixels` even if `min_pixels` in whole squares exceeds it; Transformers does not."""
     widening: Widening | None = None
     """As in `AnySizeKind`."""
 
@@ -113,8 +111,7 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
         return cls.from_settings(files.settings, exact_pixels=files.exact_pixels, overrides=overrides)
 
     def within(self, budget: ImageBudget) -> Self:
-        """A processor with a smaller budget. Raises InvalidRequestError for larger bounds;
-        `max_tokens` has no limit."""
+        """Reduce the budget. Raises InvalidRequestError for larger bounds; `max_tokens` has no limit."""
         budget = budget.settled(self._recipe.min_pixels, self._recipe.max_pixels if self._recipe.resize else 0)
         if budget in (NO_BUDGET, HIGH_DETAIL):
             return self
@@ -135,7 +132,7 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
         return self._following(replace(self._recipe, min_pixels=least, max_pixels=most, strict=strict))
 
     def for_video(self, num_frames: int, depth: int, bounds: tuple[int, int]) -> Self:
-        """A processor for frames of a video, as in Qwen3-VL.
+        """A processor for video frames, as in Qwen3-VL.
 
         depth: frames that share embeddings. bounds: minimum and maximum pixels of all frames together; this processor's
         bounds apply to each frame.
@@ -189,7 +186,7 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
             grow = math.sqrt(least / area)
             down, across = (math.ceil(edge * grow / side) for edge in (height, width))
             while self._recipe.strict and counted * down * across * side**2 > most and down * across > 1:
-                # Remove the row or column that is reached last when the image grows.
+                # Remove the row or column that a growing image reaches last.
                 if (down - 1) * width >= (across - 1) * height:
                     down -= 1
                 else:
@@ -217,7 +214,7 @@ def pixel_bounds(settings: dict[str, Any], defaults: tuple[int, int]) -> tuple[i
     """Minimum and maximum pixels in a processor's settings, or `defaults`."""
     size = settings.get("size")
     bounds = size if isinstance(size, dict) else {}
-    # Versions of transformers store them outside of `size`, in it, or in it with the names of edges.
+    # Transformers' versions store them outside `size`, in it, or in it with the names of edges.
     least = settings.get("min_pixels") or bounds.get("min_pixels") or bounds.get("shortest_edge") or defaults[0]
     most = settings.get("max_pixels") or bounds.get("max_pixels") or bounds.get("longest_edge") or defaults[1]
     return int(least), int(most)

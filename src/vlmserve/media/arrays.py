@@ -1,4 +1,4 @@
-"""Images and videos from arrays of numpy and tensors of torch and other libraries."""
+"""Converts arrays of numpy, torch and other libraries to images and videos."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def image_of(source: Any) -> Image.Image:
     """Make an image from an array or tensor.
 
     Shapes: ``[height, width]``, ``[height, width, channels]`` or ``[channels, height, width]`` with 1, 3 or 4 channels,
-    or a batch with one image. Values: integers from 0 to 255, floats from 0 to 1 or from 0 to 255, or booleans. Raises
-    InvalidImageError for anything else.
+    or a batch of one. Values: integers 0 to 255, floats 0 to 1 or 0 to 255, or booleans. Raises InvalidImageError for
+    anything else.
     """
     if not is_array(source):
         raise InvalidImageError(f"an image cannot be made from a {type(source).__name__}")
@@ -45,7 +45,6 @@ def _as_numpy(source: Any) -> npt.NDArray[Any]:
 
 
 def _with_channels_last(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """``[height, width]`` or ``[height, width, 3 or 4]``."""
     shape = array.shape
     if len(shape) == 4 and shape[0] == 1:
         array = array[0]

@@ -32,7 +32,7 @@ class ImageBudget:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], detail: str | None = None) -> ImageBudget:
-        """The bounds in a request's fields. detail: OpenAI's field next to the image's URL."""
+        """Read a request's fields. detail: OpenAI's field next to the image's URL."""
         bounds = {name: fields.get(name) for name in BUDGET_FIELDS}
         return cls(**bounds, low_detail=detail == "low", high_detail=detail in ("high", "original"))
 
@@ -45,8 +45,7 @@ class ImageBudget:
         return not (self.low_detail or self.high_detail or self.max_pixels or self.max_tokens)
 
     def settled(self, least: int, most: int) -> ImageBudget:
-        """Turn the usual size into `max_pixels`. least, most: pixels of the smallest and largest
-        image for the model."""
+        """Turn the usual size into `max_pixels`. least, most: pixels of the model's smallest and largest image."""
         if self.usual_pixels is None:
             return self
         # Whole squares or tiles need room for twice the requested minimum.
@@ -60,9 +59,8 @@ class ImageBudget:
         )
 
     def narrowed(self, budget: ImageBudget) -> ImageBudget:
-        """Combine two budgets: the lower upper bounds, and the lower bound of `budget`.
-
-        Without it this budget's lower bound applies, limited by the upper bound.
+        """Combine two budgets: the lower upper bounds, and the lower bound of `budget` (default: this budget's, within
+        the upper bound).
         """
         upper = {
             name: min((most for most in (getattr(self, name), getattr(budget, name)) if most is not None), default=None)
@@ -74,7 +72,7 @@ class ImageBudget:
         return ImageBudget(least, upper["max_pixels"], upper["max_tokens"])
 
     def check_limit(self, pixels: int) -> None:
-        """Raise InvalidRequestError if a bound exceeds the server's limit, for models that take any size."""
+        """Raise InvalidRequestError if a bound exceeds the server's limit, for models of any image size."""
         for name, value in (("min_pixels", self.min_pixels), ("max_pixels", self.max_pixels)):
             if value is not None and not 1 <= value <= pixels:
                 raise InvalidRequestError(

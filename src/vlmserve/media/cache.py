@@ -21,7 +21,7 @@ _POLL_INTERVAL = 0.1
 
 
 class ImageCacheStats(msgspec.Struct, frozen=True):
-    """Statistics of an image cache. hits: images found or in preparation. misses: prepared images."""
+    """hits: images found or in preparation. misses: prepared images."""
 
     num_images: int
     used_bytes: int
@@ -47,8 +47,8 @@ class ImageCache:
     def get(self, key: bytes, prepare: Callable[[], ImageInput]) -> ImageInput:
         """Get an image, or make it with `prepare` unless another thread is preparing it.
 
-        Raises what `prepare` raises. An InvalidRequestError concerns the image, so all waiting threads get a copy.
-        After other errors the waiting threads try themselves.
+        Raises what `prepare` raises. Waiting threads get a copy of an InvalidRequestError; after other errors they try
+        themselves.
         """
         if self._capacity_bytes == 0:
             return prepare()
@@ -64,7 +64,7 @@ class ImageCache:
                     own.set_result(image)
                     return image
             except InvalidRequestError as error:
-                # A copy: the request that raises the original adds the image's position to it.
+                # A copy: the request that raises the original adds the image's place to it.
                 own.set_exception(copy.copy(error))
                 raise
             finally:

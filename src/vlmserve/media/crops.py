@@ -1,7 +1,7 @@
-"""Preprocess images for Moondream's tower: a small whole image, and overlapping crops of a large one.
+"""Preprocesses images for Moondream's tower: a small whole image, and overlapping crops of a large one.
 
-Revisions 2025-01-09 to 2025-04-14 of https://huggingface.co/vikhyatk/moondream2 also resize with Pillow's Lanczos
-filter if libvips is not installed.
+Revisions 2025-01-09 to 2025-04-14 of https://huggingface.co/vikhyatk/moondream2 also use Pillow's Lanczos filter if
+libvips is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vlmserve.types import Pixels
 
 @dataclass(frozen=True)
 class CropRecipe:
-    """All settings that affect pixels; sizes are in pixels."""
+    """Sizes are in pixels."""
 
     size: int
     """Side of a crop."""
@@ -42,7 +42,6 @@ class CropRecipe:
 
     @property
     def step(self) -> int:
-        """Pixels between the starts of adjacent crops."""
         return self.size - 2 * self.margin
 
 
@@ -62,7 +61,6 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
         return cls(files.config, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
-        """A processor with fewer crops."""
         recipe = self._recipe
         budget = budget.settled(recipe.size**2, recipe.max_pixels or self._most_pixels)
         budget.check_least(recipe.size**2, self._num_tokens)
@@ -122,7 +120,7 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
 
 
 def tiling(height: int, width: int, step: int, most: int) -> tuple[int, int]:
-    """Rows and columns of tiles, at most `most` in total; a very long image may get one longer row or column."""
+    """Rows and columns of at most `most` tiles; a very long image may get one longer row or column."""
     if most == 1 or height <= step or width <= step:
         return 1, 1
     least = math.ceil(height / step), math.ceil(width / step)

@@ -1,4 +1,4 @@
-"""Limits of memory and time for decoding images."""
+"""Limits memory and time of image decoding."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ class _Lane:
 class DecodingMemory:
     """Limits memory and number of images in decoding. Thread-safe.
 
-    Images of at most an eighth of the capacity share a quarter of it, so that large images, which take seconds, never
-    delay them. Images in other processes share additional memory, as much as large images. slots: concurrent threads in
-    each lane; twice as many for processes, at most half of them for one client.
+    Images of up to an eighth of the capacity share a quarter of it, so large images, which take seconds, never delay
+    them. Images in other processes share as much additional memory as large images. slots: threads in each lane; twice
+    as many for processes, at most half of them for one client.
     """
 
     def __init__(self, capacity: int, slots: int = sys.maxsize) -> None:
@@ -137,17 +137,14 @@ class DecodingMemory:
 
 
 def decoding_bytes(image: Image.Image) -> int:
-    """Maximum bytes to decode an opened image and convert it to RGB."""
     return image.width * image.height * bytes_per_pixel(image.format)
 
 
 def bytes_per_pixel(format: str | None) -> int:
-    """Maximum bytes to decode a pixel in this format."""
     return _BYTES_PER_PIXEL.get(format or "", _MOST_BYTES_PER_PIXEL)
 
 
 def frame_bytes(num_pixels: int) -> int:
-    """Maximum bytes to decode a frame of a video file."""
     return num_pixels * _MOST_BYTES_PER_PIXEL
 
 

@@ -1,4 +1,4 @@
-"""Turn documents into images of their pages: PDF files, TIFF files with several pages, frames of animations."""
+"""Turns documents into page images: PDF files, TIFF files with several pages, frames of animations."""
 
 from __future__ import annotations
 
@@ -68,10 +68,8 @@ class Page:
     number: int
 
     def prepare(self, processor: ImageProcessor, cache: ImageCache) -> ImageInput:
-        """Prepare the page for the vision tower, unless it is in `cache`.
-
-        Raises InvalidDocumentError, InvalidImageError, DocumentTooLargeError or ImageTooLargeError with the page's
-        number, and CancelledWorkError.
+        """Prepare the page for the vision tower, unless it is in `cache`. Raises InvalidDocumentError,
+        InvalidImageError, DocumentTooLargeError or ImageTooLargeError with the page's number, and CancelledWorkError.
         """
         key = page_key(self.digest, self.number, self.reader.look, processor.fingerprint)
 
@@ -91,7 +89,7 @@ Shown: TypeAlias = Page | bytes
 
 
 class _Read(NamedTuple):
-    """A document's content. digest: as in `Page`."""
+    """digest: as in `Page`."""
 
     source: DocumentSource
     data: bytes
@@ -125,7 +123,7 @@ class DocumentReader:
         return [Page(self, data, digest, number) for number in numbers]
 
     def count(self, source: DocumentSource) -> int:
-        """Number of pages of a document. Raises as `pages` does."""
+        """Raises as `pages` does."""
         return self._counted(source).num_pages
 
     @contextlib.contextmanager
@@ -192,7 +190,7 @@ def open_document(data: bytes, limits: MediaConfig) -> PDFProcess | PagedImage:
 
 
 def count_pages(source: DocumentSource, limits: MediaConfig) -> int:
-    """Number of pages of a document. Raises as `DocumentReader.pages` does."""
+    """Raises as `DocumentReader.pages` does."""
     with contextlib.closing(DocumentReader(limits, PageCounts())) as reader:
         return reader.count(source)
 

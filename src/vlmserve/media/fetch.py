@@ -1,7 +1,7 @@
-"""Fetch images and videos from public http(s) URLs, with limits of time, size and redirects.
+"""Fetches images and videos from public http(s) URLs, with limits of time, size and redirects.
 
 All connections, including redirects, use `GuardedBackend.connect_tcp`. It resolves the name once, checks the addresses
-and connects to a checked address, so DNS rebinding has no effect. Proxies of the environment are ignored.
+and connects to a checked one, so DNS rebinding has no effect. Proxies of the environment are ignored.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ _SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3
 def fetch_file(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
     """Fetch the body of an http(s) URL.
 
-    Raises ImageFetchError for errors, after `limits.fetch_timeout` seconds in total, after `limits.max_redirects`
-    redirects, and for forbidden hosts. A host is forbidden if `limits.allowed_media_domains` is set and lacks it, or if
-    its address is not public. Hosts in `limits.allowed_media_hosts` are always allowed. Raises ImageTooLargeError or
-    VideoTooLargeError as soon as the size is known to exceed the limit.
+    Raises ImageFetchError for errors, after `limits.fetch_timeout` seconds, after `limits.max_redirects` redirects, and
+    for forbidden hosts:
+    hosts missing in `limits.allowed_media_domains` (if set) and hosts with private addresses.
+    `limits.allowed_media_hosts` are always allowed. Raises ImageTooLargeError or VideoTooLargeError once the size is
+    known to exceed the limit.
     """
     backend = GuardedBackend(limits, time.monotonic() + limits.fetch_timeout)
     with httpcore.ConnectionPool(ssl_context=_ssl_context(), network_backend=backend) as pool:
@@ -145,7 +146,7 @@ def _failed(url: str, reason: str) -> ImageFetchError:
 
 
 class _ForbiddenAddressError(Exception):
-    """The host is forbidden."""
+    pass
 
 
 class GuardedBackend(httpcore.NetworkBackend):
@@ -192,7 +193,7 @@ class GuardedBackend(httpcore.NetworkBackend):
 
 
 class _DeadlineStream(httpcore.NetworkStream):
-    """A connection with one deadline for all waits, so that a server cannot gain time by sending single bytes."""
+    """A connection with one deadline for all waits, so that a server gains no time by sending single bytes."""
 
     def __init__(self, inner: httpcore.NetworkStream, deadline: float) -> None:
         self._inner = inner
@@ -249,7 +250,7 @@ def resolve_host(host: str, port: int, timeout: float) -> list[str]:
 
 
 class Lookups:
-    """Resolves host names in threads, because getaddrinfo has no timeout. Limits the threads of a client."""
+    """Resolves host names in threads, because getaddrinfo has no timeout. Limits a client's threads."""
 
     def __init__(self, capacity: int, per_client: int) -> None:
         self._threads = ThreadPoolExecutor(capacity, "resolve")
@@ -258,7 +259,6 @@ class Lookups:
         self._changed = threading.Condition()
 
     def find(self, host: str, port: int, timeout: float) -> list[Any]:
-        """Call `socket.getaddrinfo`. Raises OSError, UnicodeError and TimeoutError."""
         deadline = time.monotonic() + timeout
         name = client.get()
         with self._changed:

@@ -1,4 +1,4 @@
-"""Detect the type of a file from its content."""
+"""Detects the type of a file from its content."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ def media_type_of(data: bytes, limits: MediaConfig) -> str:
 
 
 def is_document(data: bytes, limits: MediaConfig) -> bool:
-    """Return whether a file with a known `media_type_of` has pages: a PDF, a TIFF with several pages, or an animation.
-
-    Raises InvalidImageError for a TIFF with broken pages.
+    """True if a file has pages: a PDF, a TIFF with several pages, or an animation. Raises InvalidImageError for a TIFF
+    with broken pages.
     """
     if is_pdf(data) or container_of(data) is not None:
         return is_pdf(data)

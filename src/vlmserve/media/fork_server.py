@@ -1,7 +1,7 @@
-"""Fork servers: processes that have imported a decoder's library, and fork a process for each file.
+"""Processes that have imported a decoder's library and fork a process for each file.
 
 Starting Python and importing a library takes as long as decoding several small images; a fork takes milliseconds. A
-fork server reads no files, so files can only affect their own process (`isolated_worker.py`).
+fork server reads no files, so a file can only affect its own process (`isolated_worker.py`).
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class ForkServer:
             ours.pop_all()
 
     def fork(self, *files: int) -> int:
-        """Fork a process with these files, and return its id. Raises OSError if this server has ended."""
+        """Fork a process with these files; return its id. Raises OSError if this server has ended."""
         with self._lock:
             while self._abandoned:
                 self._ask(f"{self._abandoned.popleft()}\n".encode())
             return self._ask(b"\n", *files)
 
     def end(self, pid: int) -> int:
-        """End a process. Returns its exit code, or the negative number of the signal."""
+        """End a process. Returns its exit code, or the negative signal number."""
         try:
             with self._lock:
                 return self._ask(f"{pid}\n".encode())
@@ -160,7 +160,6 @@ def end_disowned() -> None:
 
 @atexit.register
 def end_servers() -> None:
-    """End all servers of this process. The next file starts new ones."""
     with _lock:
         ended = [_servers.pop(key) for key in list(_servers)]
     for server in ended:
@@ -168,7 +167,7 @@ def end_servers() -> None:
 
 
 def _forget_servers() -> None:
-    """Leave the servers to the parent process after a fork."""
+    """Leave the servers to the parent after a fork."""
     global _lock
     _lock = threading.Lock()
     _servers.clear()

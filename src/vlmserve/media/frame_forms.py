@@ -24,11 +24,9 @@ _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
 class FrameForm(Protocol):
-    """A video format."""
-
     @property
     def fps(self) -> float:
-        """Frames per second of a list of frames without a rate."""
+        """Rate of a list of frames that has none."""
         ...
 
     def sample(self, num_frames: int, rate: float, fps: float | None, most: int) -> list[int]:
@@ -43,9 +41,9 @@ class FrameForm(Protocol):
 
 @dataclass(frozen=True)
 class TimedFrames:
-    """Timestamps before frames, for models that were not trained on a video format.
+    """Timestamps before frames, for models without a trained video format.
 
-    server_fps: frames per second in the server's settings; None: `USUAL_FPS`, and at most `USUAL_FRAMES`.
+    server_fps: the server's setting; None: `USUAL_FPS`, and at most `USUAL_FRAMES`.
     """
 
     server_fps: float | None = None
@@ -66,7 +64,7 @@ class TimedFrames:
 
 @dataclass(frozen=True)
 class SmolVLMFrames:
-    """The format of SmolVLM 2 in transformers. max_frames: of a file."""
+    """SmolVLM 2's format in Transformers. max_frames: of a file."""
 
     fps: float
     max_frames: int
@@ -101,7 +99,7 @@ class SmolVLMFrames:
 
 @dataclass(frozen=True)
 class AdjacentFrames:
-    """The format of MiniCPM-V 4.7 in transformers, without text. max_frames: of a file."""
+    """MiniCPM-V 4.7's format in Transformers, without text. max_frames: of a file."""
 
     fps: float
     max_frames: int
@@ -125,9 +123,9 @@ class AdjacentFrames:
 
 @dataclass(frozen=True)
 class ClockedFrames:
-    """The format of Gemma 4 in transformers: minutes and seconds before each frame.
+    """Gemma 4's format in Transformers: minutes and seconds before each frame.
 
-    server_fps: frames per second in the server's settings; None: `max_frames` of a file, evenly spread.
+    server_fps: the server's setting; None: `max_frames` of a file, evenly spread.
     """
 
     server_fps: float | None
@@ -153,7 +151,7 @@ class ClockedFrames:
 
 
 def number(value: int) -> str:
-    """An integer in English words, as num2words writes it; in digits from 1,000 up."""
+    """An integer in English words, as num2words writes it; digits from 1,000 up."""
     if value < len(_ONES):
         return _ONES[value]
     if value < 100:

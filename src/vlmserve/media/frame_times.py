@@ -24,8 +24,9 @@ class FrameTimes:
     before it (Qwen3-VL)."""
 
     def text(self, seconds: Sequence[float], depth: int, num_placeholders: int) -> tuple[tuple[int, int], ...]:
-        """`ImageInput.text` of a video. seconds: time of each frame. depth: frames in a group. num_placeholders: of a
-        group."""
+        """`ImageInput.text` of a video. seconds: of each frame. depth: frames in a group. num_placeholders: of a
+        group.
+        """
         seconds = [*seconds, *[seconds[-1]] * (-len(seconds) % depth)]
         text: list[tuple[int, int]] = []
         place = 0

@@ -1,6 +1,6 @@
-"""Cut images into tiles that fit their shape, as InternVL does; the tower sees one tile at a time.
+"""Cuts images into tiles that fit their shape, as InternVL does; the tower sees one tile at a time.
 
-Equals the PIL processor in transformers, except for large JPEGs (`media.processor`).
+Equals Transformers' PIL processor, except for large JPEGs (`media.processor`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from vlmserve.types import Pixels
 
 @dataclass(frozen=True)
 class GridRecipe:
-    """All settings that affect pixels."""
-
     tile: int
     """Side of a tile in pixels."""
     least: int
@@ -46,10 +44,8 @@ class GridRecipe:
 
 
 class GridProcessor(RecipeProcessor[GridRecipe]):
-    """Preprocesses images for InternVL.
-
-    Resizes an image to rows and columns of tiles with the nearest shape, and cuts it. The whole image follows as one
-    more tile, unless there is only one.
+    """Preprocesses images for InternVL: resizes to the grid of tiles nearest in shape, and cuts it. The whole image
+    follows as a tile, unless there is only one.
     """
 
     version = "grid v1"
@@ -63,8 +59,9 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         tile_tokens: int | None = None,
         exact_pixels: bool = False,
     ) -> None:
-        """around: ids of the tokens before and after an image. tile_tokens: placeholders of a tile in another file, to
-        compare."""
+        """around: token ids before and after an image. tile_tokens: placeholders of a tile in another file, to
+        compare.
+        """
         recipe = _recipe(settings)
         self._tile_tokens = _tile_tokens(config, recipe.tile)
         if tile_tokens is not None and tile_tokens != self._tile_tokens:
@@ -83,7 +80,6 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         return cls(files.config, files.settings, around, tile_tokens=count, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
-        """A processor with fewer or more tiles."""
         recipe, area = self._recipe, self._recipe.tile**2
         budget = budget.settled(area, recipe.most * area)
         budget.check_least(area, self._num_tokens(1))
@@ -96,7 +92,7 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         return self._following(replace(recipe, least=least, most=most))
 
     def _fits(self, count: int, budget: ImageBudget) -> bool:
-        """Return whether the budget allows `count` tiles. If it does, it allows fewer."""
+        """True if the budget allows `count` tiles, and so also fewer."""
         return count == 1 or budget.allows(count * self._recipe.tile**2, self._num_tokens(count))
 
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:
@@ -113,7 +109,6 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         return to_pixels(tiles)
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """The tokens of each tile, between begin and end tokens."""
         begin, end = self._around
         count = 2 + len(pixels) * self._tile_tokens
         return Placeholders(count, text=((0, begin), (count - 1, end)))
@@ -124,7 +119,7 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         return whole_view(size, columns * self._recipe.tile, rows * self._recipe.tile)
 
     def _num_tokens(self, count: int) -> int:
-        """Maximum tokens of an image with `count` tiles, including the tile of the whole image."""
+        """Maximum tokens with `count` tiles and the whole image's tile."""
         return 2 + (count + (count > 1)) * self._tile_tokens
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:

@@ -54,10 +54,10 @@ class _Opened(_Shown):
 class ImageProcess(Image.Image):
     """One or more images in a file, opened in a process; only the header is read.
 
-    format: "HEIF", "AVIF" or one of `images.FORMATS`. num_pixels: of the image, if known and opening needs memory for
-    them. The process ends after decoding the only image, after an error, and with `close`. As with Pillow's images,
-    only one thread may use it at a time, and decoding raises OSError for broken data. Raises UnidentifiedImageError,
-    OSError, InvalidImageError, UnavailableError and CancelledWorkError.
+    format: "HEIF", "AVIF" or one of `images.FORMATS`. num_pixels: of the image, if opening needs memory for them. The
+    process ends after decoding the only image, after an error, and with `close`. As with Pillow, only one thread may
+    use it at a time, and decoding raises OSError for broken data.
+    Raises UnidentifiedImageError, OSError, InvalidImageError, UnavailableError and CancelledWorkError.
     """
 
     def __init__(self, data: bytes, format: str, limits: MediaConfig, num_pixels: int = 0) -> None:
@@ -88,7 +88,7 @@ class ImageProcess(Image.Image):
             raise
 
     def share_time(self) -> None:
-        """Limit all images of the file together to the time of a document, instead of each to the time of an image."""
+        """Limit all images of the file to the time of a document, instead of each to the time of an image."""
         self._is_document = True
         self.process.error_of = partial(_error_of, self._limits, True)
         self.process.allow(self._limits.document_timeout)
@@ -109,7 +109,7 @@ class ImageProcess(Image.Image):
             self._number, self._is_loaded = frame, False
 
     def decode(self) -> None:
-        """Decode the image in the process, within the time limit of an image. `load` reads the pixels."""
+        """Decode in the process, within the time limit. `load` reads the pixels."""
         if self._is_loaded or self._decoded is not None:
             return
         if not self._is_document:

@@ -1,4 +1,4 @@
-"""Open and decode images; images above a limit are rejected before they are decoded."""
+"""Opens and decodes images. Rejects images above a limit before decoding."""
 
 from __future__ import annotations
 
@@ -74,8 +74,6 @@ Box: TypeAlias = tuple[float, float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class DecodedImage:
-    """A decoded, upright image."""
-
     image: Image.Image
     """At full size, or at a half, a quarter or an eighth."""
     size: tuple[int, int]
@@ -97,10 +95,10 @@ def decode_image(
 ) -> DecodedImage:
     """Decode a PNG, JPEG, WebP, GIF, BMP, TIFF, AVIF or HEIC file and rotate it upright.
 
-    reduction: ratio of an image's pixels to the wanted pixels, from its width and height. A JPEG with a large ratio is
-    decoded at a fraction of its size, which takes a fraction of the time. Without it every pixel is decoded.
+    reduction: from width and height, the ratio to the wanted pixels. A JPEG with a large ratio is decoded at a fraction
+    of its size, in a fraction of the time. None: decode every pixel.
 
-    Raises, before decoding, ImageTooLargeError for too many bytes, pixels or scans. Raises InvalidImageError for data
+    Raises ImageTooLargeError, before decoding, for too many bytes, pixels or scans. Raises InvalidImageError for data
     that is empty, broken, truncated, no image, paged, animated or slow to decode, and CancelledWorkError.
     """
     return decode_opened(open_header(data, limits), limits, reduction)
@@ -116,7 +114,7 @@ def decode_opened(
 
 
 def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
-    """Open a single image; reads only the header. Raises as `decode_image` does."""
+    """Open a single image; read only the header. Raises as `decode_image` does."""
     image = open_any(data, limits)
     try:
         check_single(image)
@@ -127,7 +125,7 @@ def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
 
 
 def open_any(data: bytes, limits: MediaConfig) -> Image.Image:
-    """Open a file with any number of pages or frames; reads only the header."""
+    """Open a file with any number of pages or frames; read only the header."""
     check_num_bytes(len(data), limits)
     if not data:
         raise InvalidImageError("the image is empty (0 bytes)")
@@ -135,8 +133,9 @@ def open_any(data: bytes, limits: MediaConfig) -> Image.Image:
 
 
 def open_file(data: bytes, limits: MediaConfig) -> Image.Image:
-    """Open an image, or the first of several; reads only the header. Raises as `decode_image` does,
-    except for several."""
+    """Open an image, or the first of several; read only the header. Raises as `decode_image` does, but not for
+    several.
+    """
     image = _opened(lambda: _open(data, limits), data, limits)
     try:
         check_num_pixels(image, limits)
@@ -230,7 +229,6 @@ def check_num_pixels(image: Image.Image, limits: MediaConfig) -> None:
 
 
 def orientation(image: Image.Image) -> int:
-    """The EXIF orientation from 1 to 8; 1 by default."""
     try:
         found = image.getexif().get(_ORIENTATION)
     except Exception:  # broken EXIF data has no orientation
@@ -239,7 +237,7 @@ def orientation(image: Image.Image) -> int:
 
 
 def _draft(image: Image.Image, reduction: Callable[[tuple[int, int]], float]) -> Box:
-    """Prepare a JPEG to be decoded at a fraction of its size, if `reduction` allows it. Returns its box."""
+    """Prepare a JPEG to be decoded at a fraction of its size, if `reduction` allows. Returns its box."""
     width, height = image.size
     transform = _TRANSFORMS.get(orientation(image))
     spare = reduction((height, width) if transform is not None and transform.swaps else (width, height)) / _SHARPNESS

@@ -1,4 +1,4 @@
-"""Decode files in one process each, with limited memory and time."""
+"""Decodes each file in a process of its own, with limited memory and time."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ AnswerType = TypeVar("AnswerType", bound=Answer)
 class IsolatedProcess:
     """A process for one file. Raises UnavailableError if it does not start.
 
-    Methods raise exceptions of `error_of`, and CancelledWorkError; close it then, and at the end. seconds: total
-    waiting time of all methods. pixel_bytes: size of the shared memory for `pixels`; 0: none.
+    Methods raise exceptions of `error_of`, and CancelledWorkError; close it then, and at the end. seconds: for all
+    methods together. pixel_bytes: shared memory for `pixels`; 0: none.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class IsolatedProcess:
             self._input = self._output = -1
 
     def release(self) -> None:
-        """Let a process that has answered end by itself, without waiting for it as `close` does."""
+        """Let a process that has answered end by itself, without waiting as `close` does."""
         self._abandon()
         self._input = self._output = -1
 
@@ -218,7 +218,7 @@ def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[i
 
 
 def _abandon(server: ForkServer, pid: int, *pipes: int) -> None:
-    """End a process that nobody closed. Garbage collection may call this at any time, so it does not wait."""
+    """End a process that nobody closed, without waiting: garbage collection may call this at any time."""
     server.abandon(pid)
     for pipe in pipes:
         os.close(pipe)

@@ -96,7 +96,6 @@ class _PillowFile:
         return Image.open(file, formats=self.formats)
 
     def _found(self, most: int) -> Sequence[int]:
-        """Pillow's numbers of the images."""
         return range(getattr(self._image, "n_frames", 1))
 
     def _show(self) -> None:
@@ -175,7 +174,7 @@ _FORMATS: dict[str, type[_Opened]] = {
 
 
 class ImageDecoder:
-    """Decodes images. A line selects the image with this number; an empty line decodes it."""
+    """Decodes images. A line selects an image by number; an empty line decodes it."""
 
     def __init__(self) -> None:
         from PIL import AvifImagePlugin, Image
@@ -212,7 +211,6 @@ class ImageDecoder:
         return {"images": self._file.count, "shown": self._file.number, **self._fields()}
 
     def answer(self, line: str) -> Answer:
-        """Fields of an image, with pixels if it was decoded."""
         with self._allowed(math.prod(self._file.size)):
             if line:
                 self._file.go_to(int(line))

@@ -1,6 +1,6 @@
 """Shared by decoders of isolated processes: refusals, resource limits, the answer format.
 
-`isolated_worker.py` forks processes with these modules, which import nothing else of vlmserve.
+`isolated_worker.py` forks processes with these modules; they import nothing else of vlmserve.
 """
 
 from __future__ import annotations
@@ -64,5 +64,5 @@ def peak_address_space() -> int:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Allow `seconds` more of CPU time. Then SIGXCPU ends the process, which tells it apart from SIGKILL by others."""
+    """Allow `seconds` more of CPU time. SIGXCPU then ends the process, unlike SIGKILL by others."""
     limit("RLIMIT_CPU", math.ceil(sum(os.times()[:2]) + seconds), for_good=False)

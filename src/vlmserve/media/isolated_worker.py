@@ -1,8 +1,8 @@
-"""Script that forks a process for each file, and ends it when the parent asks for it (`fork_server.py`).
+"""Script that forks a process for each file, and ends it on request (`fork_server.py`).
 
-It imports one library, and forks when it receives two pipes from the socket on its standard input. The first pipe
-contains a JSON line with settings, the file, and a line for each page or image. The second pipe takes a JSON line for
-the file and for each of these lines, followed by pixels, if any.
+It imports one library, and forks when it receives two pipes from the socket on standard input. The first pipe brings a
+JSON line with settings, the file, and a line for each page or image. The second takes a JSON line for the file and for
+each of these lines, followed by pixels, if any.
 
 Some libraries can be interrupted only by ending their process. Separate processes protect files from each other.
 """
@@ -51,7 +51,7 @@ def _write(
 
 
 def _decode(decoder: Decoder | RefusedError, stdin: BinaryIO, out: BinaryIO, *files: int) -> None:
-    """Answer until standard input ends, or the decoder refuses. files: shared memory for pixels, or none."""
+    """Answer until standard input ends or the decoder refuses. files: shared memory for pixels, or none."""
     from vlmserve.media.isolated_limits import LONGEST_DETAIL, RefusedError, limit
     from vlmserve.media.pixel_memory import mapped
 
@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def _end(pid: int) -> int:
-    """Kill a process unless it has ended, and return its exit status. Until then its id is not reused."""
+    """Kill a process unless it has ended; return its exit status. Until then its id is not reused."""
     os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 

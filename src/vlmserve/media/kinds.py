@@ -41,6 +41,5 @@ def max_bytes(limits: MediaConfig, kind: MediaKind) -> int:
 
 
 def check_num_bytes(size: int, limits: MediaConfig, kind: MediaKind = "image") -> None:
-    """Raise the kind's `too_large` error for a file above the size limit."""
     if size > (most := max_bytes(limits, kind)):
         raise KINDS[kind].too_large(f"the {kind}'s file has {size:,} bytes; at most {most:,} are allowed")

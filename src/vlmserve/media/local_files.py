@@ -17,9 +17,9 @@ from vlmserve.types import MediaKind
 def read_allowed_file(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
     """Read the file at a ``file://`` URL.
 
-    Raises ImageFetchError unless it is in `limits.allowed_media_path` after following symbolic links, and the kind's
-    size error (ImageTooLargeError) for a large file. The error for other paths does not reveal whether they exist.
-    Anybody who can write into the folder is trusted, because links let them read other files.
+    Raises ImageFetchError unless it is in `limits.allowed_media_path` after following links, and the kind's size error
+    for a large file. The error for other paths does not reveal whether they exist. Everyone who can write into the
+    folder is trusted: links let them read other files.
     """
     if limits.allowed_media_path is None:
         raise ImageFetchError(

@@ -8,7 +8,7 @@ from vlmserve.errors import InvalidImageError, VLMServeError
 
 
 def check_single(image: Image.Image) -> None:
-    """Raise InvalidImageError for an opened file with several pages, or an animation. Reads only headers."""
+    """Raise InvalidImageError for a file with several pages or an animation. Reads only headers."""
     if not has_several(image):
         return
     count = getattr(image, "n_frames", 0)

@@ -1,6 +1,7 @@
-"""Preprocess images for towers that average squares of patches: an image keeps its shape and fills a budget of squares.
+"""Preprocesses images for towers that average squares of patches: an image keeps its shape and fills a budget of
+squares.
 
-Equals the PIL processor of Gemma 4 in transformers, except for large JPEGs (`media.processor`).
+Equals Gemma 4's PIL processor in Transformers, except for large JPEGs (`media.processor`).
 """
 
 from __future__ import annotations
@@ -70,7 +71,6 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
         return cls(recipe, around, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
-        """A processor with a smaller budget, one of `BUDGETS`."""
         recipe, area = self._recipe, self._recipe.side**2
         budget = budget.settled(BUDGETS[0] * area, recipe.budget * area)
         budget.check_least(BUDGETS[0] * area, BUDGETS[0] + _AROUND)
@@ -87,7 +87,6 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
         return to_pixels([image.resize(self._target(decoded.size), self._recipe.resample, decoded.box)])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """A token for each square, between begin and end tokens."""
         begin, end = self._around
         count = _AROUND + math.prod(pixels.shape[2:]) // self._recipe.side**2
         return Placeholders(count, text=((0, begin), (count - 1, end)))

@@ -1,8 +1,8 @@
-"""Turn images into pixel tensors for vision towers, equal to the PIL image processors of transformers.
+"""Turns images into pixel tensors for vision towers, equal to Transformers' PIL image processors.
 
 Only JPEGs that shrink to less than a quarter in each direction differ: their decoder omits frequencies that resizing
-removes anyway. Photographs differ by 0.2 of 255 levels on average, the most detailed ones by 1.0. `exact_pixels`
-decodes every pixel.
+removes anyway. Photos differ by 0.2 of 255 levels on average, the most detailed ones by 1.0. `exact_pixels` decodes
+every pixel.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ MAX_INTERMEDIATE_PIXELS = 16_000_000
 
 
 class Placeholders(NamedTuple):
-    """The tokens and grids of an image in a prompt, as fields of `ImageInput`."""
+    """Tokens and grids of an image in a prompt, as in `ImageInput`."""
 
     num_tokens: int
     grid: tuple[int, int, int] | Canvas | None = None
@@ -101,12 +101,11 @@ class ImageProcessor(Protocol):
     levels: Levels | None
 
     def within(self, budget: ImageBudget) -> Self:
-        """A processor with a smaller budget. Raises InvalidRequestError for a budget that the model or server does not
-        allow."""
+        """Reduce the budget. Raises InvalidRequestError for a budget that model or server does not allow."""
         ...
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """Ratio of an image's width and height to the wanted size, the smaller of both; 1.0 decodes every pixel."""
+        """Ratio of an image's width and height to the wanted size (the smaller); 1.0 decodes every pixel."""
         ...
 
     def prepare(self, decoded: DecodedImage) -> tuple[Pixels, Placeholders]:
@@ -138,16 +137,15 @@ class PixelProcessor(ImageProcessor, Protocol):
         ...
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """The placeholders of pixels. size: width and height of their image."""
+        """size: width and height of the image."""
         ...
 
 
 class RecipeProcessor(PixelProcessor, Generic[Recipe]):
     """A processor with a recipe, a dataclass of all settings that affect pixels.
 
-    Constructors take `config` and `settings` as in `ImageFiles`. They raise UnsupportedModelError for settings that are
-    not implemented, ModelLoadError for files that contradict each other. exact_pixels: decode every pixel, even if few
-    are kept.
+    Constructors take `config` and `settings` as in `ImageFiles`, and raise UnsupportedModelError for unsupported
+    settings, ModelLoadError for contradictory files. exact_pixels: decode every pixel, even if few are kept.
     """
 
     version: ClassVar[str]
@@ -171,7 +169,6 @@ class RecipeProcessor(PixelProcessor, Generic[Recipe]):
         return min(own / new for own, new in zip(size, self._target(size), strict=True))
 
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Maximum width and height of the resized image."""
         return size
 
 
@@ -186,7 +183,7 @@ class View(NamedTuple):
 
 
 def whole_view(size: tuple[int, int], width: int, height: int) -> View:
-    """The view of a whole image. size: its own width and height. width, height: for the model."""
+    """size: the image's own width and height. width, height: for the model."""
     return View(width, height, (0.0, 0.0, float(size[0]), float(size[1])))
 
 
@@ -219,7 +216,7 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
         return cls(files.config, files.settings, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
-        """Return this processor: all images have one size."""
+        """All images have one size."""
         budget = budget.settled(self.height * self.width, self.height * self.width)
         budget.check_least(self.height * self.width, self.num_tokens)
         budget.check_most(self.height * self.width)
@@ -234,7 +231,6 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
         return min(size[0] / width, size[1] / height)
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """All images have the same number of tokens, with one position each."""
         return Placeholders(self.num_tokens)
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
@@ -331,7 +327,7 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image to RGB: transparency becomes white, 16-bit gray is scaled to 8-bit."""
+    """Convert to RGB: transparency becomes white, 16-bit gray is scaled to 8-bit."""
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         rgba = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba).convert("RGB")

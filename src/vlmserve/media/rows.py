@@ -1,6 +1,6 @@
-"""Preprocess images for Pixtral's tower, which takes any size. Most models have a token after each row of embeddings.
+"""Preprocesses images for Pixtral's tower, which takes any size. Most models have a token after each row of embeddings.
 
-Equals the PIL processor in transformers, except for large JPEGs (`media.processor`).
+Equals Transformers' PIL processor, except for large JPEGs (`media.processor`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ _MERGING = ("mistral3", "lighton_ocr")
 
 @dataclass(frozen=True)
 class RowRecipe:
-    """All settings that affect pixels."""
-
     side: int
     """Pixels along each side of an embedding."""
     longest: int
@@ -54,9 +52,8 @@ class RowRecipe:
 
 
 class RowProcessor(RecipeProcessor[RowRecipe]):
-    """Preprocesses images for Pixtral's tower.
-
-    Shrinks an image whose longest edge is too long, and enlarges none. Then resizes it to whole squares.
+    """Preprocesses images for Pixtral: shrinks an image whose longest edge is too long, then resizes to whole
+    squares.
     """
 
     version = "rows v1"
@@ -70,8 +67,7 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         sizes: dict[str, Any] | None = None,
         exact_pixels: bool = False,
     ) -> None:
-        """ends: ids of the tokens after a row and after an image; None: there are none. sizes: of
-        processor_config.json."""
+        """ends: token ids after a row and after an image; None: none. sizes: of processor_config.json."""
         self._ends = ends
         recipe = replace(_recipe(settings, _side(config, sizes or {})), ends=ends is not None)
         self._follow(recipe, exact_pixels=exact_pixels)
@@ -107,7 +103,6 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         return to_pixels([image])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """A token for each square, row by row, and one after each row if rows have ends."""
         rows, columns = (edge // self._recipe.side for edge in pixels.shape[2:])
         count = self._recipe.num_tokens(columns, rows)
         if self._ends is None:
@@ -120,8 +115,7 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         return whole_view(size, pixels.shape[3], pixels.shape[2])
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Columns and rows of squares: as many as the budget allows, after the smallest enlargement
-        that it asks for."""
+        """Columns and rows of squares: as many as the budget allows, after the smallest enlargement it requires."""
         budget = self._recipe.budget
         width, height = size
         if (least := budget.min_pixels) is not None and self._area(self._fitted(size)) < least:

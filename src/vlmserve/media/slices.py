@@ -1,6 +1,6 @@
-"""Cut images into slices that keep their shape, as MiniCPM-V does.
+"""Cuts images into slices that keep their shape, as MiniCPM-V does.
 
-Equals the PIL processor in transformers, except for large JPEGs (`media.processor`).
+Equals Transformers' PIL processor, except for large JPEGs (`media.processor`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SliceRecipe:
 
 
 class SlicePlan(NamedTuple):
-    """Sizes of an image's pieces: widths and heights in pixels."""
+    """Widths and heights in pixels."""
 
     whole: tuple[int, int]
     """Size of the piece that shows the whole image."""
@@ -107,8 +107,8 @@ class SliceWords:
 class SliceProcessor(RecipeProcessor[SliceRecipe]):
     """Preprocesses images for MiniCPM-V.
 
-    A large image becomes a small whole image, and slices of one size in rows and columns with about its shape. The
-    pixels of a cut image are patches side by side, ``[1, 3, patch, patches * patch]``.
+    A large image becomes a small whole image plus a grid of equal slices of about its shape. Pixels of a cut image are
+    patches side by side, ``[1, 3, patch, patches * patch]``.
     """
 
     version = "slices v1"
@@ -138,7 +138,6 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
         return () if self._words.number is None else self._words.number(index)
 
     def within(self, budget: ImageBudget) -> Self:
-        """A processor with fewer or smaller slices."""
         recipe = self._recipe
         area = recipe.scale**2
         budget = budget.settled(area, recipe.most * area)
@@ -209,7 +208,7 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
         return rows.transpose(0, 2, 1, 3).reshape(channels, patch, -1)
 
     def _plan(self, size: tuple[int, int]) -> SlicePlan:
-        """The plan with the most slices within the budget. If there is none, the image shrinks."""
+        """The plan with the most slices within the budget; without one, the image shrinks."""
         recipe = self._recipe
         for most in range(recipe.most, 0, -1):
             plan = self._plan_of(size, most, recipe.scale)

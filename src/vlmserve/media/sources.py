@@ -1,4 +1,4 @@
-"""Read images, videos and documents from URLs; in Python also from paths, bytes, arrays and PIL images."""
+"""Reads images, videos and documents from URLs; in Python also from paths, bytes, arrays and PIL images."""
 
 from __future__ import annotations
 
@@ -53,13 +53,11 @@ class Preprocessing(Protocol):
 
     fingerprint: bytes
 
-    def reduction(self, size: tuple[int, int]) -> float:
-        """As in `ImageProcessor`."""
-        ...
+    def reduction(self, size: tuple[int, int]) -> float: ...
 
 
 class Opened(NamedTuple):
-    """An image that is read but not decoded."""
+    """A file that is read but not decoded."""
 
     key: bytes
     num_bytes: int
@@ -73,7 +71,7 @@ def prepare_image(
 ) -> ImageInput:
     """Prepare an image for the vision tower, unless it is in `cache`.
 
-    Trusts `source`: reads paths. salt: part of the image's key. Raises InvalidImageError, ImageTooLargeError or
+    Trusts `source`: reads paths. salt: part of the key. Raises InvalidImageError, ImageTooLargeError or
     ImageFetchError.
     """
     key, _, decoded = open_image(source, processor, limits, salt=salt)
@@ -120,7 +118,6 @@ def process_image(key: bytes, image: DecodedImage, processor: ImageProcessor) ->
 
 
 def is_url(source: str) -> bool:
-    """Return whether a string is a URL of an image or video, not a path."""
     return source[:8].lower().startswith(("http://", "https://", "data:", "file://"))
 
 
@@ -135,7 +132,6 @@ def source_name(source: object) -> str | None:
 
 
 def check_source(source: object) -> None:
-    """Raise InvalidImageError for a path without a file. Reads nothing."""
     if isinstance(source, os.PathLike) or (isinstance(source, str) and not is_url(source)):
         _existing(os.fsdecode(source), InvalidImageError)
 

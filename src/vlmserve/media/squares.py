@@ -1,8 +1,8 @@
-"""Split images into squares of pixels, one for each embedding, as LFM2-VL does.
+"""Splits images into squares of pixels, one per embedding, as LFM2-VL does.
 
 Small images stay whole. Large images become tiles and a whole image of another size. Grids and tokens equal
-`Lfm2VlImageProcessor` in transformers. Levels differ by at most 1, because it resizes with torch, this module with
-Pillow. Large JPEGs differ as in `media.processor`.
+Transformers' `Lfm2VlImageProcessor`; levels differ by at most 1, because it resizes with torch. Large JPEGs differ as
+in `media.processor`.
 """
 
 from __future__ import annotations
@@ -120,7 +120,6 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return cls(files.config, files.settings, SquareWords.of(files), exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
-        """A processor with fewer or smaller tiles."""
         recipe = self._recipe
         square = recipe.side**2
         budget = budget.settled(square, recipe.most_pixels)
@@ -143,7 +142,7 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return self._following(replace(recipe, least=math.ceil(wanted / square) or min(recipe.least, most)))
 
     def _fits(self, tiles: int, most: int, budget: ImageBudget) -> bool:
-        """Return whether the budget allows this number of tiles. most: squares of the overview."""
+        """True if the budget allows this many tiles. most: squares of the overview."""
         recipe = self._recipe
         written = max(len(self._written(*grid, recipe.overview)) for grid in ((1, tiles), (tiles, 1)))
         words = written - tiles - recipe.overview
@@ -180,7 +179,6 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return squares.reshape(-1, 3, side, side)
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """The tokens of all squares, the tokens between parts, and the grids of the parts."""
         plan, tile = self._plan(size), self._recipe.tile
         whole = () if plan.whole is None else (plan.whole,)
         grids = (*((tile, tile) for _ in range(plan.rows * plan.columns)), *whole)
@@ -197,7 +195,7 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return whole_view(size, *self._largest(self._plan(size)))
 
     def _largest(self, plan: SquarePlan) -> tuple[int, int]:
-        """Width and height in pixels of all tiles together, or of an uncut image."""
+        """Pixels of all tiles together, or of an uncut image."""
         side, tile = self._recipe.side, self._recipe.tile
         rows, columns = plan.whole or (0, 0)
         if plan.rows:
@@ -289,7 +287,7 @@ class SquareWords:
         return cls(encode, tokenizer.image_token, tokenizer.image_token_id, start, end, overview)
 
     def tokens(self, rows: int, columns: int, whole: bool) -> Sequence[int]:
-        """Token ids of an image with these tiles, with one placeholder for each part."""
+        """Token ids for these tiles, with one placeholder per part."""
         parts = [
             f"<|img_row_{row + 1}_col_{column + 1}|>{self.image_token}"
             for row in range(rows)

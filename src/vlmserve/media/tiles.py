@@ -1,6 +1,6 @@
-"""Cut images into tiles, as LLaVA-NeXT and Idefics3 (SmolVLM) do; the tower sees one tile at a time.
+"""Cuts images into tiles, as LLaVA-NeXT and Idefics3 (SmolVLM) do; the tower sees one tile at a time.
 
-Equals the PIL processors in transformers, except for large JPEGs (`media.processor`).
+Equals Transformers' PIL processors, except for large JPEGs (`media.processor`).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _LARGEST_EDGE = 4096
 class AnyResolutionProcessor(PixelProcessor):
     """Preprocesses images for LLaVA-NeXT.
 
-    An image gets the model's resolution that keeps the most pixels. It is resized to fit, padded in black, and cut into
-    tiles. The whole image comes first as one tile; with low detail it is the only one.
+    An image gets the resolution that keeps the most pixels. It is resized to fit, padded in black, and cut into tiles.
+    The whole image precedes as one tile; with low detail it is the only one.
 
-    Constructors take `config` and `settings` as in `ImageFiles`. They raise UnsupportedModelError for a processor or
-    vision tower that is not implemented.
+    Constructors take `config` and `settings` as in `ImageFiles`, and raise UnsupportedModelError for an unsupported
+    processor or tower.
     """
 
     def __init__(self, config: dict[str, Any], settings: dict[str, Any], *, exact_pixels: bool = False) -> None:
@@ -76,7 +76,6 @@ class AnyResolutionProcessor(PixelProcessor):
         return cls(files.config, files.settings, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
-        """A processor with fewer tiles."""
         budget = budget.settled(self._tile**2, max(map(math.prod, self._resolutions), default=self._tile**2))
         budget.check_least(self._tile**2, self._side**2 + 1)
         allowed = [size for size in self._resolutions if budget.allows(math.prod(size), self._most_tokens(size))]
@@ -93,12 +92,11 @@ class AnyResolutionProcessor(PixelProcessor):
         return cut
 
     def _most_tokens(self, resolution: tuple[int, int]) -> int:
-        """Tokens of an image that fills this resolution."""
         columns, rows = (edge // self._tile * self._side for edge in resolution)
         return self._side**2 + rows * (columns + 1)
 
     def _set_resolutions(self, resolutions: list[tuple[int, int]]) -> None:
-        """Set the allowed widths and heights before cutting; an empty list: images are not cut."""
+        """Set the allowed widths and heights before cutting; empty: images are not cut."""
         self._resolutions = resolutions
         described = json.dumps(["any resolution v1", self._edge, self._tile, self._resample, resolutions])
         self.fingerprint = blake3(described.encode() + self._tile_processor.fingerprint).digest()
@@ -124,9 +122,8 @@ class AnyResolutionProcessor(PixelProcessor):
         return np.concatenate([self._tile_processor.process(DecodedImage.whole(tile)) for tile in tiles])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """The embeddings of the whole image, then of its area in the tiles, with a newline after each row.
-
-        An uncut image has one newline.
+        """The whole image's embeddings, then the tiles' embeddings of its area, with a newline after each row. An uncut
+        image has one newline.
         """
         if len(pixels) == 1:
             return Placeholders(self._side**2 + 1)

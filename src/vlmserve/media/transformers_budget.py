@@ -21,8 +21,8 @@ _STEPS = 8
 def settings_within(processor: Any, budget: ImageBudget) -> Sequence[Settings]:
     """Settings for an image processor, from the smallest result to the largest.
 
-    An unknown kind, or one with a fixed size, gets only its own settings. Processors for any size get the bounds of the
-    budget. The caller must check other bounds on the result. processor: of transformers.
+    Unknown kinds and fixed sizes get only their own settings; processors of any size get the budget's bounds. The
+    caller must check other bounds on the result.
     """
     size = _fields(getattr(processor, "size", None))
     if largest_area(processor, budget) is not None:
@@ -56,8 +56,8 @@ def largest_area(processor: Any, budget: ImageBudget) -> int | None:
 def low_detail(processor: Any, own: ImageBudget, wanted: ImageBudget) -> ImageBudget:
     """A budget for low detail.
 
-    An image of any size has at most 512 x 512 pixels, unless `wanted` has bounds. An image that would be cut into tiles
-    gets the processor's minimum, unless `wanted` has `min_pixels`. own: the processor's budget.
+    An image of any size has at most 512 x 512 pixels, unless `wanted` has bounds. A cut image gets the processor's
+    minimum, unless `wanted` has `min_pixels`. own: the processor's budget.
     """
     whole = replace(wanted, low_detail=False)
     size = _fields(getattr(processor, "size", None))
@@ -101,13 +101,12 @@ def _areas(processor: Any, size: dict[str, int], budget: ImageBudget) -> list[Se
 
 
 def _has_edges(processor: Any, size: dict[str, int]) -> bool:
-    """Return whether images stay whole, with a bounded longest edge."""
+    """True if images stay whole, with a bounded longest edge."""
     is_split = getattr(processor, "do_image_splitting", False) or getattr(processor, "do_pan_and_scan", False)
     return size.keys() == {"longest_edge"} and hasattr(processor, "patch_size") and not is_split
 
 
 def _longest_edges(size: dict[str, int], step: int, first: int = 1) -> list[Settings]:
-    """Longest edges in multiples of `step`, up to the checkpoint's own."""
     own = size.get("longest_edge", 0)
     return [{"size": {"longest_edge": edge}} for edge in range(first * step, own, step or 1) if step] + [{}]
 
@@ -122,7 +121,7 @@ def _arrangement(processor: Any, size: tuple[int, int], tiles: int, tile: tuple[
 
 
 def edge_of(processor: Any, name: str) -> int:
-    """A setting of an image processor that is a number or a square; 0: it has none."""
+    """A processor's setting that is a number or a square; 0: none."""
     value = getattr(processor, name, None)
     return value if isinstance(value, int) else next(iter(_fields(value).values()), 0)
 

@@ -1,4 +1,4 @@
-"""Preprocess images for the Transformers backend with transformers' processors, one image at a time."""
+"""Preprocesses images with Transformers' processors, one at a time, for the Transformers backend."""
 
 from __future__ import annotations
 
@@ -64,8 +64,7 @@ class TransformersProcessor(ImageProcessor):
         self._budget = budget
 
     def within(self, budget: ImageBudget) -> Self:
-        """A processor with a smaller budget, which `prepare` applies. Raises InvalidRequestError for pixels above the
-        limit."""
+        """Reduce the budget, which `prepare` applies. Raises InvalidRequestError for pixels above the limit."""
         budget.check_limit(largest_area(self._processor.image_processor, self._budget) or sys.maxsize)
         if budget.low_detail:
             budget = low_detail(self._processor.image_processor, self._budget, budget)
@@ -80,7 +79,7 @@ class TransformersProcessor(ImageProcessor):
         return 1.0
 
     def prepare(self, decoded: DecodedImage) -> tuple[Pixels, Placeholders]:
-        """Run the processor on a text that is one image, with the largest size within the budget."""
+        """Run the processor on a text with one image, with the largest size within the budget."""
         inputs = self._within_budget(decoded)
         ids = self._ids(inputs)
         text = tuple((int(place), int(ids[place])) for place in np.flatnonzero(ids != self._image_token_id))
@@ -104,8 +103,7 @@ class TransformersProcessor(ImageProcessor):
         return {name: int(np.asarray(inputs[name])[0, place]) for name in _TYPES_OF_TOKENS if name in inputs}
 
     def _within_budget(self, decoded: DecodedImage) -> Mapping[str, Any]:
-        """Run the processor with the largest settings within the budget that a bisection finds,
-        else with the smallest."""
+        """Run the processor with the largest settings within the budget (by bisection), else the smallest."""
         if self._budget == NO_BUDGET:
             return self._process(decoded)
         choices = settings_within(self._processor.image_processor, self._budget)
@@ -131,7 +129,6 @@ class TransformersProcessor(ImageProcessor):
         return best
 
     def _ids(self, inputs: Mapping[str, Any]) -> npt.NDArray[np.int64]:
-        """Token ids of an image's text, without BOS."""
         return _before(np.asarray(inputs["input_ids"])[0], self._bos_token_id)
 
     def _view(self, size: tuple[int, int], pixels: Pixels, inputs: Mapping[str, Any]) -> View:
@@ -143,7 +140,6 @@ class TransformersProcessor(ImageProcessor):
         return view_of(processor, size, _num_tiles(pixels), (pixels.shape[-1], pixels.shape[-2]))
 
     def _grid(self, inputs: Mapping[str, Any]) -> tuple[int, int, int] | None:
-        """Grid of embeddings; each embedding is a square of patches."""
         if not self._has_grids or "image_grid_thw" not in inputs:
             return None
         merged = int(self._processor.image_processor.merge_size)
@@ -163,7 +159,6 @@ class TransformersProcessor(ImageProcessor):
 
 
 def _before(ids: npt.NDArray[np.int64], end: int | None) -> npt.NDArray[np.int64]:
-    """The ids before the first `end`."""
     ends = np.flatnonzero(ids == end)
     return ids[: ends[0]] if ends.size else ids
 

@@ -19,8 +19,6 @@ LEAST_GROUPS = 8
 
 @dataclass(frozen=True)
 class UsualSizes:
-    """Maximum sizes by time."""
-
     cost: ImageCost
     image_seconds: float
     """For an image."""
@@ -29,7 +27,7 @@ class UsualSizes:
 
     @classmethod
     def of(cls, media: MediaConfig, cost: ImageCost | None) -> UsualSizes | None:
-        """The sizes for these settings. None: the checkpoint and the settings determine sizes."""
+        """The sizes for these settings; None: checkpoint and settings determine sizes."""
         own = media.mm_processor_kwargs
         if cost is None or own.max_pixels is not None or own.max_tokens is not None:
             return None
@@ -52,7 +50,7 @@ class UsualSizes:
         return max(LEAST_GROUPS, self.video_seconds / self.cost.seconds(pixels or LEAST_FRAME_PIXELS))
 
     def described(self, *, limits: bool) -> str:
-        """For the log: maximum area of an image and how to raise it. limits: whether any image gets smaller."""
+        """For the log: maximum area of an image and how to raise it. limits: any image gets smaller."""
         if not limits:
             return "up to the checkpoint's own size"
         pixels = self._pixels(self.image_seconds, LEAST_PIXELS)

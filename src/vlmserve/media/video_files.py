@@ -117,7 +117,6 @@ class VideoFile:
 
 
 def container_of(data: bytes) -> str | None:
-    """The format in `CONTAINERS` whose signature a file has."""
     return _format_of(data, CONTAINERS)
 
 

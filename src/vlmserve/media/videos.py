@@ -1,4 +1,4 @@
-"""Preprocess videos frame by frame, with timestamps or time-based positions."""
+"""Preprocesses videos frame by frame, with timestamps or time-based positions."""
 
 from __future__ import annotations
 
@@ -100,7 +100,6 @@ class Timing:
         return [*indices, *indices[-1:] * (-len(indices) % self.depth)]
 
     def frame_step(self, rate: float) -> float:
-        """`ImageInput.frame_step` of frames at this rate per second."""
         if self.positions_per_second is None:
             return 1.0
         return float(np.float32(self.positions_per_second) * np.float32(self.depth / rate))
@@ -263,7 +262,7 @@ def prepare_video(
 
 
 def _frames_of(file: VideoFile, indices: Sequence[int], memory: DecodingMemory) -> Generator[DecodedImage, None, None]:
-    """Frames of a file; each takes memory until the next one."""
+    """Each frame takes memory until the next one."""
     for index, ahead in zip_longest(indices, indices[1:]):
         with file.frame(index, memory, ahead) as image:
             yield DecodedImage.whole(image)
@@ -328,7 +327,7 @@ def open_frames(
 
 
 def _decoded(frames: Sequence[Opened], memory: DecodingMemory) -> Generator[DecodedImage, None, None]:
-    """The decoded frames; each takes memory until the next one."""
+    """Each frame takes memory until the next one."""
     for frame in frames:
         with frame.decoded(memory) as image:
             yield image

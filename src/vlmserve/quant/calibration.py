@@ -1,4 +1,4 @@
-"""Quantize layers from statistics of their inputs, with the least error of the outputs."""
+"""Quantizes layers by statistics of their inputs, for the least output error."""
 
 from __future__ import annotations
 
@@ -24,51 +24,49 @@ from vlmserve.settings.quantization import QuantizationConfig
 logger = logging.getLogger(__name__)
 
 ALGORITHM = 6
-"""Increase it when the same model, data and settings give other weights: it invalidates cached copies."""
+"""Increase it when equal model, data and settings give other weights; this invalidates cached copies."""
 
 
 LEAST_ROWS = 0.125
-"""Minimum rows for each input that calibrate an expert."""
+"""Minimum rows per input that calibrate an expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A layer to quantize."""
-
     module: Linear
     bits: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A place that divides an input of layers by factors: a norm, or the layer that makes the input.
-
-    consumers: names of all layers with that input. plain: consumers that usually stay unquantized, by name. norm: makes
-    the input; None: outputs ``rows[0] <= i < rows[1]`` of the layer `producer` do. heads, shared: heads of the
-    consumers' inputs (`awq.input_scales`); the producer has one head for each `shared` heads.
-    """
+    """A place that divides an input of layers by factors: a norm, or the layer that makes the input."""
 
     consumers: tuple[str, ...]
+    """Names of all layers with that input."""
     plain: Mapping[str, Linear] = field(default_factory=dict)
+    """Consumers that usually stay unquantized, by name."""
     norm: RMSNorm | LayerNorm | None = None
+    """Makes the input; None: outputs ``rows[0] <= i < rows[1]`` of the layer `producer` do."""
     producer: str = ""
     rows: tuple[int, int] = (0, 0)
     heads: int = 1
+    """Heads of the consumers' inputs (`awq.input_scales`)."""
     shared: int = 1
+    """The producer has one head for this many consumer heads."""
 
 
 @dataclass
 class Outcome:
-    """Quantized layers.
-
-    weights: by name. changed: norms and layers whose plain parameters were multiplied by factors. errors: squared error
-    of each layer's outputs, divided by their squares. notes: problems, as sentences.
-    """
+    """Quantized layers."""
 
     weights: dict[str, QuantizedWeight] = field(default_factory=dict)
+    """By name."""
     changed: list[nn.Module] = field(default_factory=list)
+    """Norms and layers whose unquantized parameters were multiplied by factors."""
     errors: dict[str, float] = field(default_factory=dict)
+    """Squared error of each layer's outputs, relative to their squares."""
     notes: list[str] = field(default_factory=list)
+    """Problems, as sentences."""
 
     def add(self, other: Outcome) -> None:
         self.weights |= other.weights
@@ -89,7 +87,6 @@ class Observer:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Collect within this block."""
         hooks = [
             module.register_forward_pre_hook(self._hook(self.statistics[name]))
             for name, module in self._modules.items()
@@ -114,10 +111,10 @@ def quantize_layers(
     statistics: Mapping[str, InputStatistics],
     config: QuantizationConfig,
 ) -> Outcome:
-    """Quantize layers by statistics of their inputs, and give the modules the rounded weights in their own dtype.
+    """Quantize layers, and give the modules the rounded weights in their own dtype.
 
-    folds: factors are found in this order. Folds whose layers are neither in `targets` nor plain are skipped.
-    statistics: of each target; they are divided by the factors as well.
+    folds: processed in this order; skipped if their layers are neither in `targets` nor plain. statistics: of each
+    target's inputs, divided by the factors in place.
     """
     outcome = Outcome()
     weights = {name: target.module.weight.data.float() for name, target in targets.items()}
@@ -146,7 +143,7 @@ def _usable(statistics: InputStatistics) -> bool:
 
 
 def _saw_few(target: Target, statistics: InputStatistics) -> bool:
-    """Return whether the router chose an expert for too few tokens."""
+    """True if the router chose an expert for too few tokens."""
     least = target.module.in_features * LEAST_ROWS
     return target.module.chosen_rows is not None and statistics.count < least
 
@@ -159,7 +156,7 @@ def _scale(
     config: QuantizationConfig,
     outcome: Outcome,
 ) -> Tensor | None:
-    """Find the factors of a fold and apply them to weights, statistics and the input's producer. None: none helps."""
+    """Find a fold's factors; apply them to weights, statistics and producer. None: no factors help."""
     first = statistics[fold.consumers[0]]
     joint = torch.cat([weights[name] for name in fold.consumers])
     if config.method == "smoothquant":
@@ -193,7 +190,7 @@ def _kind(bits: int, config: QuantizationConfig) -> GridKind:
 
 
 def _divide_norm(norm: RMSNorm | LayerNorm, factors: Tensor) -> Tensor:
-    """Divide a norm's output. Returns the actual factors, after the norm's weights were rounded to their dtype."""
+    """Divide a norm's output. Returns the factors after rounding to the norm's dtype."""
     offset = norm.offset if isinstance(norm, RMSNorm) else 0.0
     before = norm.weight.data.float() + offset
     norm.weight.data.copy_(before / factors - offset)

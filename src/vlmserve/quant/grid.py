@@ -1,4 +1,4 @@
-"""Grids: the evenly spaced values that low-bit weights of a group can have."""
+"""Grids: the evenly spaced values of a group's low-bit weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Shrinks = tuple[Tensor | float, Tensor | float]
 class Grid:
     """Values ``scale * u + minimum`` for integers `lowest` <= u < ``2 ** bits``.
 
-    bits: 8 or 4. group_size: inputs of an output that share a scale and a minimum. scales, minimums: floats
-    ``[out_features, groups]``. 4-bit grids have bfloat16 scales and minimums, or minimums that are multiples of scales.
+    bits: 8 or 4. group_size: inputs of an output that share scale and minimum. scales, minimums: floats
+    ``[out_features, groups]``; in 4-bit grids bfloat16, or minimums are multiples of scales.
     """
 
     bits: int
@@ -41,8 +41,8 @@ class Grid:
     ) -> Grid:
         """The grid over the range of a weight ``[out_features, in_features]``.
 
-        bits, group_size, symmetric, zero_points: as in `GridKind`. largest: of a shard of the inputs; turns
-        the shard's largest magnitudes of outputs, ``[out_features, 1]``, into the whole weight's.
+        Settings: as in `GridKind`. largest: if the weight is a shard of the inputs, turns its outputs' largest
+        magnitudes, ``[out_features, 1]``, into the whole weight's.
         """
         kind = GridKind(bits, group_size, symmetric, zero_points)
         low, high = kind.ranges(weight)
@@ -53,7 +53,7 @@ class Grid:
 
     @property
     def lowest(self) -> int:
-        """The smallest u. 8-bit grids start at 1: as many values lie above zero as below."""
+        """8-bit grids start at 1, so that they are symmetric."""
         return 1 if self.bits == 8 else 0
 
     @property
@@ -70,7 +70,7 @@ class Grid:
         return self.scales[:, groups], self.minimums[:, groups]
 
     def values(self, weight: Tensor) -> Tensor:
-        """Quantize a weight: the u of the nearest values, uint8 ``[out_features, in_features]``."""
+        """Quantize a weight: the nearest u, uint8 ``[out_features, in_features]``."""
         return (
             self._steps(in_groups(weight, self.group_size))
             .to(torch.uint8)
@@ -86,38 +86,37 @@ class Grid:
         return self.nearest_of(in_groups(weight, self.group_size)).flatten(1)[:, : weight.shape[1]]
 
     def nearest_of(self, grouped: Tensor) -> Tensor:
-        """The nearest values to a grouped weight, ``[out_features, groups, group_size]``.
-
-        One group broadcasts over all groups of the grid: ``[out_features, 1, group_size]``.
+        """The values nearest to a grouped weight, ``[out_features, groups, group_size]``. ``[out_features, 1,
+        group_size]`` broadcasts over the grid's groups.
         """
         return self._steps(grouped).mul_(self.scales[..., None]).add_(self.minimums[..., None])
 
     def _steps(self, grouped: Tensor) -> Tensor:
-        """The u of the nearest values, in the dtype of the weight."""
+        """The nearest u, in the weight's dtype."""
         above = grouped - self.minimums[..., None]
         return above.div_(self.scales[..., None]).round_().clamp_(self.lowest, self.highest)
 
 
 @dataclass(frozen=True, slots=True)
 class GridKind:
-    """How to make grids from ranges.
-
-    bits: 8 means one symmetric scale for each output and ignores the other fields; 4 means groups of `group_size`
-    inputs (the last one may be smaller). symmetric: zero is the middle of the range; otherwise the range goes from the
-    smallest weight of a group to the largest. zero_points: zero is one of the values.
-    """
+    """How to make grids from ranges."""
 
     bits: int
+    """8: one symmetric scale per output; other fields have no effect. 4: groups of `group_size` inputs; the last may be
+    smaller.
+    """
     group_size: int
     symmetric: bool
+    """Zero is the middle of the range; otherwise the range spans a group's weights."""
     zero_points: bool = False
+    """Zero is one of the values."""
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
             raise ValueError(f"weights have 8 or 4 bits, not {self.bits}")
 
     def ranges(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The smallest and the largest weight of each group, each ``[out_features, groups]``."""
+        """The smallest and largest weight of each group, each ``[out_features, groups]``."""
         grouped = in_groups(weight, self.group_size if self.bits == 4 else weight.shape[1])
         low, high = grouped.aminmax(dim=2)
         return low, high
@@ -129,7 +128,7 @@ class GridKind:
             if self.bits == 8:
                 scales = _nonzero(bounds / 127)
                 return Grid(8, in_features, scales, -128 * scales)
-            # Kernels store scales and minimums in bfloat16, so u are chosen for the rounded ones.
+            # Kernels store scales and minimums in bfloat16, so choose u for the rounded ones.
             scales = _nonzero(_rounded(bounds / 7.5))
             return Grid(4, self.group_size, scales, -8 * scales)
         if self.zero_points:
@@ -139,13 +138,13 @@ class GridKind:
         return Grid(4, self.group_size, _nonzero(_rounded((high - low) / 15)), _rounded(low))
 
     def fit(self, weight: Tensor, shrinks: Shrinks = (1.0, 1.0)) -> Grid:
-        """The grid over the ranges of a weight ``[out_features, in_features]``, with their ends times `shrinks`."""
+        """The grid over the ranges of a weight ``[out_features, in_features]``, scaled by `shrinks`."""
         low, high = self.ranges(weight)
         return self.between(low * shrinks[0], high * shrinks[1], weight.shape[1])
 
 
 def in_groups(weight: Tensor, group_size: int) -> Tensor:
-    """``[out_features, in_features]`` as ``[out_features, groups, group_size]``, the last group filled with zeros."""
+    """``[out_features, in_features]`` as ``[out_features, groups, group_size]``, padded with zeros."""
     missing = -weight.shape[1] % group_size
     padded = F.pad(weight, (0, missing)) if missing else weight.contiguous()
     return padded.view(len(weight), padded.shape[1] // group_size, group_size)

@@ -1,4 +1,4 @@
-"""Memory of weights, estimated before loading and measured after it."""
+"""Estimates weight memory before loading, and measures it afterwards."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vlmserve.layers.linear import Embedding, Linear, TiedEmbedding, Weight
 from vlmserve.settings.quantization import QuantizationConfig
 
 OUTPUTS = 256
-"""Outputs of the example layer whose size is measured; a multiple of each kernel's tile."""
+"""Outputs of the layer that is measured as an example; a multiple of each kernel's tile."""
 
 
 def own_bytes(module: nn.Module) -> int:
-    """Bytes of a module's own parameters, packed or not, without submodules."""
+    """Bytes of a module's own parameters, packed or not."""
     sizes = {name: parameter.nbytes for name, parameter in module.named_parameters(recurse=False)}
     if isinstance(module, Weight | Embedding):
         sizes["weight"] = module.num_bytes
@@ -29,9 +29,9 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def expected_bytes(model: nn.Module, device: Device, bits: Mapping[str, int], config: QuantizationConfig) -> int:
-    """Bytes that a model's weights will take on a device. It packs a few outputs of each kind of layer to find out.
+    """Estimate the bytes of a model's weights on a device, by packing a few outputs of each kind of layer.
 
-    model: its weights need not be loaded. bits: of each layer that `config` will quantize, by name.
+    model: may be unloaded. bits: by name, of the layers that `config` will quantize.
     """
     sizes = StoredSizes(device, config)
     total = 0
@@ -43,19 +43,16 @@ def expected_bytes(model: nn.Module, device: Device, bits: Mapping[str, int], co
 
 
 class StoredSizes:
-    """Bytes of weights as a device stores them."""
-
     def __init__(self, device: Device, config: QuantizationConfig) -> None:
         self._device, self._config = device, config
         self._known: dict[tuple[object, ...], int] = {}
 
     def of(self, module: Weight, bits: int | None) -> int:
-        """Bytes of a layer's weight. bits: None if it stays plain."""
+        """Bytes of a layer's weight. bits: None if unquantized."""
         pieces, rest = divmod(module.out_features, OUTPUTS)
         return pieces * self._stored(module, OUTPUTS, bits) + self._stored(module, rest, bits)
 
     def _stored(self, module: Weight, outputs: int, bits: int | None) -> int:
-        """`of` for a layer with this number of outputs."""
         if not outputs:
             return 0
         bias = module.bias is not None if isinstance(module, Linear) else False

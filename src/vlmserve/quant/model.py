@@ -1,4 +1,4 @@
-"""Choose the layers of a model to quantize, quantize them, and log the memory saved."""
+"""Chooses and quantizes a model's layers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ HEADS = ("lm_head", "embed_tokens")
 
 
 class Quantizer:
-    """Quantizes a model's linear layers in place, each as soon as its weights are loaded.
-
-    Raises ConfigurationError for an override that fits no layer.
+    """Quantizes a model's linear layers in place, each once its weights are loaded. Raises ConfigurationError for an
+    override that matches no layer.
     """
 
     def __init__(self, model: nn.Module, config: QuantizationConfig) -> None:
-        """model: its weights need not be loaded."""
+        """model: may be unloaded."""
         self._config = config
         self._chosen = {module: (name, bits) for name, module, bits in choose_layers(model, config)}
         self._before = sum(map(own_bytes, model.modules()))
@@ -39,14 +38,10 @@ class Quantizer:
 
     @property
     def bits(self) -> dict[str, int]:
-        """Bits of each quantized layer, by name."""
         return dict(self._chosen.values())
 
     def quantize(self, module: nn.Module) -> None:
-        """Quantize a loaded module if it is one of the chosen layers.
-
-        Raises ConfigurationError if ranks would split a group.
-        """
+        """Quantize a loaded module if it was chosen. Raises ConfigurationError if ranks would split a group."""
         if not isinstance(module, Linear | TiedEmbedding) or module not in self._chosen:
             return
         config, (name, bits) = self._config, self._chosen[module]
@@ -70,7 +65,6 @@ class Quantizer:
         self._saved += before - own_bytes(module)
 
     def log(self) -> None:
-        """Log the memory that quantization saved."""
         widths = list(self.bits.values())
         logger.info(
             "weights: %.1f MB before quantization, %.1f MB after; %d layers have 8 bits, %d have 4",
@@ -82,7 +76,7 @@ class Quantizer:
 
 
 def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
-    """Quantize a loaded model's linear layers in place. Returns their bits by name. Raises what `Quantizer` raises."""
+    """Quantize a loaded model's linear layers in place; return their bits by name. Raises what `Quantizer` raises."""
     quantizer = Quantizer(model, config)
     for module in model.modules():
         quantizer.quantize(module)
@@ -91,16 +85,15 @@ def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
 
 
 def expected_memory(model: nn.Module, device: Device, config: QuantizationConfig | None) -> int:
-    """Bytes that a model's weights will take on a device. config: None for no quantization.
-
-    model: its weights need not be loaded. Raises what `choose_layers` raises.
+    """Bytes that a model's weights will take on a device. model: may be unloaded. Raises what `choose_layers`
+    raises.
     """
     bits = {} if config is None else {name: width for name, _, width in choose_layers(model, config)}
     return expected_bytes(model, device, bits, config or QuantizationConfig())
 
 
 def log_expected_memory(model: nn.Module, device: Device, config: QuantizationConfig | None) -> int:
-    """Log the bytes that a model's weights will take, and the bytes by each scheme. Returns the first number."""
+    """Log the bytes that a model's weights will take, and the bytes with each scheme. Returns the former."""
     usual = config or QuantizationConfig()
     expected = expected_memory(model, device, config)
     others = {
@@ -116,11 +109,10 @@ def log_expected_memory(model: nn.Module, device: Device, config: QuantizationCo
 
 
 def choose_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tuple[str, Linear | TiedEmbedding, int]]:
-    """The layers to quantize: name, layer and bits.
+    """Yield the layers to quantize: name, layer and bits.
 
-    The output head, tied or not, takes at least 8 bits because its rounding costs most. Patch embeddings, which have
-    few weights, and layers whose inputs groups do not divide take 8 bits as well. Raises ConfigurationError for an
-    override that fits no layer.
+    Output heads keep at least 8 bits because rounding them costs most, and so do patch embeddings (few weights) and
+    layers whose inputs the group size does not divide. Raises ConfigurationError for an override that matches no layer.
     """
     overrides = config.overrides
     unused = set(overrides)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class InputStatistics:
-    """Weighted sums over rows of a layer's inputs. Methods quantize the layer's weight by them.
+    """Weighted sums over rows of a layer's inputs. Rows with infinities or NaN are skipped.
 
-    Row weights let rows of images count less than rows of text. Rows with infinities or NaN are skipped.
+    Row weights let image rows count less than text rows.
     """
 
     def __init__(self, in_features: int, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None):
@@ -19,7 +19,7 @@ class InputStatistics:
         self.largest = torch.zeros(in_features, dtype=dtype, device=device)
         """Largest magnitude of each input, float ``[in_features]``."""
         self.count = 0
-        """Number of rows added."""
+        """Rows added."""
         self.num_left_out = 0
 
     def add(self, rows: Tensor, weights: Tensor | None = None) -> None:
@@ -46,9 +46,8 @@ class InputStatistics:
 
     @property
     def hessian(self) -> Tensor:
-        """``H = 2 X^T X / N``, ``[in_features, in_features]``.
-
-        H is the second derivative of an output's mean squared error by its weights (https://arxiv.org/abs/2210.17323).
+        """``H = 2 X^T X / N``, ``[in_features, in_features]``: the second derivative of an output's mean squared error
+        by its weights (https://arxiv.org/abs/2210.17323).
         """
         return self._products * (2 / max(self._total, 1e-30))
 
@@ -66,7 +65,7 @@ class InputStatistics:
 
 
 def output_error(difference: Tensor, hessian: Tensor) -> Tensor:
-    """``tr(dW H dW^T)``: twice the mean squared change of the outputs over rows.
+    """``tr(dW H dW^T)``: twice the outputs' mean squared change over rows.
 
     difference: the change dW of the weight, ``[out_features, in_features]``.
     """

@@ -27,9 +27,9 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """Read a ``quantization_config``. Raises UnsupportedModelError for settings that are not implemented."""
+    """Read a ``quantization_config``. Raises UnsupportedModelError for unsupported settings."""
     version = config.get("version") or config.get("format") or "gemm"
-    # llm-awq packs in its own order, whatever it calls the version.
+    # llm-awq packs in its own order, whatever version it states.
     version = "llm-awq" if config.get("backend") == "llm-awq" else str(version).lower()
     check_setting(METHOD, "version", version, ["gemm"])
     check_setting(METHOD, "bits", config.get("bits", config.get("w_bit", 4)), [4])
@@ -49,6 +49,6 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
 
 
 def _in_order(values: Tensor) -> Tensor:
-    """Sort the columns of ``[rows, out_features]`` from the order in words to the order of outputs."""
+    """Sort columns of ``[rows, out_features]`` from word order to output order."""
     places = torch.tensor(PLACES, device=values.device)
     return values.view(len(values), -1, 8)[:, :, places].flatten(1)

@@ -41,7 +41,7 @@ LARGEST = 127
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """Read a ``quantization_config``. Raises UnsupportedModelError for settings that are not implemented."""
+    """Read a ``quantization_config``. Raises UnsupportedModelError for unsupported settings."""
     flags = [flag for flag in FLAGS if config.get(flag, config.get(f"_{flag}"))]
     check_setting(METHOD, "flags", " and ".join(flags) or "none", FLAGS)
     if "load_in_8bit" in flags:
@@ -49,7 +49,7 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
     stated = config.get("bnb_4bit_quant_type") or "fp4"
     check_setting(METHOD, "bnb_4bit_quant_type", stated, TYPES)
     by_state = [Layout(STATE + kind, (WEIGHT, ABSMAX, MAP), NESTED, _from_table) for kind in TYPES]
-    # For layers whose state is missing.
+    # For layers without a state.
     return [*by_state, Layout(WEIGHT, (ABSMAX, MAP, STATE + stated), NESTED, _from_table)]
 
 
@@ -63,7 +63,7 @@ def _in_bytes(tensors: Mapping[str, Tensor]) -> StoredWeight:
 
 
 def _from_table(tensors: Mapping[str, Tensor]) -> Tensor:
-    """A dequantized 4-bit weight, float32: `QuantizedWeight` needs evenly spaced values."""
+    """Dequantize a 4-bit weight to float32: `QuantizedWeight` needs evenly spaced values."""
     state = _State(next(tensor for name, tensor in tensors.items() if name.startswith(STATE)))
     state.choice("quant_type", TYPES)
     shape, size = state.shape(), state.size("blocksize")
@@ -75,13 +75,12 @@ def _from_table(tensors: Mapping[str, Tensor]) -> Tensor:
     count = math.prod(shape)
     if len(octets) != -(-count // 2):
         raise ModelLoadError(f"a weight of {shape[0]} x {shape[1]} needs {-(-count // 2)} bytes, not {len(octets)}")
-    # One lookup for both values of a byte needs half the indices.
+    # Looking up both values of a byte together needs half the indices.
     pairs = torch.stack((table.repeat_interleave(16), table.repeat(16)), 1)
     return _multiplied(pairs, octets, factors.float(), size)[:count].view(shape)
 
 
 def _nested(tensors: Mapping[str, Tensor], values: Tensor, state: _State) -> Tensor:
-    """Dequantize 8-bit block factors."""
     if lacking := [name for name in NESTED if name not in tensors]:
         raise MissingWeightsError(f"absmax is in 8 bits, but {' and '.join(lacking)} are missing")
     table = _table(NESTED_MAP, tensors[NESTED_MAP], 256)[:, None]
@@ -97,10 +96,10 @@ def _table(name: str, numbers: Tensor, count: int) -> Tensor:
 
 
 def _multiplied(rows: Tensor, values: Tensor, factors: Tensor, size: int) -> Tensor:
-    """Look values up and multiply each block of `size` numbers by its factor. The last block may be shorter.
+    """Look values up and multiply each block of `size` numbers by its factor; the last block may be shorter.
 
-    rows: the numbers of each value, float32 ``[256, numbers]``. values: uint8 ``[n]``. factors: ``[blocks]``.
-    Raises ModelLoadError for a wrong number of blocks.
+    rows: the numbers of each value, float32 ``[256, numbers]``. values: uint8 ``[n]``. factors: ``[blocks]``. Raises
+    ModelLoadError for a wrong number of blocks.
     """
     width = rows.shape[1]
     if len(factors) != -(-len(values) * width // size) or size % width:
@@ -110,7 +109,7 @@ def _multiplied(rows: Tensor, values: Tensor, factors: Tensor, size: int) -> Ten
 
 
 class _State:
-    """The JSON object in the bytes of a tensor. Raises ModelLoadError if it is something else or lacks a field."""
+    """The JSON object in a tensor's bytes. Raises ModelLoadError for anything else and for missing fields."""
 
     def __init__(self, octets: Tensor) -> None:
         try:
@@ -120,11 +119,9 @@ class _State:
         self._content: dict[str, Any] = content if isinstance(content, dict) else {}
 
     def choice(self, key: str, known: tuple[str, ...]) -> None:
-        """Raise UnsupportedModelError unless the field has a known value."""
         check_setting(METHOD, key, self._content.get(key), known)
 
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
         shape = self._content.get("shape")
         if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and size > 0 for size in shape):
             raise ModelLoadError(f"quant_state: shape is {shape!r:.100}, not outputs and inputs")

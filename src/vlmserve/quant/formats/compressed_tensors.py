@@ -43,11 +43,11 @@ ZERO_POINT, MINIMUM, GROUP_OF = "weight_zero_point", "weight_minimum", "weight_g
 
 
 def to_tensors(weight: QuantizedWeight, *, symmetric: bool, zero_points: bool = False) -> dict[str, Tensor]:
-    """The tensors that a checkpoint holds for a weight.
+    """The checkpoint's tensors of a weight.
 
-    symmetric: the middle of the range is zero. zero_points: zero is one of the values of an asymmetric weight.
+    symmetric: zero is the middle of the range. zero_points: zero is one of an asymmetric weight's values.
     """
-    # 4-bit scales and minimums are bfloat16 numbers already.
+    # 4-bit scales and minimums are already bfloat16 numbers.
     scales = weight.scales.bfloat16() if weight.bits == 4 else weight.scales
     tensors = {PACKED: pack(weight.values, weight.bits), SCALE: scales, SHAPE: torch.tensor(weight.shape)}
     if zero_points and not symmetric:
@@ -66,10 +66,10 @@ def to_bytes(weight: QuantizedWeight) -> dict[str, Tensor]:
 def from_tensors(
     tensors: Mapping[str, Tensor], group_sizes: Sequence[int], asymmetric: Collection[int] = ()
 ) -> StoredWeight:
-    """Make a weight of a checkpoint's tensors.
+    """Make a weight from a checkpoint's tensors.
 
-    group_sizes: allowed sizes. asymmetric: bits of weights whose zero may differ from the middle of the range.
-    Raises ModelLoadError for tensors that do not fit together.
+    group_sizes: allowed sizes. asymmetric: widths whose zero may differ from the middle of the range. Raises
+    ModelLoadError for mismatched tensors.
     """
     packed, scales = tensors[PACKED], tensors[SCALE].float()
     out_features, in_features = tensors[SHAPE].tolist()
@@ -111,8 +111,8 @@ def describe(
 ) -> Any:
     """The ``quantization_config`` of a config.json.
 
-    targets: names of layers or kinds, by bits. rounds_inputs: `to_bytes` stored the weights, for matmuls whose inputs
-    are rounded to int8 with a scale for each token.
+    targets: names of layers or kinds, by width. rounds_inputs: `to_bytes` stored the weights for matmuls that round
+    inputs to int8 with a scale per token.
     """
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
     groups = {
@@ -141,7 +141,7 @@ def describe(
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """Read a ``quantization_config``. Raises UnsupportedModelError for settings that are not implemented."""
+    """Read a ``quantization_config``. Raises UnsupportedModelError for unsupported settings."""
     check_setting(METHOD, "transform_config", config.get("transform_config") or None, [None])
     sparsity = (config.get("sparsity_config") or {}).get("format") or "dense"
     check_setting(METHOD, "sparsity_config", sparsity, ["dense"])
@@ -185,9 +185,8 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
 def _in_bytes(
     tensors: Mapping[str, Tensor], block: tuple[int, ...] | None, stated: tuple[int, ...], *, rounds_inputs: bool
 ) -> StoredWeight:
-    """The layout with one byte for each weight.
-
-    block: outputs and inputs that share a scale. rounds_inputs: to int8, with a scale for each token.
+    """Read a weight with one byte per value. block: outputs and inputs that share a scale. rounds_inputs: to int8, with
+    a scale per token.
     """
     weight, scales = tensors[scaled.WEIGHT], tensors[SCALE]
     in_blocks = block is not None and scales.shape == tuple(

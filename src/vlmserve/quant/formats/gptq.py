@@ -25,15 +25,15 @@ from vlmserve.quant.formats.layout import Layout, StoredWeight, check_setting, g
 
 METHOD = "gptq"
 ONES = {4: 0x11111111, 8: 0x01010101}
-"""Words with a 1 in each value, by bits."""
+"""Words with a 1 in each value, by width."""
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """Read a ``quantization_config``. Raises UnsupportedModelError for settings that are not implemented."""
+    """Read a ``quantization_config``. Raises UnsupportedModelError for unsupported settings."""
     kind = "marlin" if config.get("is_marlin_format") else config.get("checkpoint_format") or config.get("format")
     check_setting(METHOD, "checkpoint_format", kind or "gptq", ["gptq", "gptq_v2"])
     check_setting(METHOD, "bits", config.get("bits", 4), list(ONES))
-    # Tensors tell the bits: some layers may differ from the rest.
+    # The tensors tell each layer's width.
     read = partial(_read, stated=int(config.get("group_size") or 128), less_one=kind != "gptq_v2")
     return [Layout("qweight", ("qzeros", "scales"), ("g_idx",), read)]
 

@@ -1,4 +1,4 @@
-"""Layouts: the tensors that hold a layer's low-bit weight in a checkpoint, and how to read them."""
+"""The tensors of a layer's low-bit weight in a checkpoint, and how to read them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ StoredWeight = QuantizedWeight | Tensor
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tensors of a layer ``X``.
-
-    mark: ``X.mark`` exists if the layer has this layout. It holds the values, unless ``X.weight`` does. needed,
-    optional: names of other tensors. read: makes a weight from the tensors by name. It raises ModelLoadError for
-    tensors that do not fit together, UnsupportedModelError for a kind that is not implemented.
-    """
+    """The tensors of a layer ``X``."""
 
     mark: str
+    """``X.mark`` identifies the layout. It holds the values, unless ``X.weight`` does."""
     needed: tuple[str, ...]
+    """Names of other tensors."""
     optional: tuple[str, ...]
+    """Names of tensors that may be missing."""
     read: Callable[[Mapping[str, Tensor]], StoredWeight]
+    """Makes a weight from the tensors by name. Raises ModelLoadError for mismatched tensors, UnsupportedModelError for
+    an unsupported kind.
+    """
 
 
 def check_setting(method: str, name: str, value: Any, known: Sequence[Any]) -> None:
-    """Raise UnsupportedModelError for an unknown value in a ``quantization_config``."""
     if value not in known:
         choices = ", ".join(map(str, known))
         raise UnsupportedModelError(
@@ -42,7 +42,7 @@ def check_setting(method: str, name: str, value: Any, known: Sequence[Any]) -> N
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Pack uint8 ``[rows, columns]`` into int32 ``[rows, words]``, the first value in the lowest bits."""
+    """Pack uint8 ``[rows, columns]`` into int32 ``[rows, words]``, starting at the lowest bits."""
     octets = F.pad(values, (0, -values.shape[1] % (32 // bits)))
     if bits == 4:
         octets = octets[:, ::2] | (octets[:, 1::2] << 4)
@@ -58,7 +58,7 @@ def unpack(words: Tensor, bits: int, columns: int) -> Tensor:
 
 
 def find_group_size(in_features: int, groups: int, stated: Sequence[int]) -> int | None:
-    """The stated size, or `in_features`, that divides the inputs into this number of groups. None: none does."""
+    """The stated size, or `in_features`, that gives this number of groups; None: none does."""
     return next((size for size in (in_features, *stated) if size > 0 and -(-in_features // size) == groups), None)
 
 
@@ -68,9 +68,9 @@ def grouped(
     """A weight ``scale * (value - zero)``.
 
     values: uint8 ``[out_features, in_features]``. scales, zeros: float32 ``[out_features, groups]``. stated: allowed
-    group sizes. group_of: the group of each input, int ``[in_features]``; None: groups are contiguous. Groups of a
-    stated size that are not contiguous sort the weight's columns.
-    Raises ModelLoadError for shapes that do not fit.
+    group sizes. group_of: each input's group, int ``[in_features]``; None: contiguous groups. Non-contiguous groups of
+    a stated size sort the weight's columns.
+    Raises ModelLoadError for mismatched shapes.
     """
     in_features, groups = values.shape[1], scales.shape[1]
     size = find_group_size(in_features, groups, stated)

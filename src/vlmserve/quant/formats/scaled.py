@@ -41,10 +41,10 @@ def from_tensors(
     block: tuple[int, ...] | None = None,
     stated: tuple[int, ...] = (),
 ) -> StoredWeight:
-    """Make a weight of a checkpoint's tensors.
+    """Make a weight from a checkpoint's tensors.
 
-    scale: name of the scales. block: outputs and inputs that share a scale. stated: allowed group sizes.
-    Raises ModelLoadError for tensors that do not fit together.
+    scale: name of the scales. block: outputs and inputs that share a scale. stated: allowed group sizes. Raises
+    ModelLoadError for mismatched tensors.
     """
     weight, scales = tensors[WEIGHT], tensors[scale].float()
     if weight.dtype not in (torch.int8, *FLOATS):

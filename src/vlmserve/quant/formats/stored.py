@@ -1,4 +1,4 @@
-"""The implemented checkpoint formats, by ``quant_method`` of a ``quantization_config``."""
+"""The supported checkpoint formats, by ``quant_method``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,11 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], list[Layout]]] = {
 }
 
 OLD_FILES = {"quantize_config.json": gptq.METHOD, "quant_config.json": awq.METHOD}
-"""Files with the settings of checkpoints whose config.json has none, and the method, which those files omit."""
+"""Settings files of checkpoints whose config.json has no settings, with their method, which the files omit."""
 
 
 def stored_layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """The layouts of a checkpoint with this ``quantization_config``.
-
-    Raises UnsupportedModelError for a method or a setting that is not implemented.
-    """
+    """The layouts for a ``quantization_config``. Raises UnsupportedModelError for an unsupported method or setting."""
     method = config.get("quant_method")
     if method not in METHODS:
         raise UnsupportedModelError(

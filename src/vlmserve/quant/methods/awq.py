@@ -1,8 +1,8 @@
-"""AWQ (https://arxiv.org/abs/2306.00978): important inputs get a finer grid, and clipping narrows ranges of groups.
+"""AWQ (https://arxiv.org/abs/2306.00978): gives important inputs a finer grid, and clips the ranges of groups.
 
-Multiplying an input's weights by a factor and dividing the input in its producer changes only the rounding. The error
-is ``tr(dW H dW^T)`` of a layer's own outputs, which needs no second forward pass. The paper's code compares the outputs
-of the block around the layer.
+Multiplying an input's weights by a factor, and dividing the input in its producer, changes only the rounding. The error
+is ``tr(dW H dW^T)`` of the layer's own outputs and needs no second forward pass; the paper's code compares outputs of
+the surrounding block.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ STEPS = 20
 CLIPS = tuple(1 - 0.05 * step for step in range(10))
 """Factors of ranges to try."""
 PASSES = ((0.12, 0.06, 0.03), *3 * ((0.06, 0.03, 0.015),))
-"""Relative moves of the ends of ranges to try, for each pass over all groups."""
+"""Relative moves of range ends to try, for each pass over all groups."""
 MOST_ROWS, MOST_CLIPPED_ROWS = 1024, 256
-"""Sampled outputs for errors, and for errors with clipped ranges."""
+"""Sampled outputs for errors, without and with clipping."""
 
 ROWS_AT_ONCE = 512
-"""Outputs that are clipped together, so that the candidates of a group stay in a core's cache."""
+"""Outputs clipped together: a group's candidates fit a core's cache."""
 
 MakeGrid = Callable[[Tensor], Grid]
-"""Makes the grid of a weight."""
+"""Makes a weight's grid."""
 
 
 def input_scales(
     weight: Tensor, magnitude: Tensor, hessian: Tensor, make_grid: MakeGrid, *, shared: int = 1, heads: int = 1
 ) -> Tensor:
-    """Factors of inputs, ``[in_features]``, with the least error of the outputs.
+    """Factors of inputs, ``[in_features]``, with the least output error.
 
     weight: ``[out_features, in_features]`` of all layers with that input. magnitude: mean ``|x|`` of each input.
-    hessian: of the inputs. heads: number of heads in the inputs. shared: consecutive heads that must have the same
-    factors because they attend to the same values.
+    hessian: of the inputs. heads: in the inputs. shared: consecutive heads that need equal factors because they attend
+    to the same values.
     """
     group_size = make_grid(weight[:1]).group_size
     importance = _importance(weight, group_size)
@@ -56,9 +56,8 @@ def input_scales(
 
 
 def helps(weight: Tensor, scales: Tensor, hessian: Tensor, kind: GridKind) -> bool:
-    """Return whether the factors of `input_scales` still reduce the error after clipping.
-
-    Clipping may gain as much by itself; factors would then only widen ranges.
+    """True if the factors of `input_scales` still reduce the error after clipping. Clipping may gain as much, and
+    factors would only widen ranges.
     """
     rows = weight[:: -(-len(weight) // MOST_CLIPPED_ROWS)]
     errors = []
@@ -69,7 +68,7 @@ def helps(weight: Tensor, scales: Tensor, hessian: Tensor, kind: GridKind) -> bo
 
 
 def clipped_grid(weight: Tensor, hessian: Tensor, kind: GridKind) -> Grid:
-    """A grid with ranges clipped by `clip`, and by `clip_ends` if a row has several groups."""
+    """A grid with ranges clipped by `clip`, and by `clip_ends` if rows have several groups."""
     shrinks = clip(weight, hessian, kind)
     one = shrinks.shape[1] == 1
     return kind.fit(weight, (shrinks, shrinks) if one else clip_ends(weight, hessian, kind, shrinks))
@@ -93,8 +92,8 @@ def _clip(weight: Tensor, hessian: Tensor, kind: GridKind) -> Tensor:
 def clip_ends(weight: Tensor, hessian: Tensor, kind: GridKind, shrinks: Tensor) -> tuple[Tensor, Tensor]:
     """Factors of the lower and upper ends of ranges, each ``[out_features, groups]``.
 
-    The ends of one group after the other move to the least error of the whole output, given the current rounding of all
-    other groups. The paper treats each group by itself and only narrows ranges. shrinks: first factors, from `clip`.
+    Group by group, moves the ends to the least error of the whole output, given the other groups' rounding. The paper
+    treats groups separately and only narrows ranges. shrinks: initial factors, from `clip`.
     """
     lows, highs = shrinks.clone(), shrinks.clone()
     parts = zip(*(torch.split(tensor, ROWS_AT_ONCE) for tensor in (weight, lows, highs)), strict=True)
@@ -104,7 +103,7 @@ def clip_ends(weight: Tensor, hessian: Tensor, kind: GridKind, shrinks: Tensor) 
 
 
 def _clip_ends(weight: Tensor, hessian: Tensor, kind: GridKind, ends: tuple[Tensor, Tensor]) -> None:
-    """Apply `clip_ends` to some outputs and move their ends in place."""
+    """Apply `clip_ends` to some outputs, in place."""
     ranges = kind.ranges(weight)
     grid = kind.between(ranges[0] * ends[0], ranges[1] * ends[1], weight.shape[1])
     difference = grid.nearest(weight) - weight
@@ -139,12 +138,11 @@ def _move(
     of_others: Tensor,
     kind: GridKind,
 ) -> Tensor:
-    """Move the lower, then the upper end of one group, each ``[out_features, 1]``, in place.
-
-    Returns the rounding error of the group's weights.
+    """Move the lower, then the upper end of one group, each ``[out_features, 1]``, in place. Returns the group's
+    rounding error.
 
     ranges: the unclipped ends; `ends` are factors of them. before: the rounding error so far. products: the group's
-    block of H. of_others: the part of the error's derivative that comes from rounding errors of other groups.
+    block of H. of_others: the part of the error's derivative due to other groups.
     """
     shares = torch.tensor([1 + sign * move for move in moves for sign in (-1, 1)]).to(weight)
     grouped, outputs = weight[:, None], torch.arange(len(weight), device=weight.device)
@@ -166,14 +164,14 @@ def _move(
 
 
 def _importance(weight: Tensor, group_size: int) -> Tensor:
-    """Mean of ``|w| / max |w|`` in its group for each input, ``[in_features]``."""
+    """Mean over outputs of ``|w| / max |w|`` within the group, ``[in_features]``."""
     grouped = in_groups(weight.abs(), group_size)
     shares = grouped / (grouped.amax(2, keepdim=True) + 1e-6)
     return shares.flatten(1)[:, : weight.shape[1]].mean(0)
 
 
 def _tie(scales: Tensor, shared: int, heads: int) -> Tensor:
-    """Replace factors that must be equal by their geometric mean."""
+    """Replace tied factors by their geometric mean."""
     if shared == 1:
         return scales
     by_head = scales.clamp(min=1e-8).log().view(heads // shared, shared, -1)
@@ -186,7 +184,7 @@ def _error(rows: Tensor, scales: Tensor, hessian: Tensor, make_grid: MakeGrid) -
 
 
 def _group_errors(weight: Tensor, grid: Grid, hessian: Tensor) -> Tensor:
-    """``tr(dW H dW^T)`` of each group by itself, ``[out_features, groups]``."""
+    """``tr(dW H dW^T)`` of each group, ``[out_features, groups]``."""
     difference = in_groups(grid.nearest(weight) - weight, grid.group_size)
     width = hessian.shape[0]
     errors = torch.empty(difference.shape[:2], dtype=weight.dtype, device=weight.device)

@@ -1,4 +1,4 @@
-"""GPTQ (https://arxiv.org/abs/2210.17323): round inputs one by one, and correct the remaining weights for the error.
+"""GPTQ (https://arxiv.org/abs/2210.17323): rounds inputs one by one, and corrects the remaining weights for the error.
 
 The grid is fixed first ("static groups"), so inputs can be rounded by descending diagonal of H while groups stay
 contiguous.
@@ -15,29 +15,27 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.quant.grid import Grid
 
 BLOCK = 128
-"""Inputs that are rounded before the remaining weights are corrected."""
+"""Inputs rounded between corrections of the remaining weights."""
 DAMPINGS = (0.01, 0.1, 1.0)
-"""Dampings to try in order: they are multiplied by the mean of the diagonal of H and added to it."""
+"""Dampings to try, as multiples of the mean diagonal of H."""
 
 
 class Rounded(NamedTuple):
-    """A quantized weight.
-
-    damping: of H; None: H could not be factorized, so weights were rounded to nearest. dead: inputs that were always
-    zero.
-    """
+    """A quantized weight."""
 
     weight: QuantizedWeight
     damping: float | None
+    """Damping of H; None: H could not be factorized, so weights were rounded to nearest."""
     dead: int
+    """Inputs that were always zero."""
 
 
 def gptq(weight: Tensor, hessian: Tensor, grid: Grid) -> Rounded:
     """Round a weight ``[out_features, in_features]`` to a grid.
 
-    hessian: `InputStatistics.hessian`, ``[in_features, in_features]``; its dtype is used throughout.
-    Weights of inputs that were always zero in calibration are rounded to nearest. Published implementations set them to
-    zero, which is wrong if such an input is nonzero later.
+    hessian: `InputStatistics.hessian`, ``[in_features, in_features]``; its dtype is used throughout. Weights of inputs
+    that were always zero in calibration are rounded to nearest. Published implementations set them to zero, which is
+    wrong if such an input is nonzero later.
     """
     weight = weight.to(hessian.dtype)
     dead = hessian.diagonal() == 0
@@ -52,7 +50,7 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid) -> Rounded:
 
 
 def _factorize(hessian: Tensor, dead: Tensor, order: Tensor) -> tuple[Tensor | None, float | None]:
-    """The upper Cholesky factor of the inverse of the damped H, with inputs in this order, and the damping."""
+    """The upper Cholesky factor of the inverse of the damped H, inputs in this order, and the damping."""
     mean = hessian.diagonal().mean()
     for damping in DAMPINGS:
         damped = hessian[order][:, order]

@@ -1,4 +1,4 @@
-"""Round each weight to the nearest value of its group's grid. Needs no calibration data."""
+"""Rounds to the nearest value of the group's grid, without calibration data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.quant.grid import Grid
 
 ELEMENTS_AT_ONCE = 1024**2
-"""Weights that are rounded at once: rounding takes several times their memory in float32."""
+"""Weights rounded at once: rounding takes several times their float32 memory."""
 
 
 def round_to_nearest(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 STRENGTH = 0.5
-"""The exponent a: 1 equalizes all inputs, 0 equalizes all columns of the weight."""
+"""The exponent a: 1 equalizes inputs, 0 equalizes columns of the weight."""
 
 
 def smoothing_factors(largest_input: Tensor, weight: Tensor) -> Tensor:
     """Factors ``max|X|**a / max|W|**(1 - a)``, ``[in_features]``: divide inputs, multiply weights by them.
 
-    largest_input: largest magnitude of each input. weight: ``[out_features, in_features]`` of all layers with that
-    input. Inputs that were always zero get 1.
+    largest_input: largest magnitude of each input; 0 gives factor 1. weight: ``[out_features, in_features]`` of all
+    layers with that input.
     """
     factors = largest_input**STRENGTH / weight.abs().amax(0).clamp(min=1e-5) ** (1 - STRENGTH)
     factors[largest_input == 0] = 1
