@@ -143,7 +143,7 @@ def test_too_many_documents_are_rejected_before_reading(preparer: RequestPrepare
 
 def test_documents_of_a_request_share_the_page_limit(preparer: RequestPreparer) -> None:
     assert len(preparer.chat([user(file_part(PDF), file_part(PDF, pages="1-2"))]).images) == 5
-    with pytest.raises(InvalidRequestError, match="more are asked for than the 2") as caught:
+    with pytest.raises(InvalidRequestError, match="the request has 2 left") as caught:
         preparer.chat([user(file_part(PDF)), user(TINY, file_part(PDF))])
     assert caught.value.param == "messages[1].content[1].file.file_data"
 

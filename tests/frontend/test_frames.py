@@ -169,7 +169,7 @@ def test_no_more_frames_are_shown_than_fit(llava: Path, film: bytes) -> None:
     assert len(preparer.chat([user(video_url(film))]).images) == 3, "half of the prompt"
     assert len(preparer.chat([user(video_url(film), video_url(film))]).images) == 2
     assert len(preparer.chat([user(video_url(film, fps=1))]).images) == 6
-    message = f"24 frames, each of which takes {image.image.num_tokens} tokens of this model; 6 fit: lower its fps"
+    message = f"24 frames of {image.image.num_tokens} tokens each; 6 fit: lower its fps"
     with pytest.raises(VideoTooLargeError, match=message) as caught:
         preparer.chat([user(video_url(film, fps=4))])
     assert caught.value.param == "messages[0].content[0].video_url.url"

@@ -96,7 +96,7 @@ async def test_completions_and_whole_answers_are_measured_too(mock):
 
 
 async def test_impossible_lengths_are_rejected_before_sending(mock):
-    with pytest.raises(ConfigurationError, match="do not fit into the model's context of 512"):
+    with pytest.raises(ConfigurationError, match="exceed the model's context of 512"):
         await run(mock.url, random_input_len=500, random_output_len=100)
 
 

@@ -159,7 +159,7 @@ def test_files_that_do_not_belong_together_are_refused(files: Files, qwen: Files
     place = tmp_path / "qwen3"
     metadata = {"qwen3vl.n_deepstack_layers": 3}
     third = write_pair(make_qwen_vl(place / "folder", "qwen3_vl"), place / "pair", "qwen3_vl", text_metadata=metadata)
-    with pytest.raises(ModelLoadError, match=r"has features for 2 layers, and .* takes them in 3"):
+    with pytest.raises(ModelLoadError, match=r"has features for 2 layers, but .* needs 3"):
         resolve_model(str(third.model), mmproj=str(third.mmproj))
     place = tmp_path / "qwen35"
     fourth = write_pair(make_qwen_vl(place / "folder", "qwen3_5"), place / "pair", "qwen3_5")
@@ -170,7 +170,7 @@ def test_files_that_do_not_belong_together_are_refused(files: Files, qwen: Files
 def test_embeddings_of_another_width_are_refused(files: Files, tmp_path: Path) -> None:
     wide = make_llama(tmp_path / "folder", hidden_size=64, num_attention_heads=8)
     model = write_gguf(wide, tmp_path / "model.gguf")
-    with pytest.raises(ModelLoadError, match=r"makes embeddings of 48 values, and those of .* have 64"):
+    with pytest.raises(ModelLoadError, match=r"makes embeddings of 48 values, but .* needs 64"):
         resolve_model(str(model), mmproj=str(files.mmproj))
 
 

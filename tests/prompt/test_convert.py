@@ -286,5 +286,5 @@ def test_a_tokenizer_that_is_code_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "tokenization_own.py").write_text("raise SystemExit('it ran')")
     code = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": code}))
-    with pytest.raises(UnsupportedModelError, match=r"is Python code, which is never run: convert it"):
+    with pytest.raises(UnsupportedModelError, match=r"is Python code, which is never run; convert it"):
         Tokenizer.from_folder(tmp_path)

@@ -52,7 +52,7 @@ def refused(response: httpx.Response, status: int, message: str, *, param: str |
         (b'{"messages": [', "not valid JSON"),
         (b"\xff\xfe", "not valid JSON"),
         (b"[" * 100_000, "nested too deeply"),
-        (b"[1, 2]", "should be a JSON object"),
+        (b"[1, 2]", "must be a JSON object"),
         (b'{"messages": [], "temperature": NaN}', "not valid JSON"),
         (b'{"messages": [], "temperature": Infinity}', "not valid JSON"),
         (b'{"messages": [], "temperature": 1e999}', "not valid JSON"),

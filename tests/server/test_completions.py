@@ -66,9 +66,9 @@ def test_prompts_and_answers_are_numbered_by_prompt(live):
     ("fields", "param", "message"),
     [
         ({"prompt": ""}, "prompt", "at least 1"),
-        ({"prompt": []}, "prompt", "should be a text"),
-        ({"prompt": ["a", 3]}, "prompt[1]", "valid string"),
-        ({"prompt": [3, "a"]}, "prompt[1]", "valid integer"),
+        ({"prompt": []}, "prompt", "must be a text"),
+        ({"prompt": ["a", 3]}, "prompt[1]", "must be a string"),
+        ({"prompt": [3, "a"]}, "prompt[1]", "must be a whole number"),
         ({"prompt": [-1]}, "prompt[0]", "greater than or equal to 0"),
         ({"prompt": [10**6]}, "prompt", "not in the vocabulary"),
         ({"prompt": "a" * 100_000}, "prompt", "maximum context length"),

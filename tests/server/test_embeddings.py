@@ -89,7 +89,7 @@ def test_many_vectors_are_written_as_few_are(live):
         ({}, None, "Give either input or messages"),
         ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, None, "Give either input or messages"),
         ({"input": ""}, "input", "at least 1"),
-        ({"input": []}, "input", "should be a text"),
+        ({"input": []}, "input", "must be a text"),
         ({"input": ["a", ""]}, "input[1]", "at least 1"),
         ({"input": ["a"] * 2049}, "input", "at most 2048"),
         ({"input": [10**6]}, "input", "not in the vocabulary"),

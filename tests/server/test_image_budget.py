@@ -151,7 +151,7 @@ def test_budgets_that_mean_nothing_are_refused_by_name(server, budget, param, me
 @pytest.mark.parametrize(
     ("kwargs", "field", "message"),
     [
-        ({"max_pixels": "x"}, "max_pixels", "valid integer"),
+        ({"max_pixels": "x"}, "max_pixels", "must be a whole number"),
         ({"size": {"height": 5}}, "size", "not supported here"),
         ({"fps": 0}, "fps", "greater than 0"),
     ],

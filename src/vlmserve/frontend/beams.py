@@ -48,8 +48,8 @@ def start_beam_search(
     needed += len(request.params.bad_token_ids)
     if needed > max_logprobs:
         raise InvalidRequestError(
-            f"a search of {search.width} beams needs {needed} alternatives of each token, and at most "
-            f"{max_logprobs} are available; --max-logprobs sets how many",
+            f"{search.width} beams need {needed} alternatives of each token; the server allows {max_logprobs} "
+            "(--max-logprobs)",
             param="best_of",
         )
     task = asyncio.ensure_future(_search(client, msgspec.structs.replace(request, beams=search), num_answers))

@@ -91,8 +91,8 @@ class VideosAsImages:
         most, tokens = self._most(taken, room)
         if len(taken.frames) > most:
             raise VideoTooLargeError(
-                f"the video has {len(taken.frames):,} frames, each of which takes {tokens:,} tokens of this model; "
-                f"{most:,} fit: lower its fps or max_tokens, or send fewer frames"
+                f"the video has {len(taken.frames):,} frames of {tokens:,} tokens each; {most:,} fit: "
+                "lower its fps or max_tokens, or send fewer frames"
             )
         return taken
 

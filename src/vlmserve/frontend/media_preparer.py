@@ -68,9 +68,8 @@ class MediaPreparer:
         needed = placeholders.num_tokens * info.image_token_bytes
         if needed > self._encoder_cache_memory:
             raise CapacityError(
-                f"--encoder-cache-memory {self._encoder_cache_memory}: an image of {_SMALL_IMAGE[0]} x "
-                f"{_SMALL_IMAGE[1]} pixels takes {needed:,} bytes, so that every request with an image would be "
-                "refused; raise it"
+                f"--encoder-cache-memory {self._encoder_cache_memory}: too small for any image; one of "
+                f"{_SMALL_IMAGE[0]} x {_SMALL_IMAGE[1]} pixels takes {needed:,} bytes"
             )
 
     def useful_pixels(self) -> int | None:

@@ -103,20 +103,20 @@ def _check_sizes(clip: Clip) -> None:
 def _check_pair(family: VisionFamily, tower: GGUFTower, clip: Clip, model: Header, text: Config) -> None:
     if tower.text_types and model.architecture not in tower.text_types:
         raise ModelLoadError(
-            f"--mmproj {clip.header.path} is the vision tower of a {family.model_type} model, and {model.path} is "
-            f"of architecture {model.architecture}: give the mmproj file that was made of the same model"
+            f"--mmproj {clip.header.path} is for {family.model_type}, but {model.path} is "
+            f"{model.architecture}: use the mmproj file of this model"
         )
     width = clip.tensor(tower.output).shape[tower.axis]
     if width != text["hidden_size"]:
         raise ModelLoadError(
-            f"--mmproj {clip.header.path} makes embeddings of {width} values, and those of {model.path} have "
-            f"{text['hidden_size']}: give the mmproj file that was made of the same model"
+            f"--mmproj {clip.header.path} makes embeddings of {width} values, but {model.path} needs "
+            f"{text['hidden_size']}: use the mmproj file of this model"
         )
     wanted, merged = model.values.get(f"{model.architecture}.n_deepstack_layers"), len(clip.deepstack_layers)
     if wanted not in (None, merged):
         raise ModelLoadError(
-            f"--mmproj {clip.header.path} has features for {merged} layers, and {model.path} takes them in {wanted}: "
-            "give the mmproj file that was made of the same model"
+            f"--mmproj {clip.header.path} has features for {merged} layers, but {model.path} needs {wanted}: "
+            "use the mmproj file of this model"
         )
 
 

@@ -198,6 +198,6 @@ def _check_lengths(config: TestConfig, max_model_len: int | None) -> None:
     wanted = int(longest * workload.turns) + workload.random_prefix_len
     if max_model_len is not None and wanted > max_model_len:
         raise ConfigurationError(
-            f"prompts and answers of {wanted} tokens do not fit into the model's context of {max_model_len}; lower "
-            "--random-input-len, --random-output-len, --random-range-ratio, --random-prefix-len or --turns"
+            f"prompts and answers of {wanted} tokens exceed the model's context of {max_model_len}; lower "
+            "--random-input-len, --random-output-len or --turns"
         )

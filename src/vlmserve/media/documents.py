@@ -223,8 +223,8 @@ def page_numbers(ranges: list[tuple[int, int | None]] | None, count: int, most: 
         wanted = range(first - 1, last or count)
         if len(numbers) + len(wanted) > most:
             raise DocumentTooLargeError(
-                f"the document has {count:,} pages, and more are asked for than the {most:,} that the request has left "
-                '(--max-document-pages); choose fewer, like "pages": "1-3,7"'
+                f"the document has {count:,} pages; the request has {most:,} left (--max-document-pages); "
+                'choose fewer, like "pages": "1-3,7"'
             )
         numbers += wanted
     return numbers

@@ -66,8 +66,8 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         self._tile_tokens = _tile_tokens(config, recipe.tile)
         if tile_tokens is not None and tile_tokens != self._tile_tokens:
             raise ModelLoadError(
-                f"processor_config.json gives a tile {tile_tokens} placeholders, but the model of config.json makes "
-                f"{self._tile_tokens} embeddings of one of {recipe.tile} pixels; correct image_seq_length"
+                f"a tile of {recipe.tile} pixels has {tile_tokens} placeholders in processor_config.json but "
+                f"{self._tile_tokens} embeddings by config.json; correct image_seq_length"
             )
         self._around = around
         self._follow(recipe, exact_pixels=exact_pixels)

@@ -19,8 +19,8 @@ def check_single(image: Image.Image) -> None:
     if image.format == "HEIF":
         raise InvalidImageError(f'the HEIC file has {count:,} images; send it as a part of type "file"')
     raise InvalidImageError(
-        f"the {image.format} file is an animation of {count:,} frames; send one frame as an image, "
-        'several as the frames of a video, or the file as a part of type "file"'
+        f"the {image.format} file is an animation of {count:,} frames; send one frame, a video of frames, "
+        'or a part of type "file"'
     )
 
 

@@ -306,6 +306,6 @@ def _check_model(config: dict[str, Any], recipe: SliceRecipe) -> None:
     patch, merge = vision.get("patch_size", 16), _MERGES.get(config.get("downsample_mode", "16x"))
     if (patch, merge) != (recipe.patch, recipe.merge):
         raise ModelLoadError(
-            f"the image processor merges {recipe.merge} x {recipe.merge} patches of {recipe.patch} pixels, but the "
-            f"model of config.json {merge} x {merge} patches of {patch}; correct patch_size or downsample_mode"
+            f"the image processor merges {recipe.merge} x {recipe.merge} patches of {recipe.patch} pixels, config.json "
+            f"{merge} x {merge} of {patch}; correct patch_size or downsample_mode"
         )

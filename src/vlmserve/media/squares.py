@@ -304,8 +304,8 @@ def _recipe(config: dict[str, Any], settings: dict[str, Any]) -> SquareRecipe:
     model = (config.get("vision_config") or {}).get("patch_size", 16), config.get("downsample_factor", 2)
     if (patch, merge) != model:
         raise ModelLoadError(
-            f"the image processor merges {merge} x {merge} patches of {patch} pixels, the model of config.json "
-            f"{model[1]} x {model[1]} of {model[0]}; correct encoder_patch_size and downsample_factor"
+            f"the image processor merges {merge} x {merge} patches of {patch} pixels, config.json {model[1]} x "
+            f"{model[1]} of {model[0]}; correct encoder_patch_size and downsample_factor"
         )
     tile, side = int(values["tile_size"]), patch * merge
     least, most = int(values["min_tiles"]), int(values["max_tiles"])

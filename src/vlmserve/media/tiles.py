@@ -209,8 +209,8 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
         self._tile_tokens = _tile_tokens(config, self._recipe.tile)
         if tile_tokens is not None and tile_tokens != self._tile_tokens:
             raise ModelLoadError(
-                f"processor_config.json gives a tile {tile_tokens} placeholders, but with tiles of {self._recipe.tile} "
-                f"pixels the model of config.json makes {self._tile_tokens} embeddings of it; correct image_seq_len"
+                f"a tile of {self._recipe.tile} pixels has {tile_tokens} placeholders in processor_config.json but "
+                f"{self._tile_tokens} embeddings by config.json; correct image_seq_len"
             )
         self._words = words
         self.levels = Levels(self._recipe.rescale, self._recipe.mean, self._recipe.std)
@@ -438,7 +438,7 @@ def _tile_tokens(config: dict[str, Any], tile: int) -> int:
     side = tile // patch
     if side < merge or side % merge:
         raise ModelLoadError(
-            f"tiles of {tile} pixels have {side} patches of {patch} pixels along each side, of which the model cannot "
-            f"merge {merge}; correct max_image_size of the image processor"
+            f"tiles of {tile} pixels have {side} patches per side, which the model cannot merge by {merge}; "
+            "correct max_image_size of the image processor"
         )
     return int((side // merge) ** 2)

@@ -445,9 +445,8 @@ class Prompts:
         unknown = set(prompt) - _PROMPT_KEYS
         if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
             raise InvalidRequestError(
-                'a prompt is a text or a dict with either "prompt" or "prompt_token_ids", and with "multi_modal_data" '
-                'and "mm_processor_kwargs" if it has images or videos and "cache_salt" if it has one; got the keys '
-                f"{sorted(map(str, prompt))}",
+                'a prompt is a text or a dict with "prompt" or "prompt_token_ids", optionally "multi_modal_data", '
+                f'"mm_processor_kwargs" and "cache_salt"; got {sorted(map(str, prompt))}',
                 param="prompt",
             )
         data = prompt.get("multi_modal_data") or {}

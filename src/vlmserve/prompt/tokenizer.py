@@ -381,8 +381,8 @@ def _converted(folder: Path, files: PromptFiles) -> tokenizers.Tokenizer:
         return tokenizer
     if "auto_map" in files.tokenizer_config:
         raise UnsupportedModelError(
-            f"the tokenizer of {folder} is Python code, which is never run: convert it to a tokenizer.json "
-            "(transformers' tokenizers do that with save_pretrained) and put that into the checkpoint's folder"
+            f"the tokenizer of {folder} is Python code, which is never run; convert it to tokenizer.json with "
+            "Transformers' save_pretrained"
         )
     try:
         from transformers import AutoTokenizer

@@ -133,6 +133,6 @@ def choose_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tupl
 def _check_groups(name: str, module: RowParallelLinear, group_size: int) -> None:
     if module.ranks.size > 1 and module.in_features % group_size:
         raise ConfigurationError(
-            f"--tensor-parallel-size {module.ranks.size}: each rank has {module.in_features} inputs of {name}, which "
-            f"groups of {group_size} do not divide: choose a smaller --quantize-group-size, or int8 for this layer"
+            f"--tensor-parallel-size {module.ranks.size}: groups of {group_size} do not divide the "
+            f"{module.in_features} inputs of {name} per rank: lower --quantize-group-size, or use int8 for this layer"
         )

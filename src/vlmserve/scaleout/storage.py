@@ -35,8 +35,8 @@ def refuse_local(server: ServerConfig) -> None:
     is_named = server.storage_path is not None or server.storage_url not in (None, "none")
     if is_named and not is_shared(server):
         raise ConfigurationError(
-            "a cluster's workers and gateways share one history, and an SQLite file or memory belongs to one machine; "
-            "give --storage-url postgresql://user:password@host/name, or --storage-url none"
+            "a cluster needs a shared history, not SQLite or memory: use --storage-url "
+            "postgresql://user:password@host/name, or --storage-url none"
         )
 
 

@@ -125,7 +125,7 @@ def content_type(request: Request) -> str:
 
 
 def wrong_content_type(wanted: str, kind: str) -> RefusedError:
-    message = f"The header Content-Type should be {wanted}, not {kind or 'absent'}"
+    message = f"The header Content-Type must be {wanted}, not {kind or 'absent'}"
     return RefusedError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, "unsupported_content_type")
 
 

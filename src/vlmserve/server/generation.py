@@ -460,8 +460,8 @@ def _check_vectors(service: Service, request: GenerationRequest) -> None:
     num_bytes = sum(task.num_bytes(length, info.embedding_size) for length in lengths)
     if num_bytes > most:
         raise InvalidRequestError(
-            f"the vectors of this request take {num_bytes:,} bytes, and {most:,} are allowed (--max-vector-memory): "
-            "send fewer inputs at once, or fewer dimensions"
+            f"the vectors of this request take {num_bytes:,} bytes; {most:,} are allowed (--max-vector-memory): "
+            "send fewer inputs, or set dimensions"
         )
 
 

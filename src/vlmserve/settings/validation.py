@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pydantic_core import ErrorDetails
@@ -32,24 +33,32 @@ _TEXTS: Mapping[str, str] = {
     "bool_parsing": _SWITCH,
     "string_type": "must be text",
     "string_pattern_mismatch": "is not one of the possible values",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must have at least {min_length} characters",
+    "too_long": "must have at most {max_length} entries",
+    "too_short": "must have at least {min_length} entries",
     "tuple_type": _LIST,
     "list_type": _LIST,
     "dict_type": _OBJECT,
     "model_type": _OBJECT,
     "mapping_type": _OBJECT,
+    "model_attributes_type": _OBJECT,
     "missing": "is missing",
     "extra_forbidden": "does not exist",
 }
 """By pydantic's error types, which are stable; its sentences are not."""
 
 
-def problem_text(problem: ErrorDetails) -> str:
-    """The rule that a value breaks, like "must be at least 1"."""
-    text = _TEXTS.get(problem["type"])
+def problem_text(problem: ErrorDetails, texts: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The rule that a value breaks, like "must be at least 1". texts: override the usual ones, by pydantic's type."""
+    context = problem.get("ctx", {})
+    if context.get("min_length") == 1:
+        return "must not be empty"
+    text = texts.get(problem["type"]) or _TEXTS.get(problem["type"])
     if text is None:
         message = problem["msg"].removeprefix("Value error, ")
         return message[:1].lower() + message[1:]
-    bounds = problem.get("ctx", {}).items()
+    bounds = context.items()
     return text.format(**{name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in bounds})
 
 

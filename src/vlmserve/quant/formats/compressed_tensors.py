@@ -88,8 +88,8 @@ def from_tensors(
         return QuantizedWeight(bits, symmetric.group_size, values, scales, minimums.float())
     if ZERO_POINT not in tensors and bits in asymmetric:
         raise ModelLoadError(
-            f"config.json says that weights of {bits} bits are not symmetric, but there is neither {ZERO_POINT} nor "
-            f"{MINIMUM} for them; quantize the original checkpoint again"
+            f"config.json says that {bits}-bit weights are asymmetric, but {ZERO_POINT} and {MINIMUM} are missing; "
+            "quantize the original checkpoint again"
         )
     if ZERO_POINT not in tensors:
         zeros = torch.full_like(scales, middle)

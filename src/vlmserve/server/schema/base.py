@@ -25,6 +25,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.messages import MAX_DEPTH, is_too_deep
 from vlmserve.server.schema.spelling import Spellings
+from vlmserve.settings.validation import problem_text
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class BodyLimits:
 
 def _check_depth(value: dict[str, Any]) -> dict[str, Any]:
     if is_too_deep(value):
-        raise ValueError(f"Input is nested too deeply; at most {MAX_DEPTH} levels are read")
+        raise ValueError(f"is nested too deeply: the limit is {MAX_DEPTH} levels")
     return value
 
 
@@ -126,7 +127,7 @@ class RequestModel(BaseModel):
         if not isinstance(value, dict):
             return value
         if len(value) > MAX_FIELDS:
-            raise ValueError(f"Input has more than {MAX_FIELDS} fields")
+            raise ValueError(f"has more than {MAX_FIELDS} fields")
         for theirs, ours in cls.renamed_fields.items():
             if theirs in value:
                 sent = value[theirs]
@@ -147,10 +148,10 @@ class RequestModel(BaseModel):
     def _check_unknown(cls, name: str, value: Any, meant: str | None) -> None:
         if name in cls.neutral_values:
             if value not in (*cls.neutral_values[name], *_EMPTY):
-                raise _field_error(name, "This field is not supported here; leave it out")
+                raise _field_error(name, "is not supported here; leave it out")
             return
         if meant is not None:
-            raise _field_error(name, f"There is no such field; did you mean {meant}?")
+            raise _field_error(name, f"does not exist; did you mean {meant}?")
         log_once("Field", f"{cls.__name__}.{name}", "is unknown and ignored")
 
     @classmethod
@@ -189,7 +190,7 @@ def by_type(*kinds: str) -> Discriminator:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
         return f"<{kind}>" if kind in kinds else None
 
-    message = f"Input should be an object with a type out of {', '.join(map(repr, kinds))}"
+    message = f"must be an object of type {', '.join(map(repr, kinds))}"
     return Discriminator(tag, custom_error_type="type", custom_error_message=message)
 
 
@@ -199,16 +200,16 @@ def text_or_list(items: str) -> Discriminator:
     def tag(value: Any) -> str | None:
         return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
 
-    message = f"Input should be a string or a list of {items}"
+    message = f"must be a string or a list of {items}"
     return Discriminator(tag, custom_error_type="text_or_list", custom_error_message=message)
 
 
 Body = TypeVar("Body", bound=RequestModel)
 
-_MESSAGES = {
-    "missing": "Field is missing",
-    "too_short": "Input should not be empty",
-    "model_type": "Input should be an object",
+_PREDICATE = re.compile(r"(must|is|has|does) ")
+_TEXTS = {
+    "string_type": "must be a string",
+    "string_pattern_mismatch": "must match {pattern}",
 }
 
 
@@ -223,7 +224,7 @@ def parse_body(kind: type[Body], body: bytes | bytearray, limits: BodyLimits) ->
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"The body is not valid JSON: {_json_problem(error)}") from None
     if not isinstance(value, dict):
-        raise InvalidRequestError("The body should be a JSON object")
+        raise InvalidRequestError("The body must be a JSON object")
     _check_num_messages(value, limits.max_messages)
     return validate(kind, value)
 
@@ -279,8 +280,14 @@ def validate(kind: type[Body], value: dict[str, Any]) -> Body:
         if first["type"] == "field":
             location = (*location, first["ctx"]["field"])
         path = _path(location)
-        message = _MESSAGES.get(first["type"], first["msg"].removeprefix("Value error, "))
-        raise InvalidRequestError(f"{path}: {message}" if path else message, param=path or None) from None
+        raise InvalidRequestError(_sentence(path, problem_text(first, _TEXTS)), param=path or None) from None
+
+
+def _sentence(path: str, problem: str) -> str:
+    """Join a field's path and its problem; the problem may be a sentence of its own."""
+    if _PREDICATE.match(problem):
+        return f"{path or 'The body'} {problem}"
+    return f"{path}: {problem}" if path else problem
 
 
 def _json_problem(error: Exception) -> str:

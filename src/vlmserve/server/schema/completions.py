@@ -47,7 +47,7 @@ Prompts = Annotated[
     Discriminator(
         prompt_kind,
         custom_error_type="prompt",
-        custom_error_message="Input should be a text, a list of token ids, or a list of several of either",
+        custom_error_message="must be a text, a list of token ids, or a list of several of either",
     ),
 ]
 

@@ -37,7 +37,7 @@ def _part_as_text(part: Any) -> Any:
     data = part.get("data")
     objects = data if isinstance(data, list) else [data]
     if not all(isinstance(one, dict) for one in objects):
-        raise ValueError("data of an input_json should be an object or a list of objects")
+        raise ValueError("data of an input_json must be an object or a list of objects")
     level, values = [data], 1
     for _ in range(_MAX_LEVELS + 1):
         inner = [one for outer in level for one in (outer.values() if isinstance(outer, dict) else outer or ())]
@@ -126,9 +126,9 @@ class Choice(_Question):
     @model_validator(mode="after")
     def _are_unique(self) -> Self:
         if len({(type(one.value), one.value) for one in self.choices}) < len(self.choices):
-            raise ValueError("Each choice must be unique")
+            raise ValueError("choices must be unique")
         if "" in [one.value for one in self.choices]:
-            raise ValueError("A choice must not be empty")
+            raise ValueError("choices must not be empty")
         return self
 
     def asked(self, parts: Parts) -> AskedQuestion:
@@ -156,7 +156,7 @@ class Score(_Question):
     @model_validator(mode="after")
     def _are_unique(self) -> Self:
         if len({one.label for one in self.levels}) < len(self.levels):
-            raise ValueError("Each level must have its own label")
+            raise ValueError("labels of levels must be unique")
         return self
 
     def asked(self, parts: Parts) -> AskedQuestion:

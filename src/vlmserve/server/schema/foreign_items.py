@@ -132,7 +132,7 @@ _FORMS: Mapping[str, Callable[[Item], Item]] = {
 
 def _json(value: Any) -> str:
     if is_too_deep([value]):
-        raise ValueError("Input is nested too deeply")
+        raise ValueError("is nested too deeply")
     return json.dumps(value)
 
 

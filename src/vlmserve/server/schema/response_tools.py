@@ -32,10 +32,10 @@ class Flat(RequestModel):
             kind = value.get("type")
             if isinstance(kind, str) and kind != "function":
                 raise ValueError(
-                    f"Tools of type {kind!r:.60} are not supported here, only functions, which your own program runs"
+                    f"has type {kind!r:.60}, which is not supported; only functions are, which your own program runs"
                 )
             if "function" in value:
-                raise ValueError("The fields of a function are beside type here, not in a field function")
+                raise ValueError("has no field function here; put name, description and parameters next to type")
         return value
 
 
@@ -65,8 +65,7 @@ ResponseToolChoice = Annotated[
     Discriminator(
         choice_kind,
         custom_error_type="tool_choice",
-        custom_error_message="Input should be 'none', 'auto', 'required', or an object of type function or "
-        "allowed_tools",
+        custom_error_message="must be 'none', 'auto', 'required', or an object of type function or allowed_tools",
     ),
 ]
 

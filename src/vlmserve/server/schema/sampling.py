@@ -73,11 +73,11 @@ def _by_token_id(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_BIASES:
-        raise ValueError(f"Input should have at most {MAX_BIASES} tokens, not {len(value)}")
+        raise ValueError(f"must have at most {MAX_BIASES} tokens, not {len(value)}")
     for key in value:
         # int() rejects thousands of digits.
         if not (isinstance(key, str) and len(key) <= 20 and key.isascii() and key.isdigit() and int(key) <= MAX_COUNT):
-            raise ValueError(f"Keys should be token ids, not {key!r:.100}")
+            raise ValueError(f"must have token ids as keys, not {key!r:.100}")
     return {int(key): bias for key, bias in value.items()}
 
 

@@ -18,7 +18,7 @@ from vlmserve.types import Grammar, GrammarKind
 
 def _check_schema(value: Any) -> Any:
     if not isinstance(value, dict | str | bool):
-        raise ValueError("Input should be a JSON schema")
+        raise ValueError("must be a JSON schema")
     return value
 
 

@@ -81,8 +81,7 @@ ToolChoice = Annotated[
     Discriminator(
         choice_kind,
         custom_error_type="tool_choice",
-        custom_error_message="Input should be 'none', 'auto', 'required', or an object of type function or "
-        "allowed_tools",
+        custom_error_message="must be 'none', 'auto', 'required', or an object of type function or allowed_tools",
     ),
 ]
 
