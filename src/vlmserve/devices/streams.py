@@ -48,7 +48,7 @@ class CudaCopyStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Not reused before the compute stream has read it."""
+        """The memory is not reused before the compute stream has read it."""
         with torch.cuda.stream(self._stream):
             memory = torch.empty(shape, dtype=dtype, device=self._device)
         memory.record_stream(torch.cuda.current_stream(self._device))

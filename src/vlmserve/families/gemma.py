@@ -82,7 +82,7 @@ def gemma2_traits(metadata: Metadata, *, largest: int) -> Config:
 
 
 def _query_scalar(metadata: Metadata, *, largest: int) -> float:
-    """Scores are divided by its root. Files do not state it."""
+    """Attention scores are divided by the square root of this number, which files omit."""
     if (scale := metadata.get("attention.scale")) is not None:
         return float(scale) ** -2
     if metadata["block_count"] == largest:

@@ -114,7 +114,7 @@ def _check_options(metadata: Metadata, text: GGUFText) -> None:
 
 
 def _check_experts(metadata: Metadata, text: GGUFText) -> None:
-    """Files omit what their architecture always does, and write softmax as 1."""
+    """Check the router's settings. Files omit what their architecture always does, and write softmax as 1."""
     if not text.has_experts:
         raise UnsupportedModelError(
             f"{metadata.header.path}: experts (expert_count) in architecture {metadata.header.architecture!r} are not "

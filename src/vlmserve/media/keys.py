@@ -11,7 +11,7 @@ from vlmserve.media.images import orientation
 
 
 def image_key(data: bytes, fingerprint: bytes, salt: str = "") -> bytes:
-    """fingerprint: of the preprocessing. salt: requests with different salts share no cache entries."""
+    """Key of an image file. fingerprint: of the preprocessing. salt: requests with different salts share no cache entries."""
     return _digest(b"file", data, fingerprint, salt.encode())
 
 
@@ -29,17 +29,17 @@ def pil_image_key(image: Image.Image, fingerprint: bytes, salt: str = "") -> byt
 
 
 def video_key(parts: Sequence[bytes], fingerprint: bytes, salt: str = "") -> bytes:
-    """parts: its file, or the keys of its frames in order."""
+    """Key of a video. parts: its file, or the keys of its frames in order."""
     return _digest(b"video", *parts, fingerprint, salt.encode())
 
 
 def page_key(document: bytes, number: int, look: bytes, fingerprint: bytes) -> bytes:
-    """document: digest with salt. number: from 0. look: rendering settings."""
+    """Key of a page. document: digest with salt. number: from 0. look: rendering settings."""
     return _digest(b"page", document, number.to_bytes(4, "little"), look, fingerprint)
 
 
 def frame_key(video: bytes, number: int, fingerprint: bytes) -> bytes:
-    """video: digest of file and salt. number: from 0."""
+    """Key of a frame. video: digest of file and salt. number: from 0."""
     return _digest(b"frame", video, number.to_bytes(4, "little"), fingerprint)
 
 

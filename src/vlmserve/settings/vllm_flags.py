@@ -104,7 +104,7 @@ def _limits(text: str) -> Mapping[str, str]:
 
 
 def _log_level(text: str) -> Mapping[str, str]:
-    """vLLM's uvicorn logs requests at the level info."""
+    """In vLLM, uvicorn's level info means a log line per request."""
     levels = ("trace", "debug", "info", "warning", "error", "critical")
     if text not in levels:
         raise ConfigurationError(f"--uvicorn-log-level {text}: write one of {', '.join(levels)}")
