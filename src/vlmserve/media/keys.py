@@ -11,7 +11,7 @@ from vlmserve.media.images import orientation
 
 
 def image_key(data: bytes, fingerprint: bytes, salt: str = "") -> bytes:
-    """Key of an image file. fingerprint: of the preprocessing. salt: requests with different salts share no cache entries."""
+    """Key of an image file. fingerprint: of the preprocessing. salt: different salts share no cache entries."""
     return _digest(b"file", data, fingerprint, salt.encode())
 
 
