@@ -145,7 +145,6 @@ def _joined(*versions: tuple[Path, int, int]) -> Header:
 
 
 def _part_paths(path: Path, count: int) -> list[Path]:
-    """Paths of all parts, from the path of one."""
     match = PART.fullmatch(path.name)
     if match is None or int(match["count"]) != count:
         raise ModelLoadError(

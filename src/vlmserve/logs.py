@@ -91,7 +91,6 @@ def set_up_logging(log_format: LogFormat, process: str = "server", level: int = 
 
 
 def log_format_in_use() -> LogFormat:
-    """This process's log format."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, JsonFormatter):
             return "json"

@@ -192,7 +192,6 @@ class SchedulerOutput(msgspec.Struct):
 
     @property
     def encoded_keys(self) -> list[bytes]:
-        """Keys of the images that the step encodes."""
         return [image.key for image in self.images_to_encode] + [one.key for one in self.encodings]
 
 

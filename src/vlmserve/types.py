@@ -106,7 +106,6 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
         return self.num_tokens - len(self.text)
 
     def followed_by(self, token_id: int) -> ImageInput:
-        """Append a text token."""
         text = (*self.text, (self.num_tokens, token_id))
         return msgspec.structs.replace(self, num_tokens=self.num_tokens + 1, text=text)
 

@@ -315,7 +315,6 @@ class EngineClient:
             stream.fail(error)
 
     def _forget(self, request_id: str) -> None:
-        """Abort a request that has not ended."""
         if request_id in self._streams:
             self._drop(request_id)
             if self.death is None and not self._exited.is_set():

@@ -268,7 +268,6 @@ def check_cache_salt(salt: Any) -> str:
 
 
 def check_remote(source: Any, place: str) -> str:
-    """Return `source` if it is a URL, else raise InvalidRequestError."""
     if not isinstance(source, str) or not is_url(source):
         raise InvalidRequestError(f"{place} must be a URL that begins with http://, https:// or data:", param=place)
     return source

@@ -142,7 +142,6 @@ class AnswerText:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the answer."""
         return self._text.stop_string
 
     @property

@@ -206,7 +206,6 @@ class RequestPreparer:
         check_sources([(medium.place, medium.source) for medium in media])
 
     def prompt_text(self, prompt: Prompt) -> str:
-        """The text of a prompt, with one placeholder for each image."""
         ids: list[int] = []
         start = 0
         for span in prompt.images:

@@ -98,7 +98,6 @@ class ToolForm:
         return f'{{"name": {json.dumps(function.name)}, "{self.key}": '
 
     def wrapped(self, call: str) -> str:
-        """A call as an answer's only call."""
         return f"{self.trigger}{self.opening}{self.prefix}{call}{self.suffix}{self.closing}"
 
     def written(self, name: str, arguments: dict[str, Any]) -> str:
@@ -289,7 +288,6 @@ def _instructions(form: ToolForm, use: ToolUse) -> str:
 
 
 def _instructed(turns: list[Message], text: str) -> list[Message]:
-    """Append instructions to the first system message, or add one."""
     first = turns[0]
     if first.role != "system":
         return [Message("system", (text,), is_string=True), *turns]

@@ -101,7 +101,6 @@ class ImageBudget:
             )
 
     def check_least(self, pixels: int, tokens: int) -> None:
-        """Raise InvalidRequestError if the model's smallest image, of these pixels and tokens, exceeds the budget."""
         self.check_order()
         for name, most, least in (("pixels", self.max_pixels, pixels), ("tokens", self.max_tokens, tokens)):
             if most is not None and least > most:
@@ -111,7 +110,6 @@ class ImageBudget:
                 )
 
     def check_most(self, pixels: int) -> None:
-        """Raise InvalidRequestError if the model's largest image, of these pixels, is below the budget."""
         if self.min_pixels is not None and self.min_pixels > pixels:
             raise InvalidRequestError(
                 f"min_pixels is {self.min_pixels:,}, but for this model an image has at most {pixels:,} pixels here; "

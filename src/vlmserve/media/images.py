@@ -218,7 +218,6 @@ def upright(image: Image.Image) -> DecodedImage:
 
 
 def check_num_pixels(image: Image.Image, limits: MediaConfig) -> None:
-    """Raise ImageTooLargeError for an opened image above the limit, InvalidImageError for one without pixels."""
     width, height = image.size
     if width * height > limits.max_image_pixels:
         raise ImageTooLargeError(

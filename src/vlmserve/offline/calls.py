@@ -91,7 +91,6 @@ class Call:
     """Items already hold their prompts, so no thread prepares them."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidRequestError for invalid options."""
         if self.on_error not in ("raise", "return"):
             raise InvalidRequestError(f"on_error must be raise or return, got {self.on_error!r}", param="on_error")
 
@@ -177,7 +176,6 @@ class Call:
             raise errors[0] if len(errors) == 1 else InvalidRequestsError(errors)
 
     def name(self, error: Exception, number: int) -> None:
-        """Add the item's place in the list to an error."""
         place = None if self.is_one else f"{self.kind}[{number}]"
         if isinstance(error, InvalidRequestError):
             error.locate(place)
@@ -462,7 +460,6 @@ class Prompts:
         return _listed(images), _listed(videos)
 
     def _check_prompt(self, prompt: TextPrompt) -> None:
-        """As `RequestPreparer.check_files`."""
         from vlmserve.frontend.media_preparer import check_sources
 
         if not isinstance(prompt, str) and not are_token_ids(prompt):

@@ -60,7 +60,6 @@ class Prepared(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its token ids and pixels."""
         return 8 * len(self.prompt.token_ids) + sum(image.pixels.nbytes for image in self.prompt.image_inputs)
 
 

@@ -58,7 +58,6 @@ class Changes:
         return iter(self._ordered)
 
     def is_news(self, change: Change) -> bool:
-        """Return whether a change is later than all known changes of the adapter."""
         parts = self._latest.get(change.adapter, {})
         return all(
             before.order < change.order for part in (None, change.part) if (before := parts.get(part)) is not None

@@ -57,7 +57,6 @@ class Pace:
         self._then = now
 
     def wait(self, request: object, generation: Generation) -> None:
-        """Record a request that waits for its first token."""
         self.leave(request)
         usage = generation.usage
         tokens, images = usage.prompt_tokens, usage.prompt_tokens_details.images

@@ -174,7 +174,6 @@ class Upstream:
                 answer.close()
 
     def close(self) -> None:
-        """Close all idle connections."""
         while self._idle:
             self._idle.pop().close()
 

@@ -66,7 +66,6 @@ class Adapters:
         return name in served or name in self._loaded or self._in_folder(name) is not None
 
     def infos(self, client: EngineClient | None) -> Iterator[tuple[str, AdapterInfo | None]]:
-        """The names of all adapters; infos only of adapters that the engine serves."""
         served = {} if client is None else client.calls.adapters
         names = {*(self._configured if client is None else served), *self._loaded}
         if self.folder is not None:

@@ -34,7 +34,6 @@ class BodyMemory:
 
     @contextlib.contextmanager
     def share(self) -> Iterator[BodyShare]:
-        """One body's share, given back at the end."""
         share = BodyShare(self)
         try:
             yield share

@@ -343,7 +343,6 @@ class Processes(Collector):
 
 
 def _engine_pids(engine: RunningEngine) -> dict[str, int]:
-    """Process ids of the engine and its ranks, in order."""
     pids = {"engine": engine.pid}
     if engine.info.tensor_parallel_size > 1:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -154,13 +154,11 @@ def _body_at(path: str, error: VLMServeError) -> dict[str, Any]:
 
 
 def head_too_large(max_bytes: int) -> RefusedError:
-    """The error of a request whose request line and headers are too long."""
     message = f"The head of the request is larger than the limit of {max_bytes} bytes"
     return RefusedError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message, "head_too_large")
 
 
 def framing_too_large(max_bytes: int) -> RefusedError:
-    """The error of a chunked body with too many bytes of trailers and chunk extensions."""
     message = f"Trailers and chunk extensions of the request are larger than the limit of {max_bytes} bytes"
     return RefusedError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message, "trailers_too_large")
 

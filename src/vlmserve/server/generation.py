@@ -285,7 +285,6 @@ class Generation:
 
     @property
     def image_sizes(self) -> list[ImageSize] | msgspec.UnsetType:
-        """Sizes of all images in the prompts, in order; unset without images."""
         return [size for prompt in self.request.prompts for size in prompt.image_sizes] or msgspec.UNSET
 
     def summary(self) -> tuple[str, dict[str, str | int]]:

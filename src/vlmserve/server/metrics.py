@@ -129,7 +129,6 @@ class ServerMetrics:
         )
 
     def count_step(self, before: EngineStats, after: EngineStats) -> None:
-        """Count a step of the engine, from the snapshots before and after it."""
         tokens = after.prompt_tokens - before.prompt_tokens + after.generation_tokens - before.generation_tokens
         self._step_tokens.observe(tokens)
         self._step_time.observe(after.step_seconds - before.step_seconds)

@@ -42,7 +42,6 @@ class ServedNames:
         return tuple(dict.fromkeys((*self.own, *sorted(self._aliases), *adapters)))
 
     def check(self, name: str | None) -> None:
-        """Raise UnknownModelError for an unknown name."""
         if name is not None and name not in self._aliases and not self._adapters.knows(self._client(), name):
             adapters = [adapter for adapter, _ in itertools.islice(self.adapter_infos(), _MOST_SHOWN)]
             known = ", ".join(map(repr, [*self.own, *adapters]))
@@ -53,7 +52,6 @@ class ServedNames:
         return name is None or name in self._aliases
 
     def adapter_infos(self) -> Iterator[tuple[str, AdapterInfo | None]]:
-        """Names of all adapters; infos only of adapters that the engine serves."""
         return self._adapters.infos(self._client())
 
     async def adapter(self, client: EngineClient, name: str | None) -> str:

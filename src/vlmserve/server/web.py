@@ -318,7 +318,6 @@ class _Protocol(HttpToolsProtocol):
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Replace uvicorn's response to invalid HTTP."""
         self._refuse(RefusedError(HTTPStatus.BAD_REQUEST, "This is not a valid HTTP request", "invalid_http"))
 
     def _refuse(self, error: RefusedError) -> None:

@@ -114,7 +114,6 @@ class QuantizationConfig(Settings):
 
 
 def same_as(name: str) -> Any:
-    """Copy the default and description of a field of `QuantizationConfig`, for other settings."""
     field = QuantizationConfig.model_fields[name]
     return Field(field.default, description=field.description)
 

@@ -55,7 +55,6 @@ Entry: TypeAlias = Renamed | Unused | Missing
 
 
 def entry_called(name: str) -> Entry | None:
-    """The entry of vLLM's flag for a field name."""
     return FLAGS.get("--" + name.replace("_", "-"))
 
 

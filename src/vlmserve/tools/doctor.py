@@ -158,7 +158,6 @@ def _sizes(free: int) -> str:
 
 
 def _models(free: int) -> str:
-    """Short names of models, by the widest weight type that fits."""
     widest = {model.name: next((name for name in BYTES if model.fits(free, name)), None) for model in MODELS}
     fitting = {weights: [name for name, fits in widest.items() if fits == weights] for weights in BYTES}
     return "; ".join(f"{', '.join(names)} in {weights}" for weights, names in fitting.items() if names) or "none"

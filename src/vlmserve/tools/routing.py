@@ -47,7 +47,6 @@ class Routing(msgspec.Struct, frozen=True):
     """The whole text."""
 
     def parts(self) -> list[Part]:
-        """Mean scalings for each kind of tokens."""
         found = []
         for kind in dict.fromkeys(self.kinds):
             rows = [row for row, own in zip(self.scalings, self.kinds, strict=True) if own == kind]

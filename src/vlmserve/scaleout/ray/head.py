@@ -23,7 +23,6 @@ _KILL_GRACE = 5.0
 
 
 def has_ended() -> bool:
-    """Return whether the process of Ray's head has ended."""
     node = ray_worker._global_node
     return node is not None and any(kind == ray_constants.PROCESS_TYPE_GCS_SERVER for kind, _ in node.dead_processes())
 

@@ -82,7 +82,6 @@ logged_fields: set[tuple[str, str]] = set()
 
 
 def log_once(kind: str, name: str, line: str, level: int = logging.INFO) -> None:
-    """Log a line once for each kind and name, up to `MAX_LOGGED` lines."""
     key = (kind, name[:_SHOWN_NAME])
     if key not in logged_fields and len(logged_fields) < MAX_LOGGED:
         logged_fields.add(key)

@@ -71,7 +71,6 @@ class BatchRequest(RequestModel):
 
     @property
     def seconds(self) -> float:
-        """Length of the completion window."""
         return int(self.completion_window[:-1]) * _UNITS[self.completion_window[-1]]
 
 

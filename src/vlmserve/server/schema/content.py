@@ -121,7 +121,6 @@ class PromptRequest(RequestModel):
 
     @property
     def processor_kwargs(self) -> dict[str, Any] | None:
-        """`mm_processor_kwargs` for `RequestPreparer.chat`."""
         kwargs = self.mm_processor_kwargs
         return None if kwargs is None else kwargs.model_dump(exclude_none=True)
 
@@ -246,7 +245,6 @@ def check_continuation(grammar: Grammar | None, tools: ToolUse | None) -> None:
 
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Convert messages for `RequestPreparer.chat`."""
     fields = {"role", "content", "tool_calls", "tool_call_id"}
     messages = _with_tool_calls(messages)
     return [

@@ -84,7 +84,6 @@ class _Question(RequestModel):
 
     @property
     def item(self) -> MessageItem:
-        """The instructions as a user's message."""
         content = self.instructions
         return MessageItem(role="user", content=content if isinstance(content, str) else list(content))
 

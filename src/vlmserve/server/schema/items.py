@@ -270,7 +270,6 @@ def function_call(
 
 
 def copy_of(item: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a stored item, with a new id."""
     return {**item, "id": _new_id(item["id"].partition("_")[0])}
 
 
@@ -289,7 +288,6 @@ def reasoning_text(text: str) -> dict[str, Any]:
 
 
 def parts_of(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parts of a stored item's content; empty for a string."""
     content = item.get("content", item.get("output"))
     return content if isinstance(content, list) else []
 

@@ -144,7 +144,6 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
 
     @property
     def comparison_response_id(self) -> str | None:
-        """The response to compare the prompt with."""
         return None if self.prompt_cache_options is None else self.prompt_cache_options.comparison_response_id
 
     @property

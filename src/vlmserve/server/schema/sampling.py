@@ -179,7 +179,6 @@ class SamplingRequest(ModelRequest):
 
     @property
     def wants_confidence(self) -> bool:
-        """True if answers are JSON and their logprobs are requested."""
         grammar = None if self.wanted_logprobs is None else self.grammar()
         return grammar is not None and grammar.kind in ("json_schema", "json_object")
 

@@ -117,7 +117,6 @@ OutputFormat = Annotated[
 
 
 def output_grammar(output: TextFormat | ObjectFormat | FlatSchemaFormat | None) -> Grammar | None:
-    """The grammar of a ``text.format``."""
     if isinstance(output, ObjectFormat):
         return _object_grammar(output, "text.format")
     if isinstance(output, FlatSchemaFormat):
