@@ -36,9 +36,9 @@ class TargetConfig(Settings):
         pattern="^/.*completions$",
     )
     api_key: str | None = Field(None, repr=False, description="API key; default: VLMSERVE_API_KEY or OPENAI_API_KEY.")
-    header: tuple[str, ...] = Field((), description="A further header, as 'Name: value'; may be repeated.")
+    header: tuple[str, ...] = Field((), description="Additional header, as 'Name: value' (repeatable).")
     extra_body: Annotated[dict[str, Any], BeforeValidator(parse_json)] = Field(
-        {}, description='Further fields of every request, as JSON: {"top_p": 0.9}.'
+        {}, description='Additional fields of every request, as JSON: {"top_p": 0.9}.'
     )
     temperature: float | None = Field(0.0, ge=0, description="Temperature of every request.")
     stream: bool = Field(True, description="Use streaming; without it, only whole requests are timed.")
@@ -57,13 +57,13 @@ class WorkloadConfig(Settings):
     random_input_len: int = Field(128, ge=1, description="Tokens of each prompt's random text.")
     random_output_len: int = Field(64, ge=1, description="Tokens of each answer.")
     random_range_ratio: float = Field(
-        0.0, ge=0, le=1, description="Spread of both: 0.2 draws lengths from 80% to 120%."
+        0.0, ge=0, le=1, description="Relative spread of both lengths: 0.2 means 80% to 120%."
     )
     random_prefix_len: int = Field(0, ge=0, description="Length of the common prefix of prompts in tokens.")
-    num_prefixes: int = Field(1, ge=1, description="Number of different prefixes, used in turn.")
+    num_prefixes: int = Field(1, ge=1, description="Number of different prefixes, used in rotation.")
     images: int = Field(0, ge=0, le=1000, description="Number of random images in each request, or in the first turn.")
     image_size: tuple[str, ...] = Field(
-        ("512x512",), description="Width and height of images, like 640x480; of several, one is drawn at random."
+        ("512x512",), description="Width and height of images, like 640x480; with several, one is chosen at random."
     )
     image_format: Literal["jpeg", "png"] = Field("jpeg", description="File format of images.")
     image_reuse: float = Field(0.0, ge=0, le=1, description="Share of images that repeat earlier ones.")
