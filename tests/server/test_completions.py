@@ -65,17 +65,17 @@ def test_prompts_and_answers_are_numbered_by_prompt(live):
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"prompt": ""}, "prompt", "at least 1"),
+        ({"prompt": ""}, "prompt", "must not be empty"),
         ({"prompt": []}, "prompt", "must be a text"),
         ({"prompt": ["a", 3]}, "prompt[1]", "must be a string"),
         ({"prompt": [3, "a"]}, "prompt[1]", "must be a whole number"),
-        ({"prompt": [-1]}, "prompt[0]", "greater than or equal to 0"),
+        ({"prompt": [-1]}, "prompt[0]", "must be at least 0"),
         ({"prompt": [10**6]}, "prompt", "not in the vocabulary"),
         ({"prompt": "a" * 100_000}, "prompt", "maximum context length"),
         ({"prompt": "<image>"}, "prompt", "image"),
         ({"prompt": PROMPT, "suffix": "and so on"}, "suffix", "not supported"),
         ({"prompt": PROMPT, "messages": QUESTION}, "messages", "not supported"),
-        ({"prompt": PROMPT, "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+        ({"prompt": PROMPT, "max_tokens": -1}, "max_tokens", "must be at least 0"),
     ],
 )
 def test_bad_prompts_are_refused_by_name(live, fields, param, message):

@@ -88,9 +88,9 @@ def test_many_vectors_are_written_as_few_are(live):
     [
         ({}, None, "Give either input or messages"),
         ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, None, "Give either input or messages"),
-        ({"input": ""}, "input", "at least 1"),
+        ({"input": ""}, "input", "must not be empty"),
         ({"input": []}, "input", "must be a text"),
-        ({"input": ["a", ""]}, "input[1]", "at least 1"),
+        ({"input": ["a", ""]}, "input[1]", "must not be empty"),
         ({"input": ["a"] * 2049}, "input", "at most 2048"),
         ({"input": [10**6]}, "input", "not in the vocabulary"),
         ({"input": "a" * 100_000}, "input", "maximum context length"),

@@ -136,7 +136,7 @@ IMAGE = "messages[0].content[0].image_url.url"
 @pytest.mark.parametrize(
     ("budget", "param", "message"),
     [
-        ({"max_tokens": 0}, "messages[0].content[0].max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 0}, "messages[0].content[0].max_tokens", "must be at least 1"),
         ({"max_pixels": 9999}, IMAGE, "this server's max_pixels, 2,304"),
         ({"min_pixels": 900, "max_tokens": 10}, IMAGE, "min_pixels is 900"),
     ],

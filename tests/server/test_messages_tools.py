@@ -339,7 +339,7 @@ def history(call: Any, *answer: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"thread": {"type": "create"}}, "thread: This field is not supported here"),
+        ({"thread": {"type": "create"}}, "thread is not supported here"),
         ({"tools": [], "tool_choice": ANY}, "tool_choice requires a call, but there are no tools"),
         ({"tool_choice": {"type": "tool", "name": "fly"}}, "tool_choice names 'fly'"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
@@ -351,7 +351,7 @@ def history(call: Any, *answer: Any) -> list[Any]:
         ({"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": ANY}, "there are no tools"),
         ({"tools": [{"type": "function", "name": "f", "input_schema": {}}]}, "tools[0].type must be 'custom'"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
-        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name: "),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must match"),
         ({"tools": [TOOLS[1], {"name": "f", "input_schema": {"properties": {"a": {"type": "foo"}}}}]},
          "tools[1].input_schema: "),
         ({"tools": [{"name": "f", "input_schema": nested(200)}]}, "tools[0].input_schema is nested too deeply"),
@@ -359,7 +359,7 @@ def history(call: Any, *answer: Any) -> list[Any]:
         ({"messages": [{"role": "user", "content": [CALL]}]}, "messages[0]: content[0] is a tool_use"),
         ({"messages": [{"role": "assistant", "content": [result("toolu_1")]}, *ASK]},
          "messages[0]: content[0] is a tool_result"),
-        ({"messages": history({**CALL, "input": "{}"}, result("toolu_1"))}, "messages[1].content[0].input: "),
+        ({"messages": history({**CALL, "input": "{}"}, result("toolu_1"))}, "messages[1].content[0].input must be a JSON object"),
         ({"messages": history({**CALL, "input": nested(200)}, result("toolu_1"))},
          "messages[1].content[0].input is nested too deeply"),
         ({"messages": history(CALL, {"type": "tool_result"})}, "messages[2].content[0].tool_use_id is missing"),

@@ -270,8 +270,8 @@ def test_an_answer_without_tokens_is_the_least_likely(tiny):
     [
         ({"best_of": 2, "n": 3}, "best_of must be at least n, which is 3"),
         ({"best_of": 3, "n": 2, "stream": True}, "cannot be streamed; leave out best_of or stream"),
-        ({"best_of": 17}, "less than or equal to 16"),
-        ({"best_of": 0}, "greater than or equal to 1"),
+        ({"best_of": 17}, "must be at most 16"),
+        ({"best_of": 0}, "must be at least 1"),
     ],
 )
 def test_samples_that_cannot_be_chosen_from_are_refused(tiny, fields, message):

@@ -155,7 +155,7 @@ def test_few_dimensions_fit_into_the_limit(retriever):
         ({"query": "a", "documents": []}, "documents", "not be empty"),
         ({"query": "a", "documents": [{}]}, "documents[0]", "Give text, image or content"),
         ({"query": "", "documents": ["a"]}, "query", "Give text, image or content"),
-        ({"query": "a", "documents": ["a"], "top_n": 0}, "top_n", "greater than"),
+        ({"query": "a", "documents": ["a"], "top_n": 0}, "top_n", "must be at least 1"),
         ({"query": "a", "documents": ["a" * 100_000]}, "documents", "maximum context length"),
         ({"query": "a", "documents": [{"image": "data:image/png;base64,aaaa"}]}, "documents", "image"),
     ],
