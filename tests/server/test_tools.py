@@ -191,7 +191,7 @@ def test_truncated_call_is_taken_back_with_its_result(live):
         ({"tool_choice": "sometimes"}, "required", "tool_choice"),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "two tools", "tools[1].function.name"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "there are no tools", "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "pattern", "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "must match", "tools[0].function.name"),
         ({"tools": [TOOLS[1], BROKEN]}, "foo", "tools[1].function.parameters"),
         ({"guided_regex": "a"}, "tools", "guided_regex"),
         ({"messages": [*QUESTION, {"role": "tool", "content": "x"}]}, "tool_call_id", "messages[1].tool_call_id"),

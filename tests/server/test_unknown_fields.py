@@ -133,7 +133,7 @@ def test_null_is_accepted_for_any_field():
     ],
 )
 def test_misspelt_field_names_the_right_one(wrong, meant):
-    with pytest.raises(InvalidRequestError, match=rf"^{wrong}: .*did you mean {meant}\?") as caught:
+    with pytest.raises(InvalidRequestError, match=rf"^{wrong} does not exist; did you mean {meant}\?") as caught:
         validate(ChatRequest, {"messages": [{"role": "user", "content": "hi"}], wrong: 1})
     assert caught.value.param == wrong
 
@@ -144,7 +144,7 @@ def test_misspelt_field_beside_the_right_one_is_rejected():
 
 
 def test_stop_sequence_is_misspelt_in_messages():
-    with pytest.raises(InvalidRequestError, match=r"^stop_sequence: .*did you mean stop_sequences"):
+    with pytest.raises(InvalidRequestError, match=r"^stop_sequence does not exist; did you mean stop_sequences"):
         validate(MessagesRequest, {**MESSAGES, "stop_sequence": ["x"]})
 
 
@@ -208,7 +208,9 @@ def test_many_unknown_fields_are_not_all_compared(monkeypatch):
 
 
 def test_misspelt_nested_field_is_named_with_its_place():
-    with pytest.raises(InvalidRequestError, match=r"^messages\[0\]\.tool_calls_id: .*did you mean tool_call_id\?"):
+    with pytest.raises(
+        InvalidRequestError, match=r"^messages\[0\]\.tool_calls_id does not exist; did you mean tool_call_id\?"
+    ):
         validate(ChatRequest, {"messages": [{"role": "user", "content": "hi", "tool_calls_id": "x"}]})
 
 
