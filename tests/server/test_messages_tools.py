@@ -359,7 +359,7 @@ def history(call: Any, *answer: Any) -> list[Any]:
         ({"messages": [{"role": "user", "content": [CALL]}]}, "messages[0]: content[0] is a tool_use"),
         ({"messages": [{"role": "assistant", "content": [result("toolu_1")]}, *ASK]},
          "messages[0]: content[0] is a tool_result"),
-        ({"messages": history({**CALL, "input": "{}"}, result("toolu_1"))}, "messages[1].content[0].input must be a JSON object"),
+        ({"messages": history({**CALL, "input": "{}"}, result("toolu_1"))}, "messages[1].content[0].input must be"),
         ({"messages": history({**CALL, "input": nested(200)}, result("toolu_1"))},
          "messages[1].content[0].input is nested too deeply"),
         ({"messages": history(CALL, {"type": "tool_result"})}, "messages[2].content[0].tool_use_id is missing"),
