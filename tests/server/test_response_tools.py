@@ -362,7 +362,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "stop", "arguments": "{
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "type 'web_search',"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search'"),
         ({"tools": [NESTED[0]]}, "tools[0]", "next to type"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "must match"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),

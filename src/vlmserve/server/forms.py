@@ -67,10 +67,10 @@ async def read_form(request: Request, max_bytes: int, share: BodyShare, pause: f
     body.clear()
     fields = {name: value for name, value in form.multi_items() if name != "file"}
     if any(isinstance(value, UploadFile) for value in fields.values()):
-        raise InvalidRequestError("The file should be in the field file", param="file")
+        raise InvalidRequestError("The file must be in the field file", param="file")
     file = form.get("file")
     if not isinstance(file, UploadFile):
-        raise InvalidRequestError("file: Field is missing, or has no filename", param="file")
+        raise InvalidRequestError("file is missing or has no filename", param="file")
     data = await file.read()
     await form.close()
     if len(data) > max_bytes:
@@ -83,4 +83,4 @@ def _check_charset(request: Request) -> None:
     _, parameters = parse_options_header(request.headers.get("content-type", ""))
     charset = parameters.get(b"charset", b"utf-8").decode("latin-1")
     if charset.lower() not in _CHARSETS:
-        raise InvalidRequestError(f"The form's charset should be utf-8, not {charset!r:.100}")
+        raise InvalidRequestError(f"The form's charset must be utf-8, not {charset!r:.100}")
