@@ -2,9 +2,9 @@
 // as these call them. Memory, streams, events, captures and copies are real to the caller; kernels take a set time and
 // leave memory as it is. So what the host does for a GPU can be run and timed, and nothing that it computes is right.
 //
-// Loaded by LD_PRELOAD, and under the name of libcuda.so.1. Settings, all in microseconds: NULL_GPU_KERNEL, of the device
-// for a kernel; NULL_GPU_LAUNCH and NULL_GPU_GRAPH, of the host for a launch of a kernel and of a graph. With NULL_GPU_LOG
-// each launch and each wait is written to stderr.
+// Loaded by LD_PRELOAD, and under the name of libcuda.so.1. Settings in microseconds: NULL_GPU_KERNEL, of the device for a
+// kernel; NULL_GPU_LAUNCH and NULL_GPU_GRAPH, of the host for a launch of a kernel and of a graph. NULL_GPU_MEMORY is the
+// memory in MiB. With NULL_GPU_LOG each launch and each wait is written to stderr.
 
 #define _GNU_SOURCE
 #include <cuda.h>
@@ -20,7 +20,6 @@
 
 #define NAME "null GPU"
 #define CAPABILITY 9  // major; minor 0: what an H100 and an H200 have, as the numbers below
-#define MEMORY (141ull << 30)
 #define MULTIPROCESSORS 132
 #define L2_BYTES (50 << 20)
 #define SHARED_BYTES 232448
@@ -29,6 +28,7 @@
 typedef int64_t nanoseconds;
 
 static nanoseconds kernel_time, launch_time, graph_time;
+static size_t memory = 141ull << 30;
 static int logging;
 
 static nanoseconds setting(const char *name, double microseconds) {
@@ -40,6 +40,7 @@ __attribute__((constructor)) static void read_settings(void) {
     kernel_time = setting("NULL_GPU_KERNEL", 5);
     launch_time = setting("NULL_GPU_LAUNCH", 2.5);
     graph_time = setting("NULL_GPU_GRAPH", 10);
+    if (getenv("NULL_GPU_MEMORY")) memory = strtoull(getenv("NULL_GPU_MEMORY"), NULL, 10) << 20;
     logging = getenv("NULL_GPU_LOG") != NULL;
 }
 
@@ -100,6 +101,12 @@ static void enqueue(void *handle, nanoseconds takes, nanoseconds host, const cha
 }
 
 static __thread cudaError_t last_error;
+static const char *lacking = "";
+
+// The call of CUDA or cuBLAS, or the kernel, that finds too little memory from now on; empty: none.
+void null_gpu_lack(const char *call) { lacking = strdup(call); }
+
+static int lacks(const char *call) { return strcmp(lacking, call) == 0; }
 
 static cudaError_t failed(cudaError_t error) { return last_error = error; }
 
@@ -170,7 +177,7 @@ static cudaError_t allocate(void **place, size_t size, int kind) {
 
 cudaError_t cudaMalloc(void **place, size_t size) {
     ALLOWED("cudaMalloc");
-    if (used + size > MEMORY) return failed(cudaErrorMemoryAllocation);
+    if (lacks("cudaMalloc") || used + size > memory) return failed(cudaErrorMemoryAllocation);
     used += size;
     return allocate(place, size, DEVICE);
 }
@@ -184,6 +191,7 @@ cudaError_t cudaFree(void *place) {
 
 cudaError_t cudaHostAlloc(void **place, size_t size, unsigned flags) {
     ALLOWED("cudaHostAlloc");
+    if (lacks("cudaHostAlloc")) return failed(cudaErrorMemoryAllocation);
     return allocate(place, size, PINNED);
 }
 
@@ -207,8 +215,8 @@ cudaError_t cudaFreeAsync(void *place, cudaStream_t stream) { return cudaFree(pl
 cudaError_t cudaGetSymbolAddress(void **place, const void *symbol) { return cudaMalloc(place, 4096); }
 
 cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
-    *free = MEMORY - used;
-    *total = MEMORY;
+    *free = memory - used;
+    *total = memory;
     return cudaSuccess;
 }
 
@@ -292,7 +300,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr name, int dev
 
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device) {
     *properties = (struct cudaDeviceProp){
-        .name = NAME, .uuid = {.bytes = {1}}, .totalGlobalMem = MEMORY, .sharedMemPerBlock = 48 << 10,
+        .name = NAME, .uuid = {.bytes = {1}}, .totalGlobalMem = memory, .sharedMemPerBlock = 48 << 10,
         .regsPerBlock = 65536, .warpSize = 32, .memPitch = INT32_MAX, .maxThreadsPerBlock = 1024,
         .maxThreadsDim = {1024, 1024, 64}, .maxGridSize = {INT32_MAX, 65535, 65535}, .major = CAPABILITY,
         .textureAlignment = 512, .multiProcessorCount = MULTIPROCESSORS, .canMapHostMemory = 1, .concurrentKernels = 1,
@@ -314,8 +322,12 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least
 cudaError_t cudaDeviceSynchronize(void) { return host_waits(default_stream.busy_until, "cudaDeviceSynchronize"); }
 cudaError_t cudaPeekAtLastError(void) { return last_error; }
 cudaError_t cudaGetLastError(void) { cudaError_t error = last_error; last_error = cudaSuccess; return error; }
-const char *cudaGetErrorName(cudaError_t error) { return error ? "an error of the null GPU" : "success"; }
-const char *cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
+static const char *error_text(int error) {
+    return error == cudaErrorMemoryAllocation ? "out of memory" : error ? "an error of the null GPU" : "success";
+}
+
+const char *cudaGetErrorName(cudaError_t error) { return error_text(error); }
+const char *cudaGetErrorString(cudaError_t error) { return error_text(error); }
 
 // Streams, events and graphs.
 
@@ -401,6 +413,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode
 }
 
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *executable, cudaGraph_t graph, unsigned long long flags) {
+    if (lacks("cudaGraphInstantiate")) return failed(cudaErrorMemoryAllocation);
     Graph *copied = malloc(sizeof *copied);
     *copied = *(Graph *)graph;
     *executable = (cudaGraphExec_t)copied;
@@ -446,6 +459,7 @@ static const char *kernel_name(const void *function) {
 }
 
 static cudaError_t launch(const char *name, void *stream) {
+    if (lacks(name)) return failed(cudaErrorMemoryAllocation);
     __sync_fetch_and_add(&counts[LAUNCHES], 1);
     enqueue(stream, kernel_time, launch_time, name);
     return cudaSuccess;
@@ -506,8 +520,9 @@ CUresult cuCtxGetLimit(size_t *value, CUlimit name) ANSWER(CUDA_SUCCESS, value, 
 CUresult cuCtxSetLimit(CUlimit name, size_t value) { return CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return cuCtxGetCurrent(context); }
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) { *flags = 0; *active = 1; return CUDA_SUCCESS; }
-CUresult cuGetErrorString(CUresult error, const char **text) ANSWER(CUDA_SUCCESS, text, "an error of the null GPU")
-CUresult cuModuleLoadData(CUmodule *module, const void *image) ANSWER(CUDA_SUCCESS, module, calloc(1, 1))
+CUresult cuGetErrorString(CUresult error, const char **text) ANSWER(CUDA_SUCCESS, text, error_text(error))
+CUresult cuModuleLoadData(CUmodule *module, const void *image)
+    ANSWER(lacks("cuModuleLoadData") ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS, module, calloc(1, 1))
 CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute name, int value) { return CUDA_SUCCESS; }
 CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { return CUDA_SUCCESS; }
@@ -536,6 +551,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
              config->sharedMemBytes, config->gridDimX, config->gridDimY, config->gridDimZ);
         return CUDA_ERROR_INVALID_VALUE;
     }
+    if (lacks(name)) return CUDA_ERROR_OUT_OF_MEMORY;
     launch(name, config->hStream);
     return CUDA_SUCCESS;
 }
@@ -564,7 +580,7 @@ CUresult cuGetProcAddress(const char *name, void **function, int version, cuuint
 
 typedef struct { void *stream; } Handle;
 
-int cublasCreate_v2(Handle **handle) ANSWER(0, handle, calloc(1, sizeof(Handle)))
+int cublasCreate_v2(Handle **handle) ANSWER(lacks("cublasCreate") ? 3 : 0, handle, calloc(1, sizeof(Handle)))
 int cublasDestroy_v2(Handle *handle) { return 0; }
 int cublasSetStream_v2(Handle *handle, void *stream) ANSWER(0, (&handle->stream), stream)
 int cublasSetWorkspace_v2(Handle *handle, void *place, size_t size) { return 0; }

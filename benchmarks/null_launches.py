@@ -1,4 +1,4 @@
-"""Kernel launches of one layer of Mistral-7B's shape, by kind of weights, on a machine without a GPU.
+"""Kernel launches of one layer of Mistral-7B's shape and memory of graphs, by kind of weights, without a GPU.
 
     python -m benchmarks.null_gpu --run benchmarks.null_launches
 
@@ -24,8 +24,10 @@ from vlmserve.layers.linear import Linear
 from vlmserve.settings.quantization import QuantizationConfig
 
 KINDS = {"none": "bfloat16", "int4": "int4", "fp8": "FP8"}
-STREAMS = (1, 64, 256)
+STREAMS = (256, 64, 1)
+"""In the order of warm-up: graphs of smaller batches reuse the memory of larger ones."""
 PROMPT = 1000
+CAPTURED = "memory of graphs, MiB"
 LAYERS = (2, 4)
 """Layers of two models: their difference excludes launches outside of layers."""
 
@@ -41,8 +43,19 @@ def float8_weights(modules: nn.Module, on: Device, quantization: QuantizationCon
     arrange_layers(modules, on)
 
 
-def launches(kind: str, layers: int, library: ctypes.CDLL) -> dict[str, int]:
-    """Kernels of each step: nodes of the graph of decodes, and the host's launches of a prompt."""
+def pools() -> dict[tuple[int, int], int]:
+    """Bytes of torch's private memory pools, which graphs allocate from."""
+    found: dict[tuple[int, int], int] = {}
+    for segment in torch.cuda.memory_snapshot():
+        pool = tuple(segment["segment_pool_id"])
+        if pool != (0, 0):
+            found[pool] = found.get(pool, 0) + segment["total_size"]
+    return found
+
+
+def counted(kind: str, layers: int, library: ctypes.CDLL) -> dict[str, float]:
+    """Kernels of each step: nodes of the graph of decodes, and the host's launches of a prompt. Memory of graphs."""
+    earlier = pools()
     sizes = replace(null_gpu.SIZES, config=null_gpu.SIZES.config | {"num_hidden_layers": layers}, steps=4)
     weights = gpu_decode.random_weights
     gpu_decode.random_weights = float8_weights if kind == "fp8" else weights
@@ -51,7 +64,7 @@ def launches(kind: str, layers: int, library: ctypes.CDLL) -> dict[str, int]:
         model = gpu_decode.random_model(torch.device("cuda"), sizes, scheme, eager=False)
     finally:
         gpu_decode.random_weights = weights
-    found = {}
+    found: dict[str, float] = {}
     for count in STREAMS:
         streams = gpu_decode.Streams(model, sizes, count)
         streams.steps_ahead(2)
@@ -60,15 +73,18 @@ def launches(kind: str, layers: int, library: ctypes.CDLL) -> dict[str, int]:
     streams.forget(0)
     streams.prompt(0, PROMPT)
     found[f"prompt of {PROMPT:,} tokens"] = null_gpu.counts(library).launches - before.launches
+    found[CAPTURED] = sum(size for pool, size in pools().items() if pool not in earlier) / 2**20
     return found
 
 
 def main() -> int:
     library = ctypes.CDLL(null_gpu.LIBRARY)
-    few, many = ({kind: launches(kind, layers, library) for kind in KINDS} for layers in LAYERS)
+    few, many = ({kind: counted(kind, layers, library) for kind in KINDS} for layers in LAYERS)
     table = Table("step", *KINDS.values())
     for step in few["none"]:
-        each = ((many[kind][step] - few[kind][step]) / (LAYERS[1] - LAYERS[0]) for kind in KINDS)
+        each = [(many[kind][step] - few[kind][step]) / (LAYERS[1] - LAYERS[0]) for kind in KINDS]
+        if step == CAPTURED:
+            each = [many[kind][step] for kind in KINDS]
         table.add_row(step, *(f"{number:g}" for number in each))
     Console().print(table)
     return 0

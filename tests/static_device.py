@@ -234,6 +234,8 @@ class StaticDevice(CpuDevice):
         """See `Device.host_blocks`."""
         return PinnedBlocks(layers, torch.zeros(count, block_bytes(layers), dtype=torch.uint8), self._copies)
 
+    staged_bytes = CudaDevice.staged_bytes
+
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
         """See `Device.padded_rows`."""
         return self._captures.padded_rows(num_rows, num_decodes) if self.executors else None

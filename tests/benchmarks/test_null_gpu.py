@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import null_gpu
 from benchmarks.null_gpu import Counts, counts
+from tests.benchmarks import filled, lacking
 
 pytest.importorskip("triton", reason="CUDA's headers come with Triton, which is not installed", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
@@ -127,12 +128,42 @@ def test_graphs_reuse_the_memory_of_others(tmp_path: Path) -> None:
     assert others == [first] * 3
 
 
+@ON_NULL_GPU
+@pytest.mark.parametrize("kind", ["text", "lora", "images"])
+def test_full_caches_and_steps_stay_within_the_limit(tmp_path: Path, kind: str) -> None:
+    """The memory that was measured at start covers all buffers: of splits, uploads, graphs, adapters, images, copies of
+    blocks and sampling."""
+    filled.make(tmp_path / "model")
+    found = printed_by("tests.benchmarks.filled", tmp_path, str(tmp_path / "model"), kind, NULL_GPU_MEMORY="640")
+    assert found["failed"] == []
+    assert found["blocks"] < filled.MOST_BLOCKS, "the limit decides"
+    assert found["peak"] <= found["limit"]
+
+
+@ON_NULL_GPU
+def test_no_lack_of_memory_ends_the_engine(tmp_path: Path) -> None:
+    """Errors are those of torch, Triton and cuBLAS: of allocators, graphs, kernels that are loaded, and handles."""
+    filled.make(tmp_path / "model")
+    found = printed_by("tests.benchmarks.lacking", tmp_path, str(tmp_path / "model"))
+    assert found.keys() == {"cudaGraphInstantiate", *lacking.CALLS}
+    for call, (during, afterwards) in found.items():
+        assert afterwards == {}, call
+        assert all("too little memory" in error for error in during.values()), call
+        assert bool(during) == (call in lacking.FAILING), call
+
+
+def printed_by(module: str, folder: Path, *arguments: str, **environment: str) -> Any:
+    """What a module prints on a null GPU."""
+    seen = null_gpu.environment(null_gpu.build(folder / "null_gpu")) | environment
+    run = subprocess.run(
+        [sys.executable, "-m", module, *arguments], env=seen, capture_output=True, text=True, check=True
+    )
+    return json.loads(run.stdout)
+
+
 def started(folder: Path, *arguments: str) -> Any:
     """What `tests.benchmarks.started` prints on a null GPU."""
-    command = [sys.executable, "-m", "tests.benchmarks.started", *arguments]
-    seen = null_gpu.environment(null_gpu.build(folder))
-    run = subprocess.run(command, env=seen, capture_output=True, text=True, check=True)
-    return json.loads(run.stdout)
+    return printed_by("tests.benchmarks.started", folder, *arguments)
 
 
 @ON_NULL_GPU

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -107,8 +107,8 @@ def test_other_steps_run_layer_by_layer(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("1 GiB"), torch.AcceleratorError("CUDA error: out of memory")],
-    ids=["allocator", "instantiation"],
+    [torch.OutOfMemoryError("1 GiB"), torch.AcceleratorError("CUDA error: out of memory"), MemoryError()],
+    ids=["allocator", "instantiation", "host"],
 )
 def test_captures_end_once_memory_runs_out(caplog: pytest.LogCaptureFixture, error: Exception) -> None:
     def capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -305,6 +305,24 @@ def test_memory_for_uploads_grows() -> None:
     assert np.array_equal(tensor.numpy(), values)
     values[:] = 0
     assert tensor[999] == 999, "uploaded numbers are not those of the array any more"
+
+
+def test_uploads_without_memory_leave_earlier_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, empty, places = Staging(CPU, reserve=16), torch.empty, set()
+
+    def full(*shape: int, pin_memory: bool | None = None, **rest: Any) -> Tensor:
+        if pin_memory is not None:
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        return empty(*shape, **rest)
+
+    for number in range(2):
+        places.add(staging.upload([np.full(2, number)])[0].data_ptr())
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", full)
+            with pytest.raises(torch.AcceleratorError):
+                staging.upload([np.arange(100)])
+    assert len(places) == 1
+    assert torch.equal(staging.upload([np.arange(100)])[0], torch.arange(100))
 
 
 def test_rows_of_wider_arrays_are_uploaded() -> None:

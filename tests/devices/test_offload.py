@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.test_memory import out_of_memory
 from tests.lazy_stream import LazyStream
 from vlmserve.devices import offload
 from vlmserve.devices.offload import PinnedBlocks, PlainBlocks, block_bytes
@@ -26,8 +27,13 @@ def caches(backend: TorchReference, count: int) -> list[LayerCache]:
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("lazy", [False, True])
-def test_blocks_come_back_as_they_were_saved(quantized: bool, lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lacks_memory", [False, True])
+def test_blocks_come_back_as_they_were_saved(
+    quantized: bool, lazy: bool, lacks_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(offload, "STAGED_BYTES", 1000)
+    if lacks_memory:
+        monkeypatch.setattr(offload, "to_device", out_of_memory)
     backend, draw = TorchReference(cache_type="int8" if quantized else "auto"), random.Random(0)
     ours, theirs = caches(backend, 8), caches(backend, 8)
     pinned = PinnedBlocks(ours, torch.zeros(6, block_bytes(ours), dtype=torch.uint8), LazyStream(lazy=lazy))

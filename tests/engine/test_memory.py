@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -14,9 +16,13 @@ from tests.engine.test_overlap import answers, request
 from tests.engine.test_parity import Oracle, engine_for, llava  # noqa: F401
 from tests.engine.test_structured import engine_of, run
 from tests.scheduler.made_up import FixedLimits
+from tests.static_device import StaticDraw
 from vlmserve.engine.engine import Engine
+from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.encoder import ImageEncoder
+from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.runner.runner import ModelRunner
+from vlmserve.runner.sampling import TokenSampler
 from vlmserve.types import EngineOutput, EngineRequest, ImageInput, SamplingParams
 
 
@@ -90,6 +96,66 @@ def test_the_newest_of_many_decodes_fails(folder: Path, monkeypatch: pytest.Monk
     found = answers(run(engine, requests))
     assert "too little memory" in found["xxxx"][3]
     assert {name: found[name] for name in ("x", "xx", "xxx")} == {name: expected[name] for name in ("x", "xx", "xxx")}
+
+
+@with_kernels("native", "static")
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("Triton Error [CUDA]: out of memory")], ids=repr)
+def test_a_batch_without_memory_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Memory for its uploads, before any layer runs."""
+    build = BatchBuilder.build
+
+    def checked(self: BatchBuilder, scheduled: Sequence[ScheduledRequest], *rest: Any) -> Batch:
+        if sum(one.num_tokens for one in scheduled) > 40:
+            raise error
+        return build(self, scheduled, *rest)
+
+    monkeypatch.setattr(BatchBuilder, "build", checked)
+    engine = engine_of(folder, step_seconds=math.inf)
+    found = answers(run(engine, [request("a"), request("bb", 9), request("ccc", 100)]))
+    assert "too little memory" in found["ccc"][3]
+    assert not found["a"][3]
+    assert not found["bb"][3]
+
+
+@by_kernels("sampler", native=[((TokenSampler, "sample"),)], static=[((StaticDraw, "launch"),)])
+def test_sampling_without_memory_ends_sampled_requests(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, sampler: tuple[type, str]
+) -> None:
+    """A prompt whose chunks need no token goes on."""
+    long = request("long", 200, temperature=0)
+    expected = answers(run(engine_of(folder), [long]))
+    engine = engine_of(folder, max_num_batched_tokens=24, step_seconds=math.inf)
+    outputs: dict[str, list[EngineOutput]] = {"short": [], "long": [], "later": []}
+    engine.add(request("short", max_tokens=100))
+    while not outputs["short"]:
+        collect(engine, outputs)
+    engine.add(long)
+    with monkeypatch.context() as patch:
+        patch.setattr(*sampler, out_of_memory)
+        while not outputs["short"][-1].finish_reason:
+            collect(engine, outputs)
+    assert "too little memory" in str(outputs["short"][-1].error)
+    engine.add(request("later"))
+    while engine.has_work():
+        collect(engine, outputs)
+    found = answers(outputs)
+    assert found["long"] == expected["long"]
+    assert not found["later"][3]
+    assert engine.stats().kv_blocks_used == 0
+
+
+def out_of_memory(*arguments: Any) -> NoReturn:
+    raise torch.AcceleratorError("CUDA error: out of memory")
+
+
+@with_kernels("native", "static")
+def test_log_probabilities_without_memory_fail_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, scored = request("a"), request("bb", prompt_logprobs=1)
+    expected = answers(run(engine_of(folder), [plain]))
+    monkeypatch.setattr("vlmserve.runner.prompt_logprobs.token_logprobs", out_of_memory)
+    found = answers(run(engine_of(folder), [plain, scored]))
+    assert "too little memory" in found["bb"][3]
+    assert found["a"] == expected["a"]
 
 
 @by_kernels("in_steps", native=[False, True], static=[False, True])

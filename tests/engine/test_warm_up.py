@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import rich.console
 from torch import Tensor
@@ -19,6 +20,7 @@ from tests.engine.test_structured import engine_of, run
 from tests.models.test_families import make
 from tests.static_adapters import StaticProduct
 from tests.static_device import StaticAttention, StaticDevice, StaticDraw, static_devices  # noqa: F401
+from vlmserve.devices.offload import STAGED_BYTES
 from vlmserve.engine.engine import Engine
 from vlmserve.kernels.adapters import LinearAdapters
 from vlmserve.kernels.attention import BatchMetadata
@@ -136,9 +138,22 @@ def test_warm_up_ends_when_its_time_is_over(
 
 
 @pytest.mark.usefixtures("_warming")
-@pytest.mark.parametrize("eager", [False, True])
-def test_cache_leaves_memory_for_splits_and_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
+@pytest.mark.parametrize(
+    ("settings", "later"),
+    [
+        ({}, lambda block: 0),
+        ({"enforce_eager": True}, lambda block: 0),
+        ({"enable_lora": True, "lora_memory": "5MiB"}, lambda block: 5 * 2**20),
+        ({"kv_offload_memory": "9MiB"}, lambda block: 2 * (STAGED_BYTES // block) * block),
+    ],
+    ids=["graphs", "eager", "adapters", "offload"],
+)
+def test_cache_leaves_memory_for_what_comes_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], later: Callable[[int], int]
+) -> None:
+    """Splits and uploads are allocated before the measurement; graphs, adapters and copies of blocks after it."""
     lengths: list[int] = []
+    uploaded: list[int] = []
     reserved: list[int] = []
     prepare = StaticAttention.prepare
 
@@ -157,10 +172,20 @@ def test_cache_leaves_memory_for_splits_and_graphs(folder: Path, monkeypatch: py
 
     monkeypatch.setattr(StaticAttention, "prepare", prepared)
     monkeypatch.setattr(StaticDevice, "cache_budget", budget)
+
+    def upload(self: StaticDevice, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        uploaded.append(sum(array.nbytes for array in arrays))
+        return plain_upload(self, arrays)
+
+    plain_upload = StaticDevice.upload
     monkeypatch.setattr(StaticDevice, "graph_bytes", graph_bytes)
-    engine = warmed(folder, kv_cache_memory=None, enforce_eager=eager)
+    monkeypatch.setattr(StaticDevice, "upload", upload)
+    engine = warmed(folder, kv_cache_memory=None, **settings)
     assert lengths.count(64) >= 5, "a step of the longest contexts"
-    assert reserved == [0 if eager else 1000 + 8 * engine.runner.model.language_model.hidden_size * 4]
+    assert uploaded[0] == max(uploaded)
+    graphs = (5000 if "enable_lora" in settings else 1000) + 8 * engine.runner.model.language_model.hidden_size * 4
+    graphs = 0 if "enforce_eager" in settings else graphs
+    assert reserved == [graphs + later(engine.sizes.of_tokens.page)]
 
 
 @pytest.mark.usefixtures("_warming")

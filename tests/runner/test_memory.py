@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import getgeneratorstate
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_the_largest_step_has_all_tokens(
 
 def test_lengths_of_the_longest_step_stay_on_device(model: LoadedModel) -> None:
     """Attention that reads them on the host would gather keys that are not there."""
-    run_longest_step(model, num_seqs=3, max_model_len=512, block_size=16)
+    run_longest_step(model, num_tokens=64, num_seqs=3, max_model_len=512, block_size=16)
 
 
 def test_no_more_blocks_than_full_contexts_fill() -> None:
@@ -124,6 +125,15 @@ def test_the_largest_encoding_fills_a_step(
     assert shapes[0] == [tower.example_shape]
     assert shapes[1:] == [expected(counts[0], tower.example_shape[-1])]
     assert counts[1] <= max(num_tokens, counts[0])
+
+
+def test_a_large_image_is_still_in_progress(tmp_path: Path) -> None:
+    """The largest step runs while it keeps its memory."""
+    model = load_model(make_llava(tmp_path), LoadSettings(device=CPU, dtype=torch.float32, kernels="torch"))
+    model.device.stage_products = 1000
+    stages = run_largest_encoding(model, num_tokens=40, num_images=5)
+    assert stages is not None
+    assert getgeneratorstate(stages) == "GEN_SUSPENDED"
 
 
 def test_models_without_a_tower_encode_nothing(model: LoadedModel) -> None:

@@ -24,7 +24,7 @@ from vlmserve.devices.device import (
     TowerExecutor,
 )
 from vlmserve.devices.graphs import Captures, GraphExecutor, TowerGraphs, captured_decodes
-from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes
+from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes, staged_bytes
 from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
 from vlmserve.devices.streams import CudaCopyStream
@@ -205,6 +205,9 @@ class CudaDevice(TorchDevice):
             # If the system frees registered memory, unrelated CUDA calls fail.
             weakref.finalize(blocks, _unregister, memory, self.torch_device).atexit = False
         return blocks
+
+    def staged_bytes(self, block: int) -> int:
+        return staged_bytes(block)
 
     def download(self, tensor: Tensor) -> Callable[[], list[int]]:
         """Copies to pinned memory, which torch reuses."""

@@ -156,6 +156,10 @@ class Device(Operations, Protocol):
         """Make `count` blocks in host memory for copies of blocks, or state slots, of `layers`."""
         ...
 
+    def staged_bytes(self, block: int) -> int:
+        """Bytes on the device that copies from and to `host_blocks` take, for blocks of `block` bytes."""
+        ...
+
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
         """Rows to pad a step to, so that a graph can replay it; None if no graph can."""
         ...

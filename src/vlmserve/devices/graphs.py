@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.devices.device import CaptureTime, EagerExecutor, LaidOutTower, LayerExecutor, LayerStack
-from vlmserve.devices.out_of_memory import is_out_of_memory
+from vlmserve.devices.out_of_memory import MEMORY_ERRORS, is_out_of_memory
 from vlmserve.kernels.adapters import AdapterRows
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.layer_specs import PADDING_SLOT
@@ -114,7 +114,7 @@ class Captures:
         """Capture `run`; None if memory runs out, which ends all capturing. what: for the log."""
         try:
             repeat = self._capture(run)
-        except RuntimeError as error:
+        except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
             self.is_on = False

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vlmserve.devices.out_of_memory import with_less_memory
 from vlmserve.devices.streams import CopyEvent, CopyStream
 from vlmserve.kernels.blocks import Blocks, copy_blocks
 from vlmserve.kernels.transfers import to_device
@@ -70,7 +71,8 @@ class PinnedBlocks:
         self._starts = _starts(layers)
         self._memory, self._stream = memory, stream
         self._at_once = max(1, STAGED_BYTES // self._starts[-1])
-        self._staged: list[_Staged] = []
+        # Allocated now, because a copy must not fail: the scheduler counts on its content.
+        self._staged = [_Staged(stream.empty((self._at_once, self._starts[-1]), torch.uint8)) for _ in range(2)]
 
     def save(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         stream = self._stream
@@ -78,9 +80,7 @@ class PinnedBlocks:
             staged = self._next()
             if staged.copied is not None:
                 stream.let_compute_wait(staged.copied)
-            ids = self._on_device(blocks)
-            for part, into in self._slices(staged, len(blocks)):
-                into.copy_(part.index_select(0, ids))
+            self._gather(blocks, staged)
             staged.computed = stream.record_computed()
             stream.wait(staged.computed)
             for first, last in runs(places):
@@ -97,9 +97,7 @@ class PinnedBlocks:
                 stream.copy(staged.memory[first:last], self._memory[places[first] : places[first] + last - first])
             staged.copied = stream.record()
             stream.let_compute_wait(staged.copied)
-            ids = self._on_device(blocks)
-            for part, from_ in self._slices(staged, len(blocks)):
-                part.index_copy_(0, ids, from_)
+            self._scatter(staged, blocks)
             staged.computed = stream.record_computed()
 
     def _batches(self, one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
@@ -108,11 +106,34 @@ class PinnedBlocks:
 
     def _next(self) -> _Staged:
         """The least recently used buffer."""
-        if len(self._staged) < 2:
-            self._staged.append(_Staged(self._stream.empty((self._at_once, self._starts[-1]), torch.uint8)))
-        else:
-            self._staged.reverse()
+        self._staged.reverse()
         return self._staged[-1]
+
+    def _gather(self, blocks: Sequence[int], staged: _Staged) -> None:
+        def at_once() -> None:
+            ids = self._on_device(blocks)
+            for part, into in self._slices(staged, len(blocks)):
+                into.copy_(part.index_select(0, ids))
+
+        def one_by_one() -> None:
+            for part, into in self._slices(staged, len(blocks)):
+                for row, block in zip(into, blocks, strict=True):
+                    row.copy_(part[block])
+
+        with_less_memory(at_once, one_by_one)
+
+    def _scatter(self, staged: _Staged, blocks: Sequence[int]) -> None:
+        def at_once() -> None:
+            ids = self._on_device(blocks)
+            for part, rows in self._slices(staged, len(blocks)):
+                part.index_copy_(0, ids, rows)
+
+        def one_by_one() -> None:
+            for part, rows in self._slices(staged, len(blocks)):
+                for row, block in zip(rows, blocks, strict=True):
+                    part[block].copy_(row)
+
+        with_less_memory(at_once, one_by_one)
 
     def _on_device(self, blocks: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(blocks), self._parts[0].device)
@@ -122,6 +143,11 @@ class PinnedBlocks:
         for part, start in zip(self._parts, self._starts, strict=False):
             num_bytes = part.shape[1] * part.element_size()
             yield part, staged.memory[:count, start : start + num_bytes].view(part.dtype)
+
+
+def staged_bytes(block: int) -> int:
+    """Bytes of the device's memory that `PinnedBlocks` takes for blocks of `block` bytes."""
+    return 2 * max(1, STAGED_BYTES // block) * block
 
 
 def block_bytes(layers: Sequence[Blocks]) -> int:

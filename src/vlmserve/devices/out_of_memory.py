@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+MEMORY_ERRORS = (RuntimeError, MemoryError)
+"""Types of errors that `is_out_of_memory` recognizes."""
 _PHRASES = (
-    "out of memory",  # the allocator, CUDA's runtime, and its driver when it loads a kernel or instantiates a graph
-    "cudaErrorMemoryAllocation",
-    "CUDA_ERROR_OUT_OF_MEMORY",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "can't allocate memory",  # torch's allocator on a CPU
+    "out of memory",  # torch's allocators, and CUDA when it loads a kernel or instantiates a graph
+    "out_of_memory",  # the driver's name of the error
+    "cudaerrormemoryallocation",
+    "alloc_failed",  # cuBLAS, cuSOLVER
+    "allocation_failed",  # cuDNN
+    "`cublascreate(handle)`",  # with too little memory, it often says that CUDA is not initialized
+    "allocate memory",  # torch's allocator on a CPU, the system
+    "not enough memory",
+    "bad_alloc",
 )
 
 
@@ -23,10 +30,24 @@ def is_out_of_memory(error: BaseException) -> bool:
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
-        if isinstance(current, torch.OutOfMemoryError | MemoryError):
-            return True
-        if isinstance(current, RuntimeError) and any(phrase in str(current) for phrase in _PHRASES):
+        if _is_named(current):
             return True
         seen.add(id(current))
         current = current.__cause__ or current.__context__
     return False
+
+
+def with_less_memory(run: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """Call `otherwise`, which allocates nothing on the device, if memory runs out in `run`."""
+    try:
+        run()
+    except MEMORY_ERRORS as error:
+        if not is_out_of_memory(error):
+            raise
+        otherwise()
+
+
+def _is_named(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _PHRASES)

@@ -50,8 +50,10 @@ class Staging:
 
     def _reserve(self, size: int) -> None:
         on_gpu = self._device.type == "cuda"
-        self._on_device = torch.empty(size, dtype=torch.uint8, device=self._device)
+        # Nothing changes if memory runs out for any of these.
+        on_device = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._hosts: list[tuple[Tensor, torch.cuda.Event | None]] = [
             (torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu), torch.cuda.Event() if on_gpu else None)  # type: ignore[no-untyped-call]
             for _ in range(2)
         ]
+        self._on_device = on_device

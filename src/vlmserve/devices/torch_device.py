@@ -161,6 +161,9 @@ class TorchDevice:
     def host_blocks(self, layers: Sequence[Blocks], count: int, allocate: AllocateBlocks) -> HostBlocks:
         return PlainBlocks(layers, allocate(count, torch.device("cpu")))
 
+    def staged_bytes(self, block: int) -> int:
+        return 0
+
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
         return None
 

@@ -133,7 +133,7 @@ def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
     of_tokens = model.language_model.cache_bytes(config.block_size)
     max_model_len = context_length(config, model.max_position)
     budget = _cache_budget(config, model, max_model_len)
-    state_bytes = sum(spec.state_bytes(model.dtype.itemsize) for spec in model.language_model.state_specs)
+    state_bytes = _state_bytes(model)
     slots = state_slots(config, state_bytes, budget)
     if not config.kv_cache_memory:
         budget -= (1 + slots) * state_bytes
@@ -182,7 +182,8 @@ def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) 
         return config.kv_cache_memory // config.tensor_parallel_size
 
     def largest_step() -> None:
-        run_largest_encoding(
+        # The encoding in progress keeps its memory during the step.
+        _encoding = run_largest_encoding(
             model,
             num_tokens=config.max_num_batched_tokens,
             num_images=config.max_encoded_images or model.device.images_per_step,
@@ -196,9 +197,15 @@ def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) 
         )
 
     # Its buffers stay allocated, so all measurements count them.
-    run_longest_step(model, num_seqs=config.max_num_seqs, max_model_len=max_model_len, block_size=config.block_size)
-    reserved = 0 if model.vision is None else config.encoder_cache_memory
-    reserved += _graph_bytes(config, model)
+    run_longest_step(
+        model,
+        num_tokens=config.max_num_batched_tokens,
+        num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        passes=2 if config.enable_lora else 1,
+    )
+    reserved = _graph_bytes(config, model) + _later_bytes(config, model)
     budget = model.device.cache_budget(config.memory_fraction, largest_step, reserved)
     if model.ranks is None:
         return budget
@@ -206,6 +213,21 @@ def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) 
         budget //= model.ranks.size
     least = model.ranks.largest(torch.tensor([-budget], dtype=torch.int64, device=model.device.torch_device))
     return -int(least)
+
+
+def _later_bytes(config: EngineConfig, model: LoadedModel) -> int:
+    """Bytes that are allocated after the measurement: for images, adapters, and blocks to copy from and to the host."""
+    later = 0 if model.vision is None else config.encoder_cache_memory
+    if config.enable_lora:
+        later += config.lora_memory
+    if config.kv_offload_memory and config.enable_prefix_caching:
+        later += model.device.staged_bytes(model.language_model.cache_bytes(config.block_size).page)
+        later += model.device.staged_bytes(_state_bytes(model)) if model.language_model.state_specs else 0
+    return later
+
+
+def _state_bytes(model: LoadedModel) -> int:
+    return sum(spec.state_bytes(model.dtype.itemsize) for spec in model.language_model.state_specs)
 
 
 def _graph_bytes(config: EngineConfig, model: LoadedModel) -> int:

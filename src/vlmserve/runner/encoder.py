@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vlmserve.cache.tiers import DiskTier
 from vlmserve.devices.device import Device, LaidOutTower
-from vlmserve.devices.out_of_memory import is_out_of_memory
+from vlmserve.devices.out_of_memory import MEMORY_ERRORS, is_out_of_memory
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.stages import StageBudget
@@ -50,9 +50,10 @@ class ImageEncoder:
             if self.unfinished.pop(key, None) is None:
                 self.embeddings.pop(key, None)  # missing if its encoding ran out of memory
         for key, content in step.embeddings_to_place.items():
-            # Copy, because arrays from another process are read-only.
-            rows = torch.from_numpy(np.array(content)).view(self._model.dtype).view(-1, self._width)
-            self.embeddings[key] = to_device(rows, self._device.torch_device)
+            with self._given_up(key):
+                # A copy, because arrays from another process are read-only.
+                rows = torch.from_numpy(np.array(content)).view(self._model.dtype).view(-1, self._width)
+                self.embeddings[key] = to_device(rows, self._device.torch_device)
         products = self._encode(step.images_to_encode) if step.images_to_encode else 0
         for one in step.encodings:
             if one.image is not None:
@@ -62,8 +63,8 @@ class ImageEncoder:
                 self._use_adapter(encoding.adapter)
                 with self._given_up(one.key) as given_up:
                     products += encoding.advance(math.inf if one.products is None else one.products)
-                if encoding.result is not None:
-                    self._add(one.key, encoding.result)
+                    if encoding.result is not None:
+                        self._add(one.key, encoding.result)
                 if encoding.result is not None or given_up:
                     del self.unfinished[one.key]
         if step.cross_states:
@@ -123,9 +124,9 @@ class ImageEncoder:
         assert isinstance(vision, TileEncoder)
         assert vision.example_shape is not None
         shape = (count, *vision.example_shape[1:])
-        self._executor.run(
-            vision.encode_tiles, torch.zeros(shape, dtype=self._model.dtype, device=self._device.torch_device)
-        )
+        with self._given_up():
+            tiles = torch.zeros(shape, dtype=self._model.dtype, device=self._device.torch_device)
+            self._executor.run(vision.encode_tiles, tiles)
 
     @property
     def _tower(self) -> VisionEncoder:
@@ -204,17 +205,17 @@ class ImageEncoder:
 
     @contextmanager
     def _given_up(self, *keys: bytes) -> Iterator[list[bytes]]:
-        """Catch out-of-memory errors of an encoding, and add the keys to the list; their requests fail.
+        """Catch out-of-memory errors, and add the images' keys to the list; their requests fail.
 
         With several ranks, raise them, because other ranks would continue.
         """
         given_up: list[bytes] = []
         try:
             yield given_up
-        except RuntimeError as error:
+        except MEMORY_ERRORS as error:
             if self._model.ranks is not None or not is_out_of_memory(error):
                 raise
-            logger.warning("The vision tower ran out of memory, with %d images: %s", len(keys), error)
+            logger.warning("Memory ran out for %d images: %s", len(keys), error)
             given_up += keys
 
     def _use_adapter(self, digest: bytes) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from vlmserve.devices.offload import HostBlocks, runs
+from vlmserve.devices.offload import STAGED_BYTES, HostBlocks, runs
+from vlmserve.devices.out_of_memory import with_less_memory
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.kernels.blocks import Blocks, allocate_states, clear_blocks, copy_blocks, distinct, populate
 from vlmserve.kernels.states import StateCache
@@ -54,9 +57,7 @@ class KVTensors:
     def prepare(self, step: SchedulerOutput) -> None:
         """Zero blocks, copy blocks, copy states, in the order of a step's lists."""
         if step.blocks_to_zero:
-            ids = to_device(torch.tensor(step.blocks_to_zero), self._device)
-            for layer in self._distinct:
-                clear_blocks(layer, ids)
+            _clear(self._distinct, step.blocks_to_zero)
         if step.block_copies:
             _copy(step.block_copies, self._distinct, self._host, step.block_contents)
         if step.state_copies:
@@ -73,7 +74,14 @@ class KVTensors:
                 populate(tensor, num_bytes // self.block_bytes)
 
     def contents(self, blocks: Sequence[int]) -> Bytes:
-        """Copy blocks to the host, ``[blocks, bytes]``, layer by layer."""
+        """Copy at least one block to the host, ``[blocks, bytes]``, layer by layer.
+
+        The device gathers `STAGED_BYTES` at a time.
+        """
+        at_once = max(1, STAGED_BYTES // self.block_bytes)
+        return np.concatenate([self._gathered(blocks[i : i + at_once]) for i in range(0, len(blocks), at_once)])
+
+    def _gathered(self, blocks: Sequence[int]) -> Bytes:
         ids = to_device(torch.tensor(blocks), self._device)
         parts = [tensor.index_select(0, ids) for layer in self._distinct for tensor in layer.tensors]
         rows = torch.cat([part.reshape(len(blocks), -1).view(torch.uint8) for part in parts], 1)
@@ -89,9 +97,8 @@ def _copy(
         by_target = {copy.target: copy.source for copy in group}
         sources, targets = list(by_target.values()), list(by_target)
         if kind == "copy":
-            source_ids, target_ids = torch.tensor(sources), torch.tensor(targets)
             for layer in layers:
-                copy_blocks(layer, layer, source_ids, target_ids)
+                _copy_within(layer, sources, targets)
             continue
         if kind == "fill":
             _fill(layers, targets, [contents[source] for source in sources])
@@ -103,6 +110,29 @@ def _copy(
             host.load(sources, targets)
 
 
+def _clear(layers: Sequence[LayerCache], blocks: Sequence[int]) -> None:
+    def at_once() -> None:
+        ids = to_device(torch.tensor(blocks), layers[0].keys.device)
+        for layer in layers:
+            clear_blocks(layer, ids)
+
+    def one_by_one() -> None:
+        for tensor in (tensor for layer in layers for tensor in layer.tensors):
+            for block in blocks:
+                tensor[block].zero_()
+
+    with_less_memory(at_once, one_by_one)
+
+
+def _copy_within(layer: Blocks, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def one_by_one() -> None:
+        for tensor in layer.tensors:
+            for source, target in zip(sources, targets, strict=True):
+                tensor[target].copy_(tensor[source])
+
+    with_less_memory(lambda: copy_blocks(layer, layer, torch.tensor(sources), torch.tensor(targets)), one_by_one)
+
+
 def _fill(layers: Sequence[Blocks], blocks: Sequence[int], contents: Sequence[Bytes]) -> None:
     """Write contents from `KVTensors.contents` to blocks, adjacent blocks at once."""
     order = sorted(range(len(blocks)), key=blocks.__getitem__)
@@ -112,7 +142,16 @@ def _fill(layers: Sequence[Blocks], blocks: Sequence[int], contents: Sequence[By
         for tensor in layer.tensors:
             end = start + tensor[:1].nbytes
             flat = tensor.view(len(tensor), -1).view(torch.uint8)
-            part = to_device(rows[:, start:end], tensor.device)
-            for first, last in runs(places):
-                flat[places[first] : places[first] + last - first].copy_(part[first:last])
+            part = rows[:, start:end]
+            with_less_memory(
+                partial(_write, flat, places, part, through_device=True),
+                partial(_write, flat, places, part, through_device=False),
+            )
             start = end
+
+
+def _write(flat: Tensor, places: Sequence[int], part: Tensor, *, through_device: bool) -> None:
+    """Write rows of the host to places. through_device: the host does not wait."""
+    part = to_device(part, flat.device) if through_device else part.contiguous()
+    for first, last in runs(places):
+        flat[places[first] : places[first] + last - first].copy_(part[first:last])

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vlmserve.devices.device import LaidOutTower
 from vlmserve.devices.graphs import MOST_TILES, captured_sequences
@@ -16,7 +17,13 @@ from vlmserve.kernels.attention import BatchMetadata
 from vlmserve.kernels.blocks import allocate_states
 from vlmserve.kernels.states import StateRows
 from vlmserve.layer_specs import CacheBytes
+from vlmserve.layers.stages import StageBudget, Stages
+from vlmserve.levels import Levels
 from vlmserve.models.protocols import LoadedModel, TileEncoder
+
+ROW_ARRAYS = 8
+"""Arrays of a step with a number for each row: ids, three positions, adapters, and what sampling reads."""
+_LEVELS = Levels(1 / 255, (0.5,) * 3, (0.5,) * 3)
 
 
 @torch.inference_mode()
@@ -53,18 +60,28 @@ def run_largest_step(
 
 
 @torch.inference_mode()
-def run_longest_step(model: LoadedModel, *, num_seqs: int, max_model_len: int, block_size: int) -> None:
-    """Run a small step with the maximum lengths on the host, which allocates buffers for split-KV and RoPE tables.
+def run_longest_step(
+    model: LoadedModel, *, num_tokens: int, num_seqs: int, max_model_len: int, block_size: int, passes: int = 1
+) -> None:
+    """Run a small step with the maximum lengths on the host, which allocates the buffers that captured steps read.
 
-    Captured steps keep reading both. On the device, sequences have a few tokens. Backends that do not read lengths on
-    the device need no such step.
+    They are for uploads, split-KV and RoPE tables. On the device, sequences have a few tokens. Backends that do not
+    read lengths on the device need no such step. passes: 2 if requests may have X-LoRA.
     """
     if not model.backend.reads_on_device:
         return
     num_decodes = captured_sequences(num_seqs + 1) - 1
+    blocks = passes * (num_decodes + 1) * -(-max_model_len // block_size)
+    model.device.upload(_largest_arrays(model, passes * (num_tokens + num_decodes), blocks))
     decodes = torch.tensor([num_decodes], dtype=torch.int32, device=model.device.torch_device)
     lens = [*[1] * num_decodes, 2]
     _run_short(model, lens, block_size, decodes=decodes, host_context_lens=[max_model_len] * len(lens))
+
+
+def _largest_arrays(model: LoadedModel, num_rows: int, num_blocks: int) -> list[np.ndarray]:
+    """Arrays of the size that `runner.batch` uploads for the largest step. num_blocks: of all block tables."""
+    columns = len(model.language_model.cache_layout.windows)
+    return [np.zeros((columns, num_blocks), np.int32), np.zeros((columns + ROW_ARRAYS, num_rows), np.int64)]
 
 
 @torch.inference_mode()
@@ -102,22 +119,32 @@ def _run_short(model: LoadedModel, lens: list[int], block_size: int, **changes: 
 
 
 @torch.inference_mode()
-def run_largest_encoding(model: LoadedModel, *, num_tokens: int, num_images: int) -> None:
+def run_largest_encoding(model: LoadedModel, *, num_tokens: int, num_images: int) -> Stages[list[Tensor]] | None:
     """Encode as many images as fit into a step, so that the device can measure the memory.
 
-    num_tokens: of a step, which limits embeddings. num_images: maximum per step. Skips towers without example images.
+    Returns the encoding of an image after its first stage, since its memory adds to that of later steps. Skips towers
+    without example images. num_tokens: of a step, which limits embeddings. num_images: maximum per step.
     """
-    tower = model.vision
+    tower, device = model.vision, model.device
     if tower is None or (shape := tower.example_shape) is None:
-        return
-    small = torch.zeros(shape, dtype=model.dtype, device=model.device.torch_device)
-    [embeddings] = tower.encode([small], [None])
-    times = max(1, num_tokens // len(embeddings))
-    images = [small] * min(times, num_images)
+        return None
+    [embeddings] = tower.encode([_blank(model, shape)], [None])
+    count = max(1, num_tokens // len(embeddings))
+    shapes = [shape] * min(count, num_images)
     if isinstance(tower, LaidOutTower):
         # In one large image, more patches attend to each other than in several small images.
-        images = [small.repeat(1, 1, math.isqrt(times), math.isqrt(times))]
+        side = math.isqrt(count)
+        shapes = [(*shape[:-2], shape[-2] * side, shape[-1] * side)]
+    images = [_blank(model, one) for one in shapes]
     tower.encode(images, [None] * len(images))
+    budget = StageBudget(device.stage_products, least=device.stage_products, rows=device.stage_rows)
+    stages = tower.in_stages(images[:1], [None], budget)
+    next(stages, None)
+    return stages
+
+
+def _blank(model: LoadedModel, shape: tuple[int, ...]) -> Tensor:
+    return model.device.upload_pixels(np.zeros(shape, np.uint8), model.dtype, _LEVELS)
 
 
 def num_pages(

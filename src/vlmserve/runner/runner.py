@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vlmserve.cache.tiers import DiskTier
 from vlmserve.devices.device import Clock
-from vlmserve.devices.out_of_memory import is_out_of_memory
+from vlmserve.devices.out_of_memory import MEMORY_ERRORS, is_out_of_memory
 from vlmserve.kernels.torch_sampling import DrawLater
 from vlmserve.models.image_rows import place_images
 from vlmserve.models.protocols import LoadedModel
@@ -76,6 +76,11 @@ def _wanted_rows(batch: Batch, scheduled: list[ScheduledRequest], of_heads: Tens
     return batch.sampled_rows if of_heads is None else torch.cat([batch.sampled_rows, of_heads])
 
 
+def _mixed(scheduled: list[ScheduledRequest], num_columns: int) -> list[ScheduledRequest]:
+    """Return the X-LoRA requests, which also have block tables for the scaling pass."""
+    return [request for request in scheduled if len(request.state.block_tables) > num_columns]
+
+
 def _parted(
     hidden: Tensor, batch: Batch, wanted: Tensor | None, of_heads: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -84,6 +89,13 @@ def _parted(
         return hidden[batch.sampled_rows], None if of_heads is None else hidden[of_heads]
     count = len(batch.sampled_rows)
     return (hidden, None) if of_heads is None else (hidden[:count], hidden[count:])
+
+
+def _note_memory_error(error: Exception, model: LoadedModel) -> None:
+    """Log that memory ran out. Raises the error if it is another one, or if other ranks continue with the step."""
+    if model.ranks is not None or not is_out_of_memory(error):
+        raise error
+    logger.warning("Memory ran out: %s", error)
 
 
 class RunningStep:
@@ -151,7 +163,11 @@ class ModelRunner:
         """Write KV blocks, as many as fit, to a disk tier before a later step changes them. blocks: ids and keys."""
         size = self._kv.block_bytes
         taken = blocks[: tier.room // size]
-        contents = self._kv.contents([block for block, _ in taken]) if taken else ()
+        try:
+            contents = self._kv.contents([block for block, _ in taken]) if taken else ()
+        except MEMORY_ERRORS as error:
+            _note_memory_error(error, self.model)
+            taken, contents = (), ()
         for (_, key), content in zip(taken, contents, strict=True):
             tier.store(key, size, partial(np.asarray, content))
         tier.note_dropped(len(blocks) - len(taken))
@@ -218,11 +234,7 @@ class ModelRunner:
             return lambda: output
         output.scalings = run.scalings
         clock.mark()
-        results: list[tuple[str, Tensor]] = []
-        if run.of_heads is not None:
-            results = read_rows(scheduled, run.of_heads, self.model.language_model, self._adapters)
-        tokens = self._sample(run, scheduled, output)
-        output.prompt_logprobs = score_prompts(scheduled, run.hidden, self.model.language_model, self._adapters)
+        results, tokens = self._read(run, scheduled, output)
         clock.mark()
 
         def finish() -> ModelRunnerOutput:
@@ -235,6 +247,31 @@ class ModelRunner:
             return output
 
         return finish
+
+    def _read(
+        self, run: Run, scheduled: list[ScheduledRequest], output: ModelRunnerOutput
+    ) -> tuple[list[tuple[str, Tensor]], Callable[[], list[int]] | None]:
+        """Pass rows to heads, sample, and score prompts. Returns results of heads, and what `_sample` returns.
+
+        If memory runs out, the requests that lack a token, a result or log-probabilities fail.
+        """
+        language_model, results, tokens = self.model.language_model, list[tuple[str, Tensor]](), None
+        failing = [request for request in scheduled if request.state.head or request.state.num_scored is not None]
+        sampling = [request for request in scheduled if request.num_sampled]
+        try:
+            if run.of_heads is not None:
+                results = read_rows(scheduled, run.of_heads, language_model, self._adapters)
+            tokens = self._sample(run, scheduled, output)
+            sampling = []
+            output.prompt_logprobs = score_prompts(scheduled, run.hidden, language_model, self._adapters)
+        except MEMORY_ERRORS as error:
+            _note_memory_error(error, self.model)
+            if sampling:
+                self._drawn_rows = {}
+            failing += [request for request in sampling if request.state.request_id not in output.token_ids]
+            _fail(output, scheduled, failing)
+            results = []
+        return results, tokens
 
     def _sample(
         self, run: Run, scheduled: list[ScheduledRequest], output: ModelRunnerOutput
@@ -266,11 +303,9 @@ class ModelRunner:
             sampled = [request for request in scheduled if request.num_sampled]
             rows = [request.state.sampling_row(int(request.pending)) for request in sampled]
             extra = later.arrays(*filters_of(rows), changes_of(rows))
-        batch = self._build(scheduled, extra)
-        if clock is not None:
-            clock.mark()
         sums: dict[str, list[float]] = {}
         try:
+            batch = self._build(scheduled, extra, clock)
             if self._adapters is not None:
                 scalings = self._scalings(scheduled, batch.scaling_pass, sums)
                 self._adapters.use_for_batch(scheduled, batch, scalings)
@@ -281,23 +316,21 @@ class ModelRunner:
                 self._adapters.use_for_samples()
             own, read = _parted(hidden, batch, wanted, of_heads)
             logits = self.logits_of(own)
-        except RuntimeError as error:
-            if self.model.ranks is not None or not is_out_of_memory(error):
-                raise  # other ranks continue with the step
-            logger.warning("A step of %d tokens ran out of memory: %s", len(batch.token_ids), error)
+        except MEMORY_ERRORS as error:
+            _note_memory_error(error, self.model)
             return None
         return Run(batch, hidden, read, logits, later, sampled, sums)
 
-    def _build(self, scheduled: list[ScheduledRequest], extra: list[np.ndarray]) -> Batch:
-        if self._adapters is None:
-            return self._batches.build(scheduled, self._drawn_rows, extra)
-        mixed = self._mixed(scheduled)
-        slots, mixed_slots = self._adapters.slots_of(scheduled), self._adapters.slots_of_scaling_pass(mixed)
-        return self._batches.build(scheduled, self._drawn_rows, extra, slots, mixed, mixed_slots)
-
-    def _mixed(self, scheduled: list[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Return the X-LoRA requests. They have more block tables, for the scaling pass."""
-        return [request for request in scheduled if len(request.state.block_tables) > self.num_columns]
+    def _build(self, scheduled: list[ScheduledRequest], extra: list[np.ndarray], clock: Clock | None) -> Batch:
+        try:
+            if self._adapters is None:
+                return self._batches.build(scheduled, self._drawn_rows, extra)
+            mixed = _mixed(scheduled, self.num_columns)
+            slots, mixed_slots = self._adapters.slots_of(scheduled), self._adapters.slots_of_scaling_pass(mixed)
+            return self._batches.build(scheduled, self._drawn_rows, extra, slots, mixed, mixed_slots)
+        finally:
+            if clock is not None:
+                clock.mark()
 
     def _scalings(
         self, scheduled: list[ScheduledRequest], batch: Batch | None, sums: dict[str, list[float]]
@@ -307,7 +340,7 @@ class ModelRunner:
         if batch is None:
             return None
         assert self._adapters is not None
-        mixed = self._mixed(scheduled)
+        mixed = _mixed(scheduled, self.num_columns)
         self._adapters.use_for_scaling_pass(mixed, batch)
         return self._adapters.scalings(scheduled, mixed, self.hidden_states(batch), sums)
 

@@ -149,9 +149,13 @@ def can_draw_later(batch: Sequence[ScheduledRequest]) -> bool:
 
 
 def append_drawn(tokens: Sequence[int], drawn: Sequence[ScheduledRequest], output: ModelRunnerOutput) -> None:
-    """Append asynchronously sampled tokens, one per request, to request states and `output`."""
+    """Append asynchronously sampled tokens, one per request, to request states and `output`.
+
+    Requests that failed in the step get none.
+    """
     for request, token in zip(drawn, tokens, strict=True):
-        _append(request.state, None if token < 0 else token, output)
+        if request.state.request_id not in output.failures:
+            _append(request.state, None if token < 0 else token, output)
 
 
 def _wait(rows: Iterable[_Row], deadline: float) -> None:

@@ -64,7 +64,14 @@ def warm_up_steps(
         return
     started = time.monotonic()
     logger.info("warm-up: compiling kernels and capturing graphs of %d batch sizes, up to %g s", len(sizes), seconds)
-    run_longest_step(runner.model, num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=runner.block_size)
+    run_longest_step(
+        runner.model,
+        num_tokens=max_num_batched_tokens,
+        num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=runner.block_size,
+        passes=2 if runner.takes_adapters else 1,
+    )
     # The largest graph first, because others reuse its memory; then small batches, which requests need first.
     steps: list[Callable[[], None]] = [
         partial(_decode, runner, size, max_model_len, adapter)

@@ -243,7 +243,7 @@ def test_the_longest_step_allocates_all_that_lengths_need(folder: Path) -> None:
     """Memory for splits and rotary tables is part of the memory profile, and captured steps keep reading both."""
     model = loaded_model(folder, InterpretedDevice)
     decoder: Any = model.language_model
-    run_longest_step(model, num_seqs=3, max_model_len=700, block_size=16)
+    run_longest_step(model, num_tokens=64, num_seqs=3, max_model_len=700, block_size=16)
     backend, table = decoder.backend, decoder.ropes[0].upto(700)[0]
     splits = backend._sums
     blocks = BlockTables([700] * 4, 16)
