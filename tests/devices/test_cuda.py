@@ -147,7 +147,7 @@ def test_what_triton_cannot_do_is_torchs(monkeypatch: pytest.MonkeyPatch, caplog
     odd = QuantizedWeight(4, 16, torch.zeros(4, 48, dtype=torch.uint8), groups, groups)
     assert isinstance(device.linear(odd, None, NO_EPILOGUE, torch.bfloat16), QuantizedProduct)
     assert "a product of (4, 48): torch" in caplog.text
-    assert "expanded in each step (torch's product knows no 4 bits in groups of 16)" in caplog.text
+    assert "expanded in each step (torch's 4-bit matmul does not support 4-bit groups of 16)" in caplog.text
     values, groups = torch.zeros(16, 64, dtype=torch.uint8), torch.ones(16, 2)
     even, huge = (QuantizedWeight(4, 32, values, scale * groups, groups) for scale in (1.0, 1e6))
     assert not isinstance(device.linear(even, None, NO_EPILOGUE, torch.bfloat16), TorchProduct)
@@ -228,7 +228,7 @@ def test_float8_stays_where_a_gpu_multiplies_it(
             if stays:
                 assert isinstance(device.linear(weight, None, NO_EPILOGUE, torch.bfloat16), Float8Product)
                 assert isinstance(device.table(weight, torch.bfloat16), Float8Product)
-    assert "a product of (16, 64): expanded from float8 (products of float8 need compute capability 8.9" in caplog.text
+    assert "a product of (16, 64): expanded from float8 (float8 matmuls need compute capability 8.9" in caplog.text
 
 
 def test_host_blocks_stay_registered_while_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ def test_the_product_is_that_of_the_weight(kind: str, symmetric: bool) -> None:
 
 def test_what_torch_cannot_multiply_has_a_reason() -> None:
     weight = round_to_nearest(torch.randn(64, 256), bits=4, group_size=32, symmetric=False)
-    assert unsupported_reason(weight, torch.float16) == "torch's product of 4 bits knows no torch.float16"
+    assert unsupported_reason(weight, torch.float16) == "torch's 4-bit matmul does not support torch.float16"
     odd = round_to_nearest(torch.randn(60, 256), bits=4, group_size=32, symmetric=False)
-    assert unsupported_reason(odd, torch.bfloat16) == "torch's product of 4 bits knows no 60 x 256 weights"
+    assert unsupported_reason(odd, torch.bfloat16) == "torch's 4-bit matmul does not support 60 x 256 weights"
     octets = round_to_nearest(torch.randn(64, 256), bits=8, group_size=256, symmetric=True)
-    assert unsupported_reason(octets, torch.bfloat16) == "torch's product knows no 8 bits in groups of 256"
+    assert unsupported_reason(octets, torch.bfloat16) == "torch's 4-bit matmul does not support 8-bit groups of 256"

@@ -202,7 +202,9 @@ def test_prefixed_names_mean_the_same_weights(tmp_path: Path) -> None:
 def test_pixels_that_are_no_tiles_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
     vision = load(make_idefics3(tmp_path)).vision
     assert vision is not None
-    with pytest.raises(InvalidImageError, match="square tiles of 3 channels and patches of 4 pixels, 2 of which"):
+    with pytest.raises(
+        InvalidImageError, match="square tiles with 3 channels and whole squares of 2 x 2 patches of 4 pixels"
+    ):
         vision.check(shape, 4)
     with pytest.raises(InvalidImageError, match="8 embeddings and has 4"):
         vision.check((2, 3, 16, 16), 4)

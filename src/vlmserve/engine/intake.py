@@ -125,8 +125,7 @@ class Intake:
         most = self._model.max_position
         if len(prompt.token_ids) + times > most:
             raise PromptTooLongError(
-                f"the frames of the videos span {times:,} positions, and the model has {most:,} in all; "
-                "send less of them, or a higher fps",
+                f"the videos span {times:,} positions, and the model has {most:,}; send fewer frames or a higher fps",
                 param="messages",
             )
 
@@ -150,8 +149,8 @@ class Intake:
             raise InvalidRequestError(f"an image's key has {len(image.key)} bytes, not {KEY_BYTES}", param="prompt")
         if num_bytes > self._config.encoder_cache_memory:
             raise InvalidRequestError(
-                f"an image of {image.num_embeddings} embeddings does not fit into the encoder cache, of which it "
-                f"takes {num_bytes:,} bytes; raise --encoder-cache-memory",
+                f"an image of {image.num_embeddings} embeddings needs {num_bytes:,} bytes, more than the "
+                "encoder cache has; raise --encoder-cache-memory",
                 param="messages",
             )
 

@@ -51,7 +51,7 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
     """Load the configured model. folder: the checkpoint, if already resolved. ranks: load this rank's shard. Raises
     ConfigurationError if the settings need several ranks and `ranks` is None."""
     if ranks is None and config.tensor_parallel_size > 1:
-        raise ConfigurationError("--tensor-parallel-size is for engines: this runs a model on one device")
+        raise ConfigurationError("--tensor-parallel-size is not supported here: leave it out to use one device")
     set_threads(config.num_threads, config.tensor_parallel_size)
     folder = resolve_model(config.model, config.revision, config.mmproj) if folder is None else folder
     quantization = config.quantization

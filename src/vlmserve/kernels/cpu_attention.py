@@ -32,13 +32,13 @@ def unsupported_reason(
     if device.type != "cpu":
         return f"they run on a CPU, not on {device.type}"
     if dtype not in DTYPES:
-        return f"they know no {dtype}"
+        return f"they do not support {dtype}"
     if (dtype == torch.bfloat16 or cache_type != "auto") and spec.head_size % 2:
         return f"a head of {spec.head_size} elements is not made of pairs"
     if spec.head_size > MAX_HEAD_SIZE:
         return f"a head of {spec.head_size} elements is larger than {MAX_HEAD_SIZE}"
     if spec.sinks is not None:
-        return "they know no attention sinks"
+        return "they do not support attention sinks"
     if spec.num_heads % spec.num_kv_heads:
         return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} heads of keys evenly"
     return None

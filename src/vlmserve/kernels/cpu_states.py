@@ -19,7 +19,7 @@ def unsupported_reason(spec: StateSpec, dtype: torch.dtype) -> str | None:
     if not supported_isas():
         return "the native kernels were not built"
     if dtype not in DTYPES:
-        return f"they know no {dtype}"
+        return f"they do not support {dtype}"
     if spec.kernel > extension().max_kernel:
         return f"a convolution of {spec.kernel} rows is wider than {extension().max_kernel}"
     if isinstance(spec, DeltaSpec) and (spec.key_size % _PANEL or spec.value_size % _PANEL):

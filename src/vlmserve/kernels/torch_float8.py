@@ -19,9 +19,9 @@ def unsupported_reason(weight: QuantizedWeight, capability: tuple[int, int]) -> 
     if not weight.is_float8:
         return "it is not float8"
     if capability < LEAST_CAPABILITY:
-        return f"products of float8 need compute capability 8.9, and this GPU has {capability[0]}.{capability[1]}"
+        return f"float8 matmuls need compute capability 8.9, and this GPU has {capability[0]}.{capability[1]}"
     if weight.shape[0] % 16 or weight.shape[1] % 16:
-        return f"products of float8 know no {weight.shape[0]} x {weight.shape[1]} weights"
+        return f"float8 matmuls do not support {weight.shape[0]} x {weight.shape[1]} weights"
     if capability < ROWS_CAPABILITY and not _has_one_scale(weight):
         return "products with a scale for each output need compute capability 9.0"
     return None

@@ -14,12 +14,12 @@ GROUP_SIZES = (32, 64, 128, 256)
 
 def unsupported_reason(weight: QuantizedWeight, dtype: torch.dtype) -> str | None:
     if weight.bits != 4 or weight.group_size not in GROUP_SIZES:
-        return f"torch's product knows no {weight.bits} bits in groups of {weight.group_size}"
+        return f"torch's 4-bit matmul does not support {weight.bits}-bit groups of {weight.group_size}"
     if dtype != torch.bfloat16:
-        return f"torch's product of 4 bits knows no {dtype}"
+        return f"torch's 4-bit matmul does not support {dtype}"
     out_features, in_features = weight.shape
     if out_features % 8 or in_features % weight.group_size or in_features % 32:
-        return f"torch's product of 4 bits knows no {out_features} x {in_features} weights"
+        return f"torch's 4-bit matmul does not support {out_features} x {in_features} weights"
     return None
 
 

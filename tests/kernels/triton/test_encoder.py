@@ -52,4 +52,4 @@ def test_ranges_of_several_batches_become_one(device: torch.device) -> None:
 def test_what_the_kernels_cannot_do_has_a_reason() -> None:
     assert unsupported_reason(MAX_HEAD_SIZE, torch.bfloat16) is None
     assert unsupported_reason(MAX_HEAD_SIZE + 1, torch.bfloat16) == "a head of 129 elements is larger than 128"
-    assert unsupported_reason(64, torch.float64) == "the kernels know no torch.float64"
+    assert unsupported_reason(64, torch.float64) == "the kernels do not support torch.float64"

@@ -50,7 +50,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def unsupported_reason(layers: Sequence[AttentionSpec], dtype: torch.dtype) -> str | None:
     if dtype not in DTYPES:
-        return f"the kernels know no {dtype}"
+        return f"the kernels do not support {dtype}"
     for spec in layers:
         if spec.head_size > MAX_HEAD_SIZE:
             return f"a head of {spec.head_size} elements is larger than {MAX_HEAD_SIZE}"

@@ -103,7 +103,7 @@ def rotate_rows(
 
 def unsupported_reason(head_size: int, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"the kernels know no {dtype}"
+        return f"the kernels do not support {dtype}"
     if head_size > MAX_HEAD_SIZE:
         return f"a head of {head_size} elements is larger than {MAX_HEAD_SIZE}"
     return None

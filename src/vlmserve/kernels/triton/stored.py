@@ -82,14 +82,14 @@ def store(weight: Tensor | QuantizedWeight) -> Stored:
 
 def unsupported_reason(weight: Tensor | QuantizedWeight, activation: str | None) -> str | None:
     if activation is not None and activation not in ACTIVATIONS:
-        return f"they know no activation {activation}"
+        return f"they do not support the activation {activation}"
     if isinstance(weight, Tensor):
         known = (torch.bfloat16, torch.float16, torch.float32)
-        return None if weight.dtype in known else f"they know no {weight.dtype}"
+        return None if weight.dtype in known else f"they do not support {weight.dtype}"
     if weight.is_float8:
-        return "they know no float8"
+        return "they do not support float8"
     if not weight.is_supported:
-        return f"they know no {weight.bits} bits in groups of {weight.group_size} with these scales"
+        return f"they do not support {weight.bits}-bit groups of {weight.group_size} with these scales"
     if weight.bits == 4 and weight.shape[1] % weight.group_size:
         return f"{weight.shape[1]} inputs are not whole groups of {weight.group_size}"
     return None

@@ -76,8 +76,8 @@ class Idefics3Vision(StagedVision):
         side = shape[-1] // spec.patch_size
         if len(shape) != 4 or shape[1] != spec.num_channels or shape[2] != shape[3] or not side or side % merge:
             raise InvalidImageError(
-                f"the vision tower takes square tiles of {spec.num_channels} channels and patches of {spec.patch_size} "
-                f"pixels, {merge} of which along each side make an embedding, not {shape}"
+                f"the vision tower takes square tiles with {spec.num_channels} channels and whole squares of "
+                f"{merge} x {merge} patches of {spec.patch_size} pixels, not {shape}"
             )
         embeddings = shape[0] * (side // merge) ** 2
         if embeddings != num_tokens:
