@@ -51,11 +51,11 @@ SLOW = frozenset(
 """The files, as paths within ``tests``."""
 
 LONGEST = """
-    kernels/test_other_processors.py kernels/triton/test_emulated.py scaleout/test_ray.py web/test_chat.py
-    server/test_ranks.py test_gguf.py engine/test_tiles.py server/test_run.py engine/test_stress.py
-    calibration/test_run.py kernels/triton/test_attention.py engine/test_ranks.py engine/test_structured.py
-    server/test_supervision.py server/test_attacks.py scaleout/test_faults.py models/test_gguf.py
-    server/test_hostile_files.py server/test_hostile_grammars.py server/test_batch_faults.py
+    kernels/triton/test_emulated.py kernels/test_other_processors.py kernels/triton/test_compiled.py
+    scaleout/test_ray.py web/test_chat.py server/test_ranks.py test_gguf.py engine/test_tiles.py server/test_run.py
+    engine/test_stress.py calibration/test_run.py kernels/triton/test_attention.py engine/test_ranks.py
+    engine/test_structured.py server/test_supervision.py server/test_attacks.py scaleout/test_faults.py
+    models/test_gguf.py server/test_hostile_files.py server/test_hostile_grammars.py server/test_batch_faults.py
 """.split()
 """The longest files, with the longest one first: workers begin with them, so that none has one left at the end."""
 

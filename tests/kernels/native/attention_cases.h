@@ -43,12 +43,13 @@ public:
         for (long i = 0; i < sequences * table_stride_; ++i) blocks_.push_back(static_cast<std::int32_t>(i));
         for (std::size_t i = blocks_.size(); i-- > 1;)
             std::swap(blocks_[i], blocks_[static_cast<std::size_t>(random.below(static_cast<long>(i) + 1))]);
-        for (long position = 0; position < MOST_TOKENS; ++position)
-            for (long i = 0; i < shape.rope_size / 2; ++i) {
-                double frequency = std::pow(100.0, -2.0 * static_cast<double>(i) / static_cast<double>(shape.rope_size));
-                double angle = static_cast<double>(position) * frequency;
-                cos_.push_back(static_cast<float>(std::cos(angle)));
-                sin_.push_back(static_cast<float>(std::sin(angle)));
+        std::vector<double> frequencies;
+        for (long i = 0; i < shape.rope_size / 2; ++i)
+            frequencies.push_back(std::pow(100.0, -2.0 * static_cast<double>(i) / static_cast<double>(shape.rope_size)));
+        for (long position = 0; position < MOST_ROTATED; ++position)
+            for (double frequency : frequencies) {
+                cos_.push_back(static_cast<float>(std::cos(static_cast<double>(position) * frequency)));
+                sin_.push_back(static_cast<float>(std::sin(static_cast<double>(position) * frequency)));
             }
     }
 
@@ -98,6 +99,7 @@ public:
 
 private:
     static constexpr long MOST_TOKENS = 700;
+    static constexpr long MOST_ROTATED = 64;  // tokens of a sequence whose heads are rotated
 
     // What a step's arguments say of its tokens.
     struct Batch {

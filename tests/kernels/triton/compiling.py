@@ -30,8 +30,8 @@ from tests.built import FOLDER
 from tests.kernels.triton.cases import Case, all_cases
 
 EVERYWHERE = re.compile(
-    r"1 x 4096 x 28672 of [48]|attention of chunks, heads of 128, .*reach$|attention of images, .* 32 keys|rotary .* 8"
-    r"|delta chunks"
+    r"1 x 4096 x 28672 of [48] bits$|attention of chunks, heads of 128, .*reach$|attention of images, .* 32 keys"
+    r"|rotary .* fp8|delta chunks: states"
 )
 """Kernels that are compiled for all architectures: those with instructions that not all have, and the one that takes
 most registers. The others are for sm_90 alone, since each takes two seconds."""

@@ -13,14 +13,23 @@ HOPPER = """
 kernels/triton/test_adapters.py::test_many_rows_have_their_adapters_too
 kernels/triton/test_adapters.py::test_rows_are_scaled_between_the_factors
 kernels/triton/test_adapters.py::test_mixed_adapter_rows_share_a_matmul[interpreter-2-4 bits]
-kernels/triton/test_attention.py::test_a_cache_of_8_bits[interpreter-all of it-int8]
 kernels/triton/test_attention.py::test_a_mixed_batch_equals_naive_attention[interpreter-all of it]
 kernels/triton/test_attention.py::test_blocks_have_any_size[interpreter-3]
 kernels/triton/test_attention.py::test_chunks_of_few_rows_split_their_contexts[interpreter-True]
 kernels/triton/test_attention.py::test_fused_writes_equal_separate_writes[interpreter-groups of three-4-int8]
 kernels/triton/test_attention.py::test_float16_is_as_exact_as_its_inputs
 kernels/triton/test_attention.py::test_decode_count_may_be_on_the_device[interpreter-all of it-True]
-kernels/triton/test_bfloat16.py
+kernels/triton/test_bfloat16.py::test_attention[interpreter-128-fp8]
+kernels/triton/test_bfloat16.py::test_attention[interpreter-128-int8]
+kernels/triton/test_bfloat16.py::test_attention[interpreter-256-auto]
+kernels/triton/test_bfloat16.py::test_attention[interpreter-512-auto]
+kernels/triton/test_bfloat16.py::test_attention_of_images
+kernels/triton/test_bfloat16.py::test_attention_with_all_that_models_ask_for
+kernels/triton/test_bfloat16.py::test_many_rows
+kernels/triton/test_bfloat16.py::test_norms
+kernels/triton/test_bfloat16.py::test_norms_between_products_of_a_7b_model
+kernels/triton/test_bfloat16.py::test_sliding_windows_of_decodes
+kernels/triton/test_bfloat16.py::test_tiles_of_a_7b_model
 kernels/triton/test_encoder.py::test_queries_and_keys_are_rotated_in_place
 kernels/triton/test_experts.py::test_experts_equal_float64[interpreter-dtype1-plain]
 kernels/triton/test_experts.py::test_experts_equal_float64[interpreter-dtype2-8 bits]
