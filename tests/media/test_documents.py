@@ -135,7 +135,7 @@ def test_cache_key_covers_pixels_and_salt() -> None:
         ("5", InvalidDocumentError, "no page 5: the document has 4"),
         ("1-999999999", InvalidDocumentError, "no page 999,999,999"),
         ("5-", InvalidDocumentError, "no page 5"),
-        (None, DocumentTooLargeError, r'has 4 pages.*the 3 that.*--max-document-pages.*"pages": "1-3,7"'),
+        (None, DocumentTooLargeError, r'has 4 pages.*3 left.*--max-document-pages.*"pages": "1-3,7"'),
         ("1-2,3-4", DocumentTooLargeError, "--max-document-pages"),
     ],
 )

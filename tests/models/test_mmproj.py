@@ -150,7 +150,7 @@ def test_a_glm_4v_tower_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_files_that_do_not_belong_together_are_refused(files: Files, qwen: Files, tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"of a qwen2_vl model, and .* is of architecture llama"):
+    with pytest.raises(ModelLoadError, match=r"is for qwen2_vl, but .* is llama"):
         resolve_model(str(files.model), mmproj=str(qwen.mmproj))
     plain = make_text_model(tmp_path / "folder", Qwen2ForCausalLM, Qwen2Config)
     model = write_gguf(plain, tmp_path / "model.gguf", architecture=gguf.MODEL_ARCH.QWEN2VL)
