@@ -156,6 +156,20 @@ def test_a_published_model_keeps_knowledge_in_int4(exact: LLM) -> None:
 
 
 @needs_published
+@pytest.mark.parametrize(("scheme", "least"), [("int8", 0.98), ("int4", 0.99)])
+def test_published_weights_keep_vectors_when_quantized(exact: LLM, scheme: str, least: float) -> None:
+    """The file's own weights have 4 bits, so int4 loses little more."""
+    texts = ["Paris is the capital of France.", "a red circle", "def add(a, b):", "Où est la gare ?"]
+    llm = LLM(str(PUBLISHED), quantize=scheme, kv_cache_memory="64MiB", max_model_len=512)
+    found, expected = (
+        np.stack([result.outputs.data for result in one.embed(texts, use_tqdm=False)]) for one in (llm, exact)
+    )
+    assert (found != expected).any()
+    assert (found * expected).sum(1).min() > least
+    assert (expected @ expected.T)[np.triu_indices(len(texts), 1)].max() < 0.95, "texts differ far more"
+
+
+@needs_published
 def test_published_prompts_are_those_of_training() -> None:
     """Token ids as the model's own tokenizer.json gives them; digits are single."""
     from vlmserve.prompt.tokenizer import Tokenizer
