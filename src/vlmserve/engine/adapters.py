@@ -29,8 +29,6 @@ class _Load(NamedTuple):
 
 
 class AdapterLoading:
-    """Owns the adapter store, and the loads that callers wait for."""
-
     def __init__(self, store: XLoraStore) -> None:
         self.store = store
         self._loads: list[_Load] = []

@@ -39,12 +39,8 @@ DIGEST_BYTES = 16
 
 
 class Job(msgspec.Struct, frozen=True):
-    """The process's settings, one line of JSON."""
-
     folder: str
-    """The checkpoint."""
     place: str
-    """The copy."""
     settings: dict[str, Any]
     """A `QuantizationConfig`."""
     kernels: str
@@ -73,7 +69,6 @@ def calibrated_copy(config: EngineConfig, folder: Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the cache folder, next to Hugging Face's."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE).parent / "vlmserve" / "quantized"
@@ -120,7 +115,6 @@ def _computed_by(folder: Path, kernels: str) -> str:
 
 
 def _digest(folder: Path, settings: dict[str, Any], computed_by: str) -> str:
-    """Return a name that covers everything that the copy depends on."""
     named = settings["calibration"]
     data = None if named is None else expanded(named)
     # The built-in data depends on this package and on Python's manual.
@@ -136,7 +130,6 @@ def _digest(folder: Path, settings: dict[str, Any], computed_by: str) -> str:
 
 
 def _data_digest(data: Path) -> bytes:
-    """Return the digest of a file, or of the names and contents of a folder's files."""
     if not data.exists():
         raise ConfigurationError(f"--quantize-calibration {data}: there is no such file or folder")
     if data.is_file():

@@ -28,7 +28,7 @@ def exit_with_parent(directory: Path | None = None) -> None:
 
 
 def socket_directory() -> Path:
-    """Create a private folder with a path short enough for sockets."""
+    """Keep the path short enough for sockets."""
     directory = Path(tempfile.mkdtemp(prefix="vlmserve-"))
     if len(str(directory)) > _MAX_SOCKET_PATH - len("/engine-beat"):
         directory.rmdir()

@@ -12,8 +12,6 @@ from vlmserve.types import EngineRequest
 
 
 class Released(NamedTuple):
-    """A request with a compiled grammar, or with the error of an invalid one."""
-
     request: EngineRequest
     error: VLMServeError | None
 
@@ -52,7 +50,6 @@ class CompilingRequests:
         self._held = [held for held in self._held if held[0].request_id not in dropped]
 
     def close(self) -> None:
-        """Cancel all requests."""
         self.abort([request.request_id for request, _ in self._held])
 
 

@@ -61,7 +61,6 @@ class DiskCache:
             memory.forgotten = []
 
     def stats(self) -> dict[str, int]:
-        """Return fields of `EngineStats`."""
         return msgspec.structs.asdict(self._fetches.tier.stats())
 
 

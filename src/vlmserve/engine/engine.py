@@ -74,7 +74,6 @@ class StepTimings:
 
     @property
     def overhead(self) -> float:
-        """Seconds outside the model and its vision tower."""
         return self.schedule + self.run.build + self.run.sample
 
 
@@ -107,7 +106,6 @@ class Engine(BaseEngine):
         folder: Path | None = None,
         followers: Followers | None = None,
     ) -> None:
-        """followers: the other ranks, if any."""
         language_model = model.language_model
         sizes = self.sizes = cache_sizes(config, model)
         of_tokens, num_pages, num_host_pages, max_model_len = sizes[:4]
@@ -233,7 +231,6 @@ class Engine(BaseEngine):
         return outputs
 
     def _update(self, step: SchedulerOutput, output: ModelRunnerOutput, ran: float) -> list[EngineOutput]:
-        """Apply the output of a step that ended at `ran`."""
         requests, answered = self.scheduler.requests, dict[str, Request]()
         for request_id in output.token_ids:
             if (request := requests.get(request_id)) is not None:
@@ -251,7 +248,6 @@ class Engine(BaseEngine):
         return outputs
 
     def _without_work(self) -> list[EngineOutput]:
-        """Wait briefly for a resource, or for a slow grammar's mask."""
         outputs = self.scheduler.end_failed()
         if not outputs:
             outputs = self._update(SchedulerOutput(), self.runner.collect(_WAIT), time.perf_counter())
@@ -261,7 +257,7 @@ class Engine(BaseEngine):
 
     @property
     def adapter_store(self) -> AdapterStore:
-        """The served adapters. Raises ConfigurationError if adapters are disabled."""
+        """Raises ConfigurationError if adapters are disabled."""
         if self._adapters is None:
             raise ConfigurationError("no adapters are served here: start with --enable-lora")
         return self._adapters.store
@@ -291,7 +287,6 @@ class Engine(BaseEngine):
         return prompt_tokens
 
     def _note_images(self, step: SchedulerOutput, timings: RunTimings, planned: float) -> None:
-        """Record a step's images, and each request's first encoding."""
         for key in step.encoded_keys:
             for request_id in self._images.cache.holders(key):
                 request = self.scheduler.requests[request_id]
@@ -425,7 +420,6 @@ def _num_tokens(output: EngineOutput) -> int:
 
 
 def _with_timings(request: Request, output: EngineOutput, now: float) -> EngineOutput:
-    """Add timings to a request's first and last output."""
     if request.answered != now and output.finish_reason is None:
         return output
     timings = RequestTimings(

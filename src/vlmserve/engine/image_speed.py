@@ -10,7 +10,7 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.remembered import Remembered
 
 SPEEDS = Remembered("image-speed.json", float)
-"""Seconds per MAC of a vision tower, by model and machine."""
+"""Seconds per MAC, by model and machine."""
 STEPS_PER_OCTAVE = 4
 """Rounding gives equal machines equal budgets."""
 

@@ -95,7 +95,6 @@ class Intake:
         return self._adapters.store[name]
 
     def _scaling_root(self, request: EngineRequest, adapter: Served | None, identity: bytes) -> bytes | None:
-        """Return the root key of a request's scaling pass, if it has one."""
         known = None if adapter is None or self._adapters is None else self._adapters.store.scaling_pass(adapter)
         return None if known is None else root_key(identity, adapter=known, salt=request.cache_salt)
 
@@ -119,7 +118,6 @@ class Intake:
         return longest
 
     def _check_times(self, prompt: Prompt) -> None:
-        """Check that video frames stay within the model's positions."""
         grids = [(span.image.grid, span.image.frame_step) for span in prompt.images]
         times = sum(int(grid[0] * step) for grid, step in grids if isinstance(grid, tuple))
         most = self._model.max_position

@@ -70,7 +70,7 @@ def check_configuration(config: EngineConfig, folder: Path) -> None:
 
 
 def _least_bytes(config: EngineConfig, layer: AttentionSpec) -> int:
-    """Return the bytes of a layer's block on each rank, without padding to whole tiles."""
+    """Excludes padding to whole tiles."""
     row = layer.head_size * (4 if config.dtype == "float32" else 2)
     if config.kv_cache_dtype != "auto":
         row = layer.head_size + SCALE_BYTES

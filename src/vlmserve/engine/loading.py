@@ -105,8 +105,6 @@ def set_threads(wanted: int | None, num_ranks: int = 1) -> None:
 
 
 class CacheSizes(NamedTuple):
-    """Sizes of the KV cache on each rank."""
-
     of_tokens: CacheBytes
     pages: int
     host_pages: int
@@ -117,7 +115,6 @@ class CacheSizes(NamedTuple):
     state_bytes: int
     """Bytes of a slot over all layers, 0 without states."""
     host_slots: int
-    """State slots in host memory."""
 
     @property
     def pools(self) -> PoolSizes:
@@ -177,7 +174,6 @@ def state_slots(config: EngineConfig, state_bytes: int, budget: int) -> int:
 
 
 def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) -> int:
-    """Return the bytes for the KV cache on each rank, as configured or measured."""
     if config.kv_cache_memory:
         return config.kv_cache_memory // config.tensor_parallel_size
 

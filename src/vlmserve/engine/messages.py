@@ -24,7 +24,6 @@ class Failure(msgspec.Struct, frozen=True):
         return cls(type(error).__name__, str(error), getattr(error, "param", None))
 
     def error(self) -> errors.VLMServeError:
-        """Recreate the error."""
         kind: type[errors.VLMServeError] = getattr(errors, self.kind)
         if issubclass(kind, errors.InvalidRequestError):
             refused: errors.VLMServeError = kind(self.message, param=self.param)
@@ -39,8 +38,6 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Drop requests immediately."""
-
     request_ids: list[str]
 
 
@@ -107,14 +104,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Inspected(msgspec.Struct, frozen=True, tag=True):
-    """The engine's state when it read `Inspect`."""
-
     snapshot: EngineSnapshot
 
 
 class Mapped(msgspec.Struct, frozen=True, tag=True):
-    """The KV blocks when the engine read `MapBlocks`."""
-
     blocks: BlockMap
 
 
@@ -140,7 +133,7 @@ _from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
 
 
 def encode(message: ToEngine | FromEngine) -> Frames:
-    """Return a message's frames. Only `Add` has more than one."""
+    """Only `Add` has several frames."""
     return pack(message) if isinstance(message, Add) else [_plain_encoder.encode(message)]
 
 

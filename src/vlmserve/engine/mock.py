@@ -138,7 +138,7 @@ class _Answer:
         return self._output([token], finish_reason)
 
     def _word(self, banned: frozenset[int]) -> int | None:
-        """Return the next own token that is allowed, else any allowed token, or None."""
+        """Return an own token if allowed, else any allowed token, or None."""
         unwanted = self.bad_words.completing(list(self.recent))
         permitted = [] if self.permitted is None else sorted(self.permitted - banned)
         skipped = banned | unwanted
@@ -156,7 +156,6 @@ class _Answer:
         )
 
     def _thought(self, thinking: Thinking) -> int | None:
-        """Return a reasoning token or a marker. None: no reasoning."""
         left = self.max_tokens - self.produced
         token = thinking.forced(left, self.shortest)
         if token is None and thinking.is_before:
@@ -245,7 +244,6 @@ class _Answer:
         return wanted if len(wanted) else possible
 
     def timings(self, now: float, *, ended: bool) -> RequestTimings:
-        """Return the timings until `now`, the time of its first token or end."""
         first = now if self.first is None else self.first
         return RequestTimings(
             self.started - self.added,
@@ -256,7 +254,6 @@ class _Answer:
         )
 
     def snapshot(self, *, runs: bool, block_size: int) -> RequestSnapshot:
-        """Return the numbers that the real engine would report."""
         prompt = self.request.prompt
         num_tokens = len(prompt.token_ids) + self.produced
         return RequestSnapshot(
@@ -346,7 +343,6 @@ class MockEngine(BaseEngine):
         return outputs
 
     def _wait_for_grammar(self) -> None:
-        """Wait briefly if all running requests wait for grammars."""
         compiling = [answer.compiled for answer in self._running.values() if answer.compiled and answer.is_compiling]
         if compiling and len(compiling) == len(self._running):
             wait(compiling, _MAX_SLEEP, FIRST_COMPLETED)

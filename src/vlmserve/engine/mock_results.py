@@ -7,7 +7,6 @@ import numpy as np
 from vlmserve.tasks import Embed, Prefill, Score, ScoreBranch, TaskResult
 
 EMBEDDING_SIZE = 64
-"""Elements of a vector."""
 
 
 def mock_result(task: Prefill | Embed | Score | ScoreBranch, digest: bytes, num_tokens: int) -> TaskResult:

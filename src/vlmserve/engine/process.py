@@ -128,7 +128,7 @@ class EngineProcess:
         return self.returncode == -signal.SIGKILL and num_killed() > self._killed_before
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the child to exit. Raises subprocess.TimeoutExpired."""
+        """Raises subprocess.TimeoutExpired."""
         return self._process.wait(timeout)
 
     def kill(self) -> None:
@@ -202,7 +202,7 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock 
 def _answer(
     engine: VLMEngine, socket: zmq.Socket[bytes], number: int, change: Callable[[], None], *, begins: bool = False
 ) -> None:
-    """Change the served adapters and send the result. begins: success is sent later."""
+    """begins: success is sent later."""
     try:
         change()
     except VLMServeError as error:
@@ -213,7 +213,7 @@ def _answer(
 
 
 def _add(engine: VLMEngine, requests: list[EngineRequest], socket: zmq.Socket[bytes]) -> list[str]:
-    """Queue requests separately. Returns accepted ids, and sends rejections."""
+    """Return accepted ids, and send rejections."""
     accepted = []
     for request in requests:
         try:
@@ -226,7 +226,6 @@ def _add(engine: VLMEngine, requests: list[EngineRequest], socket: zmq.Socket[by
 
 
 def _add_released(engine: VLMEngine, released: list[Released], socket: zmq.Socket[bytes]) -> list[str]:
-    """Queue requests with compiled grammars, like `_add`."""
     for request, error in released:
         if error is not None:
             _send(socket, Failed(request.request_id, Failure.of(error)))

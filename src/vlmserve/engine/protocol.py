@@ -66,9 +66,7 @@ class VLMEngine(Protocol):
         """Return whether a step would do anything."""
         ...
 
-    def stats(self) -> EngineStats:
-        """Return a snapshot for logs and metrics."""
-        ...
+    def stats(self) -> EngineStats: ...
 
     def inspect(self) -> EngineSnapshot:
         """Return the stats and every unfinished request, for debugging."""
@@ -85,14 +83,10 @@ class VLMEngine(Protocol):
         """
         ...
 
-    def finished_loads(self) -> list[FinishedLoad]:
-        """Return the results of loads that ended since the last call."""
-        ...
+    def finished_loads(self) -> list[FinishedLoad]: ...
 
     @property
-    def is_loading(self) -> bool:
-        """Return whether a load has no result yet."""
-        ...
+    def is_loading(self) -> bool: ...
 
     def unload_adapter(self, name: str) -> None:
         """Stop serving an adapter. Running requests keep it. Raises UnknownModelError."""

@@ -85,14 +85,12 @@ def main() -> int:
 
 
 def _steps(channel: socket.socket) -> Iterator[Sequence[Buffer]]:
-    """Yield rank 0's messages until the channel closes."""
     freeze_loaded_objects()
     while frames := receive_frames(channel):
         yield frames
 
 
 def _has_ended(channel: socket.socket) -> bool:
-    """Return whether rank 0 has ended, which this rank then noticed second."""
     readable, _, _ = select.select([channel], [], [], _PARENT_ENDS)
     return bool(readable) and channel.recv(1, socket.MSG_PEEK) == b""
 

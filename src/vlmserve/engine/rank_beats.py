@@ -23,8 +23,6 @@ def beat(pipe: int) -> None:
 
 
 class RankBeats:
-    """One rank's beats, as read by rank 0."""
-
     def __init__(self) -> None:
         self._pipe, self.theirs = os.pipe()
         """theirs: the end for `beat`. Close it here once the rank has it."""

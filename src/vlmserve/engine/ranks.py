@@ -105,7 +105,6 @@ class RankProcesses:
         self._close()
 
     def _reason(self) -> VLMServeError | None:
-        """Return why a rank ended, or None."""
         end = time.monotonic() + GRACE
         while time.monotonic() < end:
             # Other ranks end because of a killed rank.
@@ -123,7 +122,6 @@ class _Process:
         self.rank = rank
         self.beats = RankBeats()
         self.hang: str | None = None
-        """Why it was killed."""
         self.channel, theirs = socket.socketpair()
         launch = RankLaunch(
             rank=rank,
@@ -156,7 +154,6 @@ class _Process:
             raise ConnectionError(f"rank {self.rank} has ended")
 
     def reason(self) -> VLMServeError | None:
-        """Return why the rank ended. None: it runs."""
         if self.process.poll() is None and not self._is_ending():
             return None
         if self.hang is not None:

@@ -54,7 +54,6 @@ def receive_frames(channel: socket.socket) -> list[bytes | memoryview]:
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
-    """Return where each array begins, and the end."""
     offsets = [0]
     for size in sizes:
         offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)

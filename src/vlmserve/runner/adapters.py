@@ -41,7 +41,6 @@ class RunnerAdapters:
         self._device = model.device.torch_device
         self._by_digest = {NO_CHANGES: 0, NO_MIXTURE: 0}
         self._mixtures = {NO_MIXTURE: Mixture.constant(model.language_model.hidden_size, self._device)}
-        # Slots of the sampled rows.
         self._sampled: RowSlots | None = None
         self.observer: Observer | None = None
 

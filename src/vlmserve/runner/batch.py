@@ -42,7 +42,6 @@ class Batch:
     is_repeatable: bool
     """True if the device may have captured this kind of step. The batch is padded then."""
     extra: Sequence[Tensor] = ()
-    """Other uploaded tensors."""
     scaling_pass: Batch | None = None
     """X-LoRA's scaling pass, which runs first."""
 
@@ -296,7 +295,6 @@ class BatchPacker:
         return -(-num_tokens // self._block_size)
 
     def _pad(self, num_tokens: int, num_sequences: int, counts: list[int]) -> None:
-        """Append padding sequences with `counts` rows, which write to the padding block."""
         rows = slice(num_tokens, num_tokens + sum(counts))
         self._token_ids[rows] = self._positions[rows] = 0
         self._slots[:, rows] = self._padding_block * self._block_size
@@ -308,7 +306,6 @@ class BatchPacker:
             self._keep_tables(row, self._padding_tables[blocks], 0)
 
     def _reserve(self, num_tokens: int, num_rows: int, width: int) -> None:
-        """Allocate 25% more than needed."""
         if num_tokens > len(self._token_ids):
             self._token_ids, self._positions = np.empty((2, num_tokens * 5 // 4), np.int64)
             self._slots = np.empty((self._num_columns, num_tokens * 5 // 4), np.int64)
@@ -362,7 +359,6 @@ def _padding_counts(counts: Sequence[int], num_decodes: int, padding: int) -> li
 
 
 def _segments(scheduled: Sequence[ScheduledRequest], padding_counts: Sequence[int], of_pass: int) -> Segments:
-    """Split each request's rows at its state checkpoints."""
     steps = [(number, request.state_steps) for number, request in enumerate(scheduled)]
     known = [(number, step[of_pass]) for number, step in steps if step is not None]
     chunks = [(request.start, request.start + request.num_tokens) for request in scheduled]
@@ -413,7 +409,6 @@ def _has_grid(state: RequestState) -> bool:
 def _in_grids(
     scheduled: Sequence[ScheduledRequest], positions: np.ndarray, *, decodes_only: bool
 ) -> tuple[np.ndarray, int]:
-    """Return grid positions, and the maximum position + 1."""
     in_grids = _grid_positions(scheduled, positions)
     end = int(in_grids.max()) + 1
     if decodes_only and (in_grids == in_grids[0]).all():
@@ -422,7 +417,7 @@ def _in_grids(
 
 
 def _grid_positions(scheduled: Sequence[ScheduledRequest], positions: np.ndarray) -> np.ndarray:
-    """Convert token positions to int64 ``[3, tokens]``, 0 for padding rows."""
+    """Return int64 ``[3, tokens]``, 0 for padding rows."""
     result = np.zeros((3, len(positions)), np.int64)
     first = 0
     for request in scheduled:

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_STAGES = 16
 WARM_UP_REPEATS = 2
-"""Timed runs; the fastest counts."""
 
 
 class ImageEncoder:

@@ -23,7 +23,6 @@ from vlmserve.steps import BlockCopy, Bytes, SchedulerOutput
 
 class PoolSizes(NamedTuple):
     block_size: int
-    """Tokens of a block."""
     pages: int
     """Pages on the device (see `CacheLayout`), without padding pages."""
     host_pages: int = 0
@@ -134,7 +133,6 @@ def _copy_within(layer: Blocks, sources: Sequence[int], targets: Sequence[int]) 
 
 
 def _fill(layers: Sequence[Blocks], blocks: Sequence[int], contents: Sequence[Bytes]) -> None:
-    """Write contents from `KVTensors.contents` to blocks, adjacent blocks at once."""
     order = sorted(range(len(blocks)), key=blocks.__getitem__)
     places = [blocks[number] for number in order]
     rows, start = torch.from_numpy(np.stack([contents[number] for number in order])), 0

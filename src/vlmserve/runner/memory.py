@@ -94,13 +94,11 @@ def run_largest_graphs(model: LoadedModel, *, num_decodes: int, block_size: int)
 
 
 def graph_inputs_bytes(model: LoadedModel, num_decodes: int) -> int:
-    """Return the bytes of the inputs that graphs share."""
     elements = num_decodes * model.language_model.hidden_size + math.prod(_tiles_shape(model) or (0,))
     return elements * model.dtype.itemsize
 
 
 def _tiles_shape(model: LoadedModel) -> tuple[int, ...] | None:
-    """Return the shape of the maximum number of captured tiles, or None."""
     if not isinstance(model.vision, TileEncoder) or (shape := model.vision.example_shape) is None:
         return None
     return (MOST_TILES, *shape[1:])

@@ -20,8 +20,6 @@ from vlmserve.types import Grammar, SamplingParams
 
 
 class RankStep(msgspec.Struct, frozen=True):
-    """A step for a following rank, without sampling data."""
-
     step: SchedulerOutput
     token_ids: dict[str, list[int]]
     """Tokens that the previous step sampled, by request."""
@@ -104,12 +102,10 @@ class FollowingRunner(ModelRunner):
     def _draws_later(self, scheduled: list[ScheduledRequest]) -> bool:
         return False
 
-    def _sample(self, run: Run, scheduled: list[ScheduledRequest], output: ModelRunnerOutput) -> None:
-        """Do nothing: rank 0 samples."""
+    def _sample(self, run: Run, scheduled: list[ScheduledRequest], output: ModelRunnerOutput) -> None: ...
 
 
 def _unsampled(request: NewRequest) -> NewRequest:
-    """Remove sampling data."""
     kept = SamplingParams(prompt_logprobs=request.params.prompt_logprobs)
     return msgspec.structs.replace(request, params=kept, thoughts=None)
 

@@ -67,7 +67,6 @@ class RequestState:
         """guides: for grammars. layers: for embeddings."""
         self.request_id = request.request_id
         self.token_ids = list(request.token_ids)
-        """Prompt and answer."""
         self.num_prompt_tokens = request.num_prompt_tokens
         self.block_tables = [array("i", blocks) for blocks in request.block_ids]
         """By pass of the model and cache column. A preempted request gets new lists."""
@@ -168,7 +167,6 @@ class RequestState:
         return self.max_len - len(self.token_ids)
 
     def settles(self, token_id: int) -> bool:
-        """Return whether the guide may replace a sampled token."""
         if self.guide is None or not self.guide.searches:
             return False
         return self.thinking is None or not self.thinking.takes(token_id)
@@ -191,7 +189,7 @@ class RequestState:
                 self.guide.expect(mask, self._left)
 
     def _next_mask(self) -> ComputeMask | None:
-        """Return a function that computes the next token's mask. None: inside reasoning."""
+        """None: inside reasoning."""
         if self.is_thinking:
             return None
         ends, left = self.end_token_ids, self._left
@@ -221,7 +219,6 @@ class RequestState:
         return unwanted
 
     def _text_tokens(self, instead: Sequence[int] = ()) -> list[int]:
-        """Return the prompt with `instead` for each image."""
         token_ids, start = [], 0
         for image in self.images:
             token_ids += [*self.token_ids[start : image.start], *instead]
@@ -259,7 +256,6 @@ class RequestStates:
         return len(self._states)
 
     def append(self, token_ids: Mapping[str, Sequence[int]]) -> None:
-        """Append tokens that another runner sampled."""
         for request_id, tokens in token_ids.items():
             state = self._states[request_id]
             for token in tokens:

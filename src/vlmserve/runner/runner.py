@@ -38,7 +38,6 @@ class Run(NamedTuple):
     hidden: Tensor
     """Final hidden states, of all rows if a prompt is scored."""
     of_heads: Tensor | None
-    """Final hidden states of `head_rows`."""
     logits: Tensor
     later: DrawLater | None
     """Samples asynchronously, one token for each of `sampled`."""
@@ -54,7 +53,6 @@ def _costliest(scheduled: list[ScheduledRequest]) -> ScheduledRequest:
 def _fail(
     output: ModelRunnerOutput, scheduled: list[ScheduledRequest], failing: list[ScheduledRequest]
 ) -> list[ScheduledRequest]:
-    """Output out-of-memory failures, and return the other requests."""
     for request in failing:
         output.token_ids[request.state.request_id] = []
         output.failures[request.state.request_id] = RequestFailure("out_of_memory")
@@ -200,7 +198,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _launch(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Start a step. The returned function waits for its output."""
+        """The returned function waits for the step's output."""
         device = self.model.device
         clock = device.clock()
         if self._adapters is not None:
@@ -276,7 +274,7 @@ class ModelRunner:
     def _sample(
         self, run: Run, scheduled: list[ScheduledRequest], output: ModelRunnerOutput
     ) -> Callable[[], list[int]] | None:
-        """Sample the step's tokens and late rows. Returns a function that waits for asynchronously sampled tokens."""
+        """The returned function waits for asynchronously sampled tokens."""
         device = self.model.device
         if run.later is None:
             self._sampler.sample(run.logits, scheduled, output)
@@ -288,7 +286,6 @@ class ModelRunner:
         return device.download(drawn)
 
     def _draws_later(self, scheduled: list[ScheduledRequest]) -> bool:
-        """Return whether the device may sample a step asynchronously."""
         return can_draw_later(scheduled)
 
     def _compute(self, scheduled: list[ScheduledRequest], clock: Clock | None) -> Run | None:
@@ -357,7 +354,6 @@ class ModelRunner:
         return language_model.forward(embeddings, batch.positions, batch.metadata, caches, features, wanted, states)
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """Return float32 ``[rows, vocabulary]``."""
         language_model = self.model.language_model
         out = self.model.device.logits_buffer(len(hidden), language_model.vocab_size)
         return language_model.logits(hidden, out)

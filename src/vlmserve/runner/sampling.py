@@ -43,7 +43,6 @@ class TokenSampler:
     """
 
     def __init__(self, draw: Draw, device: torch.device) -> None:
-        """draw: the device's sampling kernel."""
         self._draw, self._device = draw, device
         self._late: dict[str, _Row] = {}
 
@@ -88,7 +87,7 @@ class TokenSampler:
     def _round(
         self, rows: Sequence[_Row], logits: Tensor | None, output: ModelRunnerOutput, deadline: float
     ) -> list[_Row]:
-        """Sample a token of each row. Returns the rows after accepted drafts."""
+        """Returns the rows after accepted drafts."""
         if any([row.state.guide for row in rows]):
             _wait(rows, deadline)
         ready = []

@@ -34,7 +34,6 @@ _LEAST_ROWS_BESIDE = 3
 SCALED_ROWS = 128
 """Maximum rows of X-LoRA chunks. Larger chunks use the same scaling kernels."""
 _IMAGE = b"warm-up"
-"""Key of the image's embeddings."""
 ROWS_OF_DRAFTS = (1, 2, 4, 8, 16, 32)
 _ROUNDS_OF_DRAFTS = 3
 _SECONDS_OF_DRAFTS = 1.0
@@ -124,7 +123,6 @@ def _prompts(runner: ModelRunner, most: int, max_model_len: int) -> list[Callabl
 
 
 def _has_kernels_of_images(model: LoadedModel) -> bool:
-    """Return whether image rows have other attention or positions."""
     decoder = model.language_model
     return decoder.grid_positions or decoder.bidirectional in ("images", "prefix")
 
@@ -147,7 +145,6 @@ def time_rows(runner: ModelRunner, max_rows: int) -> list[tuple[int, float]]:
 
 
 def _check_drafts(runner: ModelRunner, rows: int) -> float:
-    """Verify `rows - 1` drafts and return the seconds."""
     request = msgspec.structs.replace(_request(runner, 0, 1, max_tokens=rows), num_tokens=rows, max_len=rows + 1)
     drafts = {request.request_id: [0] * (rows - 1)} if rows > 1 else {}
     started = time.perf_counter()

@@ -39,7 +39,6 @@ class EmbedHead(Head):
         return self._finished(vector[None])[0]
 
     def _finished(self, rows: Tensor) -> Tensor:
-        """Convert pooled states to embeddings."""
         rows = rows if self._layers is None else self._layers(rows)
         rows = rows[:, : self._task.dimensions]
         return torch.nn.functional.normalize(rows, dim=1) if self._task.normalize else rows
