@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Check an installed wheel, as someone who has nothing else: the kernels are inside, and the model answers rightly.
+"""Check an installed wheel as a newcomer: kernels, questions on the command line, downloads, the API and the page.
 
-Runs with the interpreter into which the wheel was installed, in an empty home and an empty folder, without the hub.
+Runs with the interpreter into which the wheel was installed, in an empty home and an empty folder. A stand-in replaces
+the hub. The page is checked where Playwright and Chromium are installed.
 
     python .ci/wheel.py examples/shapes.png
 """
@@ -20,8 +21,10 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
+ROOT = Path(__file__).parent.parent
 QUESTION = "What colour is the circle?"
 TIMEOUT = 120.0
 LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -40,11 +43,51 @@ def check_kernels(home: Path) -> None:
 
 
 def check_ask(home: Path, image: Path) -> None:
+    check_answer("vlmserve ask", run(home, "ask", str(image), QUESTION))
+
+
+def check_run(home: Path, image: Path) -> None:
+    done = run(home, "run", "pixie", typed=f"/image {image}\n{QUESTION}\n/quit\n")
+    check_answer("vlmserve run", done)
+
+
+def check_downloads(home: Path) -> None:
+    """A model is downloaded, listed and removed."""
+    from tests.hub import REPOSITORY, serving_hub
+
+    with serving_hub() as hub:
+        for words, is_there in ((("pull", REPOSITORY), True), (("rm", "--yes", REPOSITORY), False)):
+            run(home, *words, HF_ENDPOINT=hub, HF_HUB_OFFLINE="0")
+            if (REPOSITORY in run(home, "list")) != is_there:
+                sys.exit(f"vlmserve list {'lacks' if is_there else 'has'} {REPOSITORY} after vlmserve {words[0]}")
+    print("vlmserve pull, list and rm: a model came and went", flush=True)
+
+
+def check_page(url: str, image: Path) -> None:
+    """The page answers a question about an image in Chromium."""
+    if find_spec("playwright") is None:
+        return print("The page was not opened: Playwright is not installed", flush=True)
+    from playwright.sync_api import sync_playwright
+
+    from tests.web.browser import ARGUMENTS, find_chromium
+    from tests.web.page import answer_of, ask
+
+    if (chromium := find_chromium()) is None:
+        return print("The page was not opened: there is no Chromium", flush=True)
+    with sync_playwright() as driver:
+        page = driver.chromium.launch(executable_path=chromium, args=ARGUMENTS).new_page()
+        page.goto(url)
+        ask(page, QUESTION, image)
+        check_answer("The page", answer_of(page, 0))
+
+
+def run(home: Path, *words: str, typed: str = "", **variables: str) -> str:
+    """What a command prints."""
     done = subprocess.run(
-        command("ask", str(image), QUESTION), cwd=home, env=environment(home), stdout=subprocess.PIPE, text=True,
+        command(*words), cwd=home, env=environment(home) | variables, input=typed, stdout=subprocess.PIPE, text=True,
         timeout=TIMEOUT, check=True,
     )  # fmt: skip
-    check_answer("vlmserve ask", done.stdout)
+    return done.stdout
 
 
 def check_serve(home: Path, image: Path) -> None:
@@ -61,10 +104,11 @@ def check_serve(home: Path, image: Path) -> None:
         with LOCAL.open(request, timeout=TIMEOUT) as response:
             answer = json.load(response)["choices"][0]["message"]["content"]
         with LOCAL.open(url, timeout=TIMEOUT) as response:
-            page = response.read()
-    check_answer("vlmserve serve", answer)
-    if b"<script" not in page:
-        sys.exit(f"the server's page is not in the wheel: {page[:200]!r}")
+            document = response.read()
+        check_answer("vlmserve serve", answer)
+        if b"<script" not in document:
+            sys.exit(f"the server's page is not in the wheel: {document[:200]!r}")
+        check_page(url, image)
 
 
 @contextmanager
@@ -112,11 +156,14 @@ def environment(home: Path) -> dict[str, str]:
 
 def main() -> None:
     image = Path(sys.argv[1]).resolve()
+    sys.path.append(str(ROOT))  # for helpers of the tests that need nothing but the standard library
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         check_kernels(home)
         check_ask(home, image)
+        check_run(home, image)
+        check_downloads(home)
         check_serve(home, image)
     print(f"The wheel works; checked in {time.monotonic() - started:.0f} s")
 

@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -23,6 +25,7 @@ from typer.testing import CliRunner
 from tests.mock_checkpoint import make_mock_checkpoint
 from tests.waiting import wait_until
 from vlmserve.cli import app
+from vlmserve.errors import ModelLoadError
 
 pytestmark = [
     pytest.mark.ray,
@@ -191,6 +194,27 @@ def test_a_worker_with_another_model_joins_and_leaves(cluster, tmp_path):
     wait_for(cluster.url)
     assert ask(cluster.url, "other").status_code == 404
     assert ask(cluster.url).status_code == 200
+
+
+def test_start_shows_progress_without_rays_lines(cluster):
+    start = cluster.log().partition("2 of 2 workers loaded\n")
+    steps = [re.fullmatch(r" *[\d.]+ s  (.+)", line) for line in (start[0] + start[1]).splitlines()]
+    assert all(steps), cluster.log()
+    assert steps[0][1] == "Starting Ray"
+    assert Path(steps[1][1].rpartition(": ")[2], "raylet.out").is_file()
+    assert cluster.lines == [cluster.lines[0]]
+
+
+def test_failed_worker_ends_the_start(monkeypatch):
+    from vlmserve.scaleout.ray import starting
+
+    trace = "It failed to start.\nTraceback:\n  File ...\nvlmserve.errors.ModelLoadError: ./eyes has no weights\n"
+    deployment = SimpleNamespace(replica_states={}, message=trace)
+    application = SimpleNamespace(status="DEPLOY_FAILED", message="it failed", deployments={"worker": deployment})
+    status = SimpleNamespace(applications={"workers eyes": application})
+    monkeypatch.setattr(starting.serve, "status", lambda: status)
+    with pytest.raises(ModelLoadError, match=r"^workers eyes cannot start: ./eyes has no weights$"):
+        starting.wait_until_running(threading.Event(), 1)
 
 
 def test_second_gateway_serves_and_a_third_replaces_it(cluster):

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import ray
 from ray import serve
 from ray._private import ray_constants, services
+from ray._private.authentication import authentication_token_setup
+from ray.serve._private.constants import SERVE_LOGGER_NAME
 
 from vlmserve.cores import usable_cores
 from vlmserve.errors import ConfigurationError
@@ -22,6 +24,7 @@ from vlmserve.scaleout.ray import head
 from vlmserve.scaleout.ray.deployments import gateway_application, worker_application, worker_launch
 from vlmserve.scaleout.ray.directory import NAMESPACE
 from vlmserve.scaleout.ray.membership import Membership
+from vlmserve.scaleout.ray.starting import show, wait_until_ready, wait_until_running
 from vlmserve.scaleout.settings import GatewayConfig, WorkerKind
 from vlmserve.scaleout.storage import check_local, check_shared, refuse_local
 from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
@@ -52,28 +55,30 @@ def up(kinds: Sequence[WorkerKind], server: ServerConfig, gateway: GatewayConfig
     set_up_logging(server.log_format, "cluster", level_number(server.log_level))
     check_local([kind.server for kind in kinds for _ in range(kind.count)])
     check_port(server)
+    show("Starting Ray")
     cores, workers = usable_cores(), sum(kind.count for kind in kinds)
     kinds = [kind.ready(max(1, cores // workers)) for kind in kinds]
     models = ", ".join(dict.fromkeys(kind.engine.model for kind in kinds))
-    with _stopped() as stopped, _local_ray(cores):
+    with _stopped() as stopped, _local_ray(cores), _serve(server.shutdown_grace + _EXTRA_GRACE):
         # Ray must not reserve cores: the engines share them by their numbers of threads.
-        applications = [
-            worker_application(
-                kind.name, kind.engine, kind.media, kind.server, count=kind.count,
-                resources={"num_cpus": 0.01, **({"num_gpus": kind.gpus} if kind.gpus else {})},
+        targets = [
+            serve.RunTarget(
+                worker_application(
+                    kind.name, kind.engine, kind.media, kind.server, count=kind.count,
+                    resources={"num_cpus": 0.01, **({"num_gpus": kind.gpus} if kind.gpus else {})},
+                ),
+                name=f"workers {kind.name}",
+                route_prefix=None,
             )
             for kind in kinds
         ]  # fmt: skip
-        with _serve(server.shutdown_grace + _EXTRA_GRACE):
-            serve.run_many(
-                [
-                    serve.RunTarget(application, name=f"workers {kind.name}", route_prefix=None)
-                    for kind, application in zip(kinds, applications, strict=True)
-                ]
-            )
-            front = gateway_application(server, gateway, resources={"num_cpus": 0.01})
-            handle = serve.run(front, name="gateway", route_prefix=None)
+        front = gateway_application(server, gateway, resources={"num_cpus": 0.01})
+        targets.append(serve.RunTarget(front, name="gateway", route_prefix=None))
+        # The gateway starts beside the workers, which register with it once they are up.
+        *_, handle = serve.run_many(targets, wait_for_applications_running=False)
+        if wait_until_running(stopped, workers):
             url = handle.remote().result()
+            wait_until_ready(url, stopped)
             print(f"vlmserve is ready: {url} ({workers} workers with {models})", flush=True)
             _wait_for_stop(stopped)
 
@@ -159,16 +164,24 @@ def _local_ray(cores: int) -> Iterator[None]:
     """Start a Ray that only this machine reaches."""
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
     _keep_to_loopback()
+    logging.getLogger(authentication_token_setup.__name__).addFilter(_concerns_users)
     ray.init(
         address="local", num_cpus=max(2, cores), include_dashboard=False, object_store_memory=_OBJECT_STORE,
-        namespace=NAMESPACE, logging_level="WARNING",
+        namespace=NAMESPACE, logging_level="WARNING", log_to_driver=False,
     )  # fmt: skip
+    logging.getLogger(SERVE_LOGGER_NAME).setLevel(logging.WARNING)
+    show(f"Ray runs; logs of Ray, workers and gateway: {head.log_folder()}")
     try:
         yield
     finally:
         left = head.family() if head.has_ended() else []  # Ray's agents wait for their head
         ray.shutdown()
         head.kill(left)
+
+
+def _concerns_users(record: logging.LogRecord) -> bool:
+    """Return False for Ray's remark that its default asks for tokens."""
+    return "authentication is enabled" not in record.getMessage()
 
 
 def _keep_to_loopback() -> None:

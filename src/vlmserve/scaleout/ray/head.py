@@ -27,6 +27,11 @@ def has_ended() -> bool:
     return node is not None and any(kind == ray_constants.PROCESS_TYPE_GCS_SERVER for kind, _ in node.dead_processes())
 
 
+def log_folder() -> str:
+    """Return the folder of the logs of Ray and of the processes that it started."""
+    return str(ray_worker._global_node.get_logs_dir_path())
+
+
 def drain_members(grace: float) -> None:
     """Let workers and gateways finish their requests, for at most `grace` seconds. Ray Serve cannot without a head."""
     members = []
