@@ -182,7 +182,6 @@ class CacheLayout:
 
 
 def _unused(counts: Sequence[int], size: int) -> float:
-    """Fraction of unused slots if pages hold `size` layers."""
     slots = sum(-(-count // size) for count in counts) * size
     return 1 - sum(counts) / slots
 

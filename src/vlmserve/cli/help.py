@@ -59,7 +59,6 @@ def usage_errors(context: Any) -> Iterator[None]:
 
 
 def _usage_text(error: Any, context: Any) -> str:
-    """The error, beginning with the flag, as errors of settings do."""
     if (name := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
         flags = [flag for param in context.command.params for flag in (*param.opts, *param.secondary_opts)]
         return f"there is no flag {name}{did_you_mean(name, flags)}"

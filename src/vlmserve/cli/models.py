@@ -50,7 +50,6 @@ def show_models(*, as_markdown: bool, families: bool) -> None:
 
 
 def _free_memory() -> int:
-    """Free bytes of the device that a model would run on."""
     if shutil.which("nvidia-smi") is None and sys.platform != "darwin":
         return free_memory()  # without torch, whose import takes seconds
     from vlmserve.devices.choice import find_device, free_device_memory

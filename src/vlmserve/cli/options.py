@@ -179,7 +179,6 @@ def _choices(field: FieldInfo) -> list[str]:
 
 
 def _completion(choices: Collection[str]) -> Callable[[str], list[str]] | None:
-    """Completes a value in a shell."""
     if not choices:
         return None
 

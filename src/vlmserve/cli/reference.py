@@ -157,7 +157,6 @@ def _flags(
 
 
 def _together(entries: Iterable[tuple[str, EntryT]]) -> Iterable[tuple[str, EntryT]]:
-    """Merge neighbours that share an entry into one row."""
     for _, group in groupby(entries, key=lambda pair: id(pair[1])):
         rows = list(group)
         yield ", ".join(f"`{name}`" for name, _ in rows), rows[0][1]

@@ -158,7 +158,6 @@ def _of_worker(name: str, workers: Mapping[str, dict[str, Found]], place: str) -
 
 
 def _header(section: str, worker: str = "NAME") -> str:
-    """The TOML header of a section."""
     if section != _WORKERS:
         return section
     return f"{section}.{worker if _BARE_KEY.fullmatch(worker) else toml(worker)}"

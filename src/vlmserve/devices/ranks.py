@@ -68,7 +68,6 @@ def join(store: Any, rank: int, size: int, device: torch.device) -> ProcessRanks
 
 
 def _loopback(gloo: Any) -> Any:
-    """Restrict gloo to the loopback interface."""
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = TIMEOUT

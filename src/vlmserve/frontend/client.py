@@ -326,7 +326,6 @@ class EngineClient:
             self._idle.set()
 
     def _gone(self) -> VLMServeError | None:
-        """The error of requests that the engine cannot answer."""
         if self.death is not None:
             return EngineDeadError(self.death)
         return UnavailableError("The engine is being closed") if self._closing else None

@@ -55,11 +55,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Renderer:
-    """Renders conversations with a checkpoint's chat template.
-
-    adds_special_tokens: the tokenizer adds special tokens that the template omits. In Transformers, processors do this
-    and tokenizers do not.
-    """
+    """Renders conversations with a checkpoint's chat template."""
 
     template: ChatTemplate
     tool_template: ChatTemplate
@@ -67,6 +63,9 @@ class Renderer:
     tokenizer: Tokenizer
     answers: AnswerFormats
     adds_special_tokens: bool
+    """The tokenizer adds special tokens that the template omits. In Transformers, processors do this and tokenizers do
+    not.
+    """
 
     def render(
         self, messages: Sequence[Message], counts: Mapping[MediaKind, int], options: ConversationOptions

@@ -31,10 +31,11 @@ class FrameLimits:
 
 @dataclass(frozen=True)
 class VideosAsImages:
-    """Shows videos to a model that takes only images. processor: of frames."""
+    """Shows videos to a model that takes only images."""
 
     form: FrameForm
     processor: ImageProcessor
+    """Image processor of frames."""
     limits: MediaConfig
     cache: ImageCache
 

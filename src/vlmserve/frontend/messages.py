@@ -154,7 +154,6 @@ def check_begun(messages: Sequence[Message]) -> None:
 
 
 def _reasoning(message: Mapping[str, Any], place: str) -> str | None:
-    """The assistant's reasoning, under any name that clients send."""
     for name in REASONING_FIELDS:
         text = message.get(name)
         if text is None:
@@ -167,11 +166,12 @@ def _reasoning(message: Mapping[str, Any], place: str) -> str | None:
 
 
 class _IncompleteCall(NamedTuple):
-    """A tool call that the token limit cut off. arguments: the text written so far."""
+    """A tool call that the token limit cut off."""
 
     id: str
     name: str
     arguments: str
+    """The text written so far."""
 
     @property
     def text(self) -> str:

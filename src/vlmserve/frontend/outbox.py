@@ -60,7 +60,6 @@ class Outbox:
 
 
 def _merged(kind: type, messages: list[Any]) -> list[ToEngine]:
-    """Merge messages of the same kind."""
     if kind is Add:
         return [Add([request for message in messages for request in message.requests])]
     if kind is Abort:

@@ -20,17 +20,15 @@ from vlmserve.types import Thoughts
 
 @dataclass(frozen=True)
 class ReasoningForm:
-    """The markers around reasoning.
-
-    always_begun: every answer begins with reasoning, even without `start`. title: text after `start` that is not
-    reasoning.
-    """
+    """The markers around reasoning."""
 
     name: str
     start: str
     end: str
     always_begun: bool = False
+    """Every answer begins with reasoning, even without `start`."""
     title: str = ""
+    """Text after `start` that is not reasoning."""
 
 
 _FORMS = {
@@ -51,14 +49,13 @@ _BLANKS = ("\n", "\n\n", " ")
 
 @dataclass(frozen=True)
 class Reasoning:
-    """The form of a model's reasoning, with the token ids of its markers. blank_ids: whitespace that may precede
-    `start_id`.
-    """
+    """The form of a model's reasoning, with the token ids of its markers."""
 
     form: ReasoningForm
     start_id: int
     end_id: int
     blank_ids: tuple[int, ...] = ()
+    """Whitespace that may precede `start_id`."""
 
     def after(self, prompt: str, begun_answer: str | None = None) -> Thoughts | None:
         """The reasoning state of answers to a prompt; None if the template has already closed the reasoning (thinking
@@ -183,7 +180,6 @@ class AnswerText:
         return Said(thought, self._stripped(said + self._text.finish(end_token_id)))
 
     def _think(self, thinking: Thinking, token_id: int) -> str:
-        """New reasoning text for a token."""
         self.num_reasoning_tokens += len(self._waiting) + 1
         self._text.num_tokens_before = self.num_reasoning_tokens
         self._waiting = []

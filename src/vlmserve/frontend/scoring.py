@@ -118,7 +118,6 @@ class VectorScorer(Scorer):
         return float(query.astype(np.float64) @ document.astype(np.float64))
 
     def _most(self, query: Result) -> int:
-        """A document's maximum score."""
         return 1
 
 

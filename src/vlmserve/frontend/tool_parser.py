@@ -107,7 +107,6 @@ class ToolParser:
         return self._say(text)
 
     def _read_between(self) -> list[Event]:
-        """Between calls, only the form's separators occur."""
         start = self._form.call_start
         place = self._held.find(start)
         self._held = self._held[place if place >= 0 else len(self._held) - overlap(self._held, start) :]

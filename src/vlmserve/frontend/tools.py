@@ -17,14 +17,14 @@ from vlmserve.types import Grammar
 
 @dataclass(frozen=True)
 class Function:
-    """A function that can be called. parameters: a JSON schema of its arguments. strict: reject unsupported schema
-    keywords instead of ignoring them.
-    """
+    """A function that can be called."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    """A JSON schema of its arguments."""
     strict: bool = False
+    """Reject unsupported schema keywords instead of ignoring them."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -43,16 +43,15 @@ class Function:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """How an answer may use tools.
-
-    must_call: at least one call. parallel: several calls are allowed. allowed: names of the tools that may be called;
-    None: all in the prompt.
-    """
+    """How an answer may use tools."""
 
     functions: tuple[Function, ...]
     must_call: bool = False
+    """At least one call."""
     parallel: bool = True
+    """Several calls are allowed."""
     allowed: frozenset[str] | None = None
+    """Names of the tools that may be called; None: all in the prompt."""
 
     @property
     def callable(self) -> Sequence[Function]:
@@ -259,7 +258,6 @@ def _kind(part: ImagePart | VideoPart) -> str:
 
 
 def _user(*parts: Part) -> Message:
-    """A user message in which adjacent texts are merged."""
     joined: list[Part] = []
     for part in parts:
         last = joined[-1] if joined else None

@@ -153,7 +153,6 @@ def http_failure(status: int, body: bytes) -> RequestFailedError:
 
 
 def _describe(body: bytes) -> tuple[str, str]:
-    """The code of an error, after a space, and its message."""
     try:
         error = msgspec.json.decode(body, type=_Error)
         if bytes(error.error)[:1] == b"{":

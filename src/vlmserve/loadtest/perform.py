@@ -198,7 +198,6 @@ class _Test:
 
 
 def _check(config: TestConfig) -> None:
-    """Raise ConfigurationError for settings that conflict."""
     try:
         objectives = config.goal.objectives
     except ValueError as error:

@@ -192,7 +192,6 @@ async def _prompt_tokens(target: Target, words: Sequence[str]) -> int | None:
 
 
 def _check_lengths(config: TestConfig, max_model_len: int | None) -> None:
-    """Raise ConfigurationError for random texts that exceed the known context length."""
     workload = config.workload
     longest = (1 + workload.random_range_ratio) * (workload.random_input_len + workload.random_output_len)
     wanted = int(longest * workload.turns) + workload.random_prefix_len

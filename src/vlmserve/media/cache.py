@@ -21,13 +21,13 @@ _POLL_INTERVAL = 0.1
 
 
 class ImageCacheStats(msgspec.Struct, frozen=True):
-    """hits: images found or in preparation. misses: prepared images."""
-
     num_images: int
     used_bytes: int
     capacity_bytes: int
     hits: int
+    """Images found or in preparation."""
     misses: int
+    """Prepared images."""
 
 
 class ImageCache:

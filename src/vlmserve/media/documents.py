@@ -60,12 +60,14 @@ class PageCounts:
 
 @dataclass(frozen=True)
 class Page:
-    """A page of an open document. digest: of document and salt. number: from 0."""
+    """A page of an open document."""
 
     reader: DocumentReader = field(repr=False, compare=False)
     data: bytes = field(repr=False, compare=False)
     digest: bytes
+    """Digest of document and salt."""
     number: int
+    """Counted from 0."""
 
     def prepare(self, processor: ImageProcessor, cache: ImageCache) -> ImageInput:
         """Prepare the page for the vision tower, unless it is in `cache`. Raises InvalidDocumentError,
@@ -89,11 +91,10 @@ Shown: TypeAlias = Page | bytes
 
 
 class _Read(NamedTuple):
-    """digest: as in `Page`."""
-
     source: DocumentSource
     data: bytes
     digest: bytes
+    """As in `Page`."""
     num_pages: int
 
 

@@ -41,12 +41,10 @@ class FrameForm(Protocol):
 
 @dataclass(frozen=True)
 class TimedFrames:
-    """Timestamps before frames, for models without a trained video format.
-
-    server_fps: the server's setting; None: `USUAL_FPS`, and at most `USUAL_FRAMES`.
-    """
+    """Timestamps before frames, for models without a trained video format."""
 
     server_fps: float | None = None
+    """The server's setting; None: `USUAL_FPS`, and at most `USUAL_FRAMES`."""
 
     @property
     def fps(self) -> float:
@@ -64,10 +62,11 @@ class TimedFrames:
 
 @dataclass(frozen=True)
 class SmolVLMFrames:
-    """SmolVLM 2's format in Transformers. max_frames: of a file."""
+    """SmolVLM 2's format in Transformers."""
 
     fps: float
     max_frames: int
+    """Maximum frames of a file."""
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], fps: float | None) -> SmolVLMFrames | None:
@@ -99,10 +98,11 @@ class SmolVLMFrames:
 
 @dataclass(frozen=True)
 class AdjacentFrames:
-    """MiniCPM-V 4.7's format in Transformers, without text. max_frames: of a file."""
+    """MiniCPM-V 4.7's format in Transformers, without text."""
 
     fps: float
     max_frames: int
+    """Maximum frames of a file."""
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], fps: float | None) -> AdjacentFrames:
@@ -123,12 +123,10 @@ class AdjacentFrames:
 
 @dataclass(frozen=True)
 class ClockedFrames:
-    """Gemma 4's format in Transformers: minutes and seconds before each frame.
-
-    server_fps: the server's setting; None: `max_frames` of a file, evenly spread.
-    """
+    """Gemma 4's format in Transformers: minutes and seconds before each frame."""
 
     server_fps: float | None
+    """The server's setting; None: `max_frames` of a file, evenly spread."""
     max_frames: int
 
     @classmethod

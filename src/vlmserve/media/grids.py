@@ -92,7 +92,6 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         return self._following(replace(recipe, least=least, most=most))
 
     def _fits(self, count: int, budget: ImageBudget) -> bool:
-        """True if the budget allows `count` tiles, and so also fewer."""
         return count == 1 or budget.allows(count * self._recipe.tile**2, self._num_tokens(count))
 
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:

@@ -177,7 +177,6 @@ def _open(data: bytes, limits: MediaConfig) -> Image.Image:
 
 
 def _opened(open: Callable[[], Image.Image], data: bytes, limits: MediaConfig) -> Image.Image:
-    """Call `open`, and turn errors of libraries into vlmserve's."""
     try:
         return open()
     except VLMServeError:

@@ -27,10 +27,12 @@ _BAND = 2**17
 
 
 class _Opened(Protocol):
-    """An opened file. count: of images. number: of the current image, from 0. size, mode: of the current image."""
+    """An opened file. size, mode: of the current image."""
 
     count: int
+    """Number of images."""
     number: int
+    """Number of the current image, from 0."""
     size: tuple[int, int]
     mode: str
 

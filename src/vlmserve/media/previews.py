@@ -21,9 +21,10 @@ _QUALITY = 80
 
 
 class Preview(NamedTuple):
-    """A page as a JPEG. number: from 1."""
+    """A page as a JPEG."""
 
     number: int
+    """Counted from 1."""
     width: int
     height: int
     jpeg: bytes

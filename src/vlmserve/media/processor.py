@@ -92,13 +92,12 @@ class Placeholders(NamedTuple):
 
 
 class ImageProcessor(Protocol):
-    """Preprocesses images for a checkpoint.
-
-    fingerprint: 32-byte digest of everything that affects pixels. levels: as in `ImageInput`.
-    """
+    """Preprocesses images for a checkpoint."""
 
     fingerprint: bytes
+    """32-byte digest of everything that affects pixels."""
     levels: Levels | None
+    """As in `ImageInput`."""
 
     def within(self, budget: ImageBudget) -> Self:
         """Reduce the budget. Raises InvalidRequestError for a budget that model or server does not allow."""
@@ -189,9 +188,10 @@ def whole_view(size: tuple[int, int], width: int, height: int) -> View:
 
 @dataclass(frozen=True)
 class PixelRecipe:
-    """All settings that affect pixels. resize: items of the checkpoint's ``size``."""
+    """All settings that affect pixels."""
 
     resize: tuple[tuple[str, int], ...] | None
+    """Items of the checkpoint's ``size``."""
     resample: int
     crop: tuple[int, int] | None
     pad_color: tuple[int, int, int] | None

@@ -49,9 +49,10 @@ _OPENED_LOCKS = tuple(threading.Lock() for _ in range(16))
 
 
 class Preprocessing(Protocol):
-    """Preprocessing after an image is read. fingerprint: 32-byte digest of everything that affects the result."""
+    """Preprocessing after an image is read."""
 
     fingerprint: bytes
+    """32-byte digest of everything that affects the result."""
 
     def reduction(self, size: tuple[int, int]) -> float: ...
 

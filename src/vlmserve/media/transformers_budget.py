@@ -101,7 +101,6 @@ def _areas(processor: Any, size: dict[str, int], budget: ImageBudget) -> list[Se
 
 
 def _has_edges(processor: Any, size: dict[str, int]) -> bool:
-    """True if images stay whole, with a bounded longest edge."""
     is_split = getattr(processor, "do_image_splitting", False) or getattr(processor, "do_pan_and_scan", False)
     return size.keys() == {"longest_edge"} and hasattr(processor, "patch_size") and not is_split
 

@@ -21,10 +21,11 @@ from vlmserve.types import ImageInput
 
 @dataclass(frozen=True)
 class Frame:
-    """A video frame as an image. processor: prepares it; the key includes its fingerprint."""
+    """A video frame as an image."""
 
     opened: Opened
     processor: ImageProcessor = field(repr=False)
+    """Prepares it; the key includes its fingerprint."""
 
     def prepare(self, cache: ImageCache) -> ImageInput:
         """Prepare the frame for the vision tower, unless it is in `cache`.

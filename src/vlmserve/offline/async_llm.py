@@ -249,7 +249,6 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
             return error
 
     async def _client(self) -> EngineClient:
-        """The client of the engine process, started on first use."""
         self._check()
         if self._starting is None:
             self._process_id = os.getpid()

@@ -143,7 +143,6 @@ def _usable(statistics: InputStatistics) -> bool:
 
 
 def _saw_few(target: Target, statistics: InputStatistics) -> bool:
-    """True if the router chose an expert for too few tokens."""
     least = target.module.in_features * LEAST_ROWS
     return target.module.chosen_rows is not None and statistics.count < least
 

@@ -68,10 +68,11 @@ class Model:
 
 @dataclass
 class Sent:
-    """A request that was sent to a worker. account: pays for its tokens."""
+    """A request that was sent to a worker."""
 
     route: Route
     account: Account | None
+    """Pays for its tokens."""
     charged: int = 0
 
 
@@ -377,7 +378,6 @@ class Gateway:
         self._names |= {name: name for name in self.models}
 
     def _update_adapters(self, name: str) -> None:
-        """Update a model's adapters and the workers that lack them."""
         model = self.models[name]
         served: dict[str, dict[str, AdapterFacts]] = {}
         every = set(self.adapters.loaded(name))
@@ -401,6 +401,5 @@ class Gateway:
 
 
 def _agreed(facts: Sequence[AdapterFacts]) -> AdapterFacts:
-    """The facts of an adapter if all workers agree on them, else no facts."""
     known = [one for one in facts if one.root is not None]
     return known[0] if known and all(one == known[0] for one in known) else AdapterFacts()

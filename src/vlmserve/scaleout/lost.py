@@ -77,7 +77,6 @@ class LostResponses:
 
 
 async def _stored(upstream: Upstream, owner: str, data: bytes) -> bool:
-    """Return True if a worker stored a response or rejected it for good."""
     try:
         headers = [(OWNER_HEADER, owner), ("content-type", "application/json")]
         async with asyncio.timeout(_TIMEOUT), upstream.request("POST", LOST_PATH, headers, data) as answer:

@@ -43,22 +43,25 @@ _WORKERS_PATIENCE = 10.0
 
 
 class WorkerLaunch(msgspec.Struct, frozen=True, tag="worker"):
-    """Settings of a worker, each section as JSON. name: kept across restarts. token: shared by the cluster."""
+    """Settings of a worker, each section as JSON."""
 
     name: str
+    """Kept across restarts."""
     token: str
+    """Shared by the cluster."""
     engine: str
     media: str
     server: str
 
 
 class GatewayLaunch(msgspec.Struct, frozen=True, tag="gateway"):
-    """Settings of a gateway. takes_over: replace a gateway of the same cluster at its port."""
+    """Settings of a gateway."""
 
     token: str
     server: str
     gateway: str
     takes_over: bool = False
+    """Replace a gateway of the same cluster at its port."""
 
 
 class Up(msgspec.Struct, frozen=True, tag="up"):
@@ -68,10 +71,11 @@ class Up(msgspec.Struct, frozen=True, tag="up"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The member does not start. kind: the error's class name."""
+    """The member does not start."""
 
     message: str
     kind: str
+    """The error's class name."""
 
 
 Launch = WorkerLaunch | GatewayLaunch

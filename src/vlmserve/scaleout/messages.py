@@ -105,10 +105,11 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class MakeChange(msgspec.Struct, frozen=True):
-    """Load or unload an adapter. force: even if another adapter has its name."""
+    """Load or unload an adapter."""
 
     change: Change
     force: bool
+    """Even if another adapter has its name."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -129,16 +130,18 @@ class HeldPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A sign of life. prompts: other gateways' requests that were answered since the last beat."""
+    """A sign of life."""
 
     load: Load
     prompts: tuple[HeldPrompt, ...] = ()
+    """Other gateways' requests that were answered since the last beat."""
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
-    """A request's first item was sent. route: the gateway's number of the request."""
+    """A request's first item was sent."""
 
     route: int
+    """The gateway's number of the request."""
     feedback: Feedback
 
 

@@ -429,7 +429,6 @@ def _response(whole: _Whole) -> Response:
 
 
 def _response_of(first: bytes) -> dict[str, Any]:
-    """The response object in the first event of a stream."""
     line = first.partition(b"data: ")[2].partition(b"\n")[0]
     with contextlib.suppress(msgspec.DecodeError):
         return dict(msgspec.json.decode(line).get("response") or {})

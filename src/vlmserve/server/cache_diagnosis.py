@@ -100,7 +100,6 @@ class AskedPrompt:
         return Miss("not_cached", common, len(self._token_ids) - cached_tokens, common - cached_tokens)
 
     def _num_common(self, earlier: AskedPrompt) -> int:
-        """Number of equal leading tokens, images included."""
         shorter = min(len(self._token_ids), len(earlier._token_ids))
         different = np.flatnonzero(self._token_ids[:shorter] != earlier._token_ids[:shorter])
         common = int(different[0]) if len(different) else shorter

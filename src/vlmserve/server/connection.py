@@ -170,7 +170,6 @@ class RequestLog:
                 _end_trace(trace, scope, status, request_id, fields)
 
     def _is_routine(self, path: str, status: int) -> bool:
-        """Return whether a polled path has its usual status."""
         if path not in _PROBES:
             return False
         before, self._probed[path] = self._probed.get(path, HTTPStatus.OK), status

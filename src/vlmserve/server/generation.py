@@ -451,7 +451,6 @@ async def start_generation(
 
 
 def _check_vectors(service: Service, request: GenerationRequest) -> None:
-    """Raise InvalidRequestError if all vectors together take too much memory."""
     task, info, most = request.task, service.client.info, service.config.max_vector_memory
     if not isinstance(task, Embed):
         return

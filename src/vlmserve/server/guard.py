@@ -120,7 +120,6 @@ class Guard:
         return account
 
     async def _check_open(self, scope: Scope, receive: Receive) -> None:
-        """Raise UnavailableError while the server closes."""
         if self._service.phase != "closing" or (problem := self._service.problem()) is None:
             return
         # The connection closes after the response; a client that is still sending might not read it.

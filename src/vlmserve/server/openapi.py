@@ -117,7 +117,6 @@ def _body_content(body: type[BaseModel] | Schema, components: dict[str, Schema])
 
 
 def _limit_logprobs(body: Schema, most: int) -> None:
-    """Set the maximum of all fields that count logprobs."""
     for name, field in body.get("properties", {}).items():
         if name.endswith("logprobs"):
             for choice in field.get("anyOf", [field]):

@@ -230,6 +230,5 @@ def _num_characters(message: Mapping[str, Any]) -> int:
 
 
 def _urls(part: Mapping[str, Any]) -> Sequence[str]:
-    """URLs of a part's image, or of the video or its frames."""
     kind = part["type"]
     return part["video"] if kind == "video" else (part[kind]["url"],)

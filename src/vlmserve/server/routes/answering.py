@@ -206,7 +206,6 @@ async def _start_generation(
 
 
 def _report(request: Request, dialect: Dialect[Body], generation: Generation, trace: Trace | None) -> None:
-    """Write a request's outcome to the log and the trace."""
     text, fields = generation.summary()
     note(request, text, **fields)
     if trace is not None:
@@ -214,7 +213,6 @@ def _report(request: Request, dialect: Dialect[Body], generation: Generation, tr
 
 
 def _check_stop(body: ModelRequest, config: ServerConfig) -> None:
-    """Raise InvalidRequestError for too many or too long stop strings."""
     for field in _STOP_STRINGS:
         strings = getattr(body, field, ())
         if len(strings) > config.max_stop_strings:

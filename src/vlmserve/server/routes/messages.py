@@ -163,7 +163,6 @@ class BlockEvents:
 
 
 def _call(begun: ToolCallStart) -> ToolUseContent:
-    """The start of a call, without input."""
     return ToolUseContent(f"toolu_{begun.id.removeprefix('call_')}", begun.name, msgspec.Raw(b"{}"))
 
 

@@ -94,7 +94,6 @@ def _field_error(name: str, message: str) -> PydanticCustomError:
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Allow null in a JSON schema."""
     null = {"type": "null"}
     if null in schema.get("anyOf", ()):
         return schema

@@ -51,7 +51,6 @@ class TextPart(ChatPart):
 
 
 def _refusal_as_text(part: Any) -> Any:
-    """Show an assistant's refusal to the model as text."""
     if isinstance(part, dict) and part.get("type") == "refusal":
         return {"type": "text", "text": part.get("refusal")}
     return part

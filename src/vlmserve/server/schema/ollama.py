@@ -160,7 +160,6 @@ class ShowRequest(RequestModel):
 
 
 def _content(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
-    """A message's content, with images before the text."""
     if not images:
         return text
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in images]
