@@ -184,8 +184,8 @@ def test_a_wrong_salt_is_rejected_first(llm, salt):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ({"prompt": "a", "prompt_token_ids": [1]}, "either"),
-        ({}, "either"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "a text or a dict"),
+        ({}, "a text or a dict"),
         ({"prompt": "a", "images": []}, "images"),
         ({"prompt": "a", "multi_modal_data": {"audio": 1}}, "audio"),
         ({"prompt": "a", "multi_modal_data": {"video": "clip.mp4"}}, "takes no videos|no file"),
