@@ -21,7 +21,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from vlmserve.errors import AdapterError, UnknownModelError
-from vlmserve.scaleout import converge, proxy
+from vlmserve.scaleout import converge
 from vlmserve.scaleout.app import create_app
 from vlmserve.scaleout.door import Door
 from vlmserve.scaleout.gateway import Gateway
@@ -269,8 +269,8 @@ async def test_all_workers_gone_and_back(cluster):
     assert back.served["poems"] == "a"
 
 
-async def test_request_for_an_unloadable_adapter_is_rejected(cluster, monkeypatch):
-    monkeypatch.setattr(proxy, "ADAPTER_PATIENCE", 0.05)
+async def test_request_for_an_unloadable_adapter_is_rejected(cluster):
+    cluster.gateways[0].patience = 0.05
     cluster.start("first")
     assert (await cluster.load("poems", "a")).status_code == 200
     cluster.stop("first")

@@ -14,6 +14,7 @@ from vlmserve.cli.fields import LOCAL_FIELDS, QUANTIZATION_FIELDS, flag
 from vlmserve.cli.help import HelpfulCommand, group
 from vlmserve.cli.keys import keys
 from vlmserve.cli.options import command, schemes
+from vlmserve.cli.serve import COMMON_FIELDS, Model, serve
 from vlmserve.cli.sources import Origins
 from vlmserve.cli.spellings import SettingsCommand
 from vlmserve.errors import ConfigurationError
@@ -46,13 +47,6 @@ def options(
 USE, MODELS, MEASURE, OPERATE = "Use a model", "Models", "Measure and check", "Operate"
 """Groups of commands in the help."""
 
-COMMON_FIELDS = (
-    "mmproj", "host", "port", "served_model_name", "api_key", "api_keys_file", "device", "tensor_parallel_size",
-    "dtype", "quantize", "max_model_len", "max_num_seqs", "kv_cache_memory", "kv_cache_dtype", "memory_fraction",
-    "chat_template", "max_images", "allowed_media_path", "log_prompts"
-)  # fmt: skip
-"""Flags that `vlmserve serve --help` shows."""
-
 COMMON_LOAD_FIELDS = (
     "model", "num_prompts", "random_input_len", "random_output_len", "images", "image_size", "image_reuse", "turns",
     "dataset_path", "max_concurrency", "request_rate", "duration", "slo", "find_rate"
@@ -67,26 +61,13 @@ MaxTokens = Annotated[
     int | None, typer.Option(metavar="INT", min=1, help="Maximum tokens of the answer (default: no limit).")
 ]
 Temperature = Annotated[float, typer.Option(metavar="FLOAT", min=0, help="Sampling temperature; 0 is greedy.")]
-Model = Annotated[str, typer.Argument(help=str(EngineConfig.model_fields["model"].description))]
 
 
 def _sampling(temperature: float, max_tokens: int | None) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=max_tokens)
 
 
-@app.command(cls=SettingsCommand, rich_help_panel=USE)
-@command(common=COMMON_FIELDS)
-def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig, model: Model = BUILT_IN_MODEL) -> None:
-    """Serve a model over an OpenAI-compatible API.
-
-    Flags are also environment variables (VLMSERVE_MAX_MODEL_LEN) and keys of the file that --config names. vLLM's flags
-    work too.
-
-    Example: vlmserve serve qwen3-vl:2b --port 8001
-    """
-    from vlmserve.server import run
-
-    run.serve(engine, media, server)
+app.command(cls=SettingsCommand, rich_help_panel=USE)(serve)
 
 
 @app.command(cls=SettingsCommand, rich_help_panel=USE)

@@ -9,6 +9,7 @@ import typer
 
 from vlmserve.cli.help import group
 from vlmserve.cli.options import Workers, command
+from vlmserve.cli.serve import Model
 from vlmserve.cli.spellings import SettingsCommand
 from vlmserve.errors import ConfigurationError
 from vlmserve.scaleout.settings import GatewayConfig, WorkerKind
@@ -25,7 +26,6 @@ COMMON_WORKER_FIELDS = (
     "kv_cache_dtype", "memory_fraction", "storage_url", "shutdown_grace",
 )  # fmt: skip
 
-Model = Annotated[str, typer.Argument(help=str(EngineConfig.model_fields["model"].description))]
 Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="Ray cluster to join (auto: this machine's).")]
 
 

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from vlmserve.cli.fields import SECTION_OF, flag, is_json, is_list, is_size, is_switch, plain_type, size_text
 from vlmserve.cli.help import HELP_ALL_PARAMETER
 from vlmserve.cli.messages import FAILED, exit_status, report
-from vlmserve.cli.sources import CONFIG, WORKER, Found, Origin, Origins, described_workers, read_sources
+from vlmserve.cli.sources import CONFIG, WORKER, Found, Origin, Origins, described, read_sources
 from vlmserve.cli.spellings import WRITTEN
 from vlmserve.errors import ConfigurationError, VLMServeError
 from vlmserve.settings.base import Settings, is_secret, read_settings
@@ -32,6 +32,10 @@ class Workers(dict[str, dict[str, Any]]):
     """Settings of each worker in the config file, by the command's parameter names; empty if ``--worker`` names one."""
 
 
+class Models(dict[str, dict[str, Any]]):
+    """The same for the models that the file describes."""
+
+
 def command(
     fields: Collection[str] | None = None,
     common: Collection[str] | None = None,
@@ -42,8 +46,8 @@ def command(
 
     fields: restrict flags, environment and file to these fields (default: all). A field named like another parameter of
     the command gets that parameter's value instead of a flag. A parameter of type `Origins` gets the settings' sources,
-    one of type `Workers` those of every worker. common: fields that ``--help`` shows, in this order (default: all);
-    ``--help-all`` shows the others.
+    one of type `Workers` or `Models` those of every worker or model. common: fields that ``--help`` shows, in this
+    order (default: all); ``--help-all`` shows the others.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -51,7 +55,7 @@ def command(
         given = inspect.signature(function).parameters
         kinds = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Settings)}
         has_file = bool(SECTION_OF.keys() & kinds.values())
-        extra = {name: hint for name, hint in hints.items() if hint in (Origins, Workers)}
+        extra = {name: hint for name, hint in hints.items() if hint in (Origins, Workers, Models)}
         made = {*kinds, *extra}
         plain = {name: p.replace(annotation=hints[name]) for name, p in given.items() if name not in made}
         flags: dict[str, inspect.Parameter] = {}
@@ -75,16 +79,14 @@ def command(
                 if kinds:
                     written = {name: name.upper() for name in plain} | context.meta.get(WRITTEN, {})
 
-                    def read(worker: str | None) -> tuple[dict[str, Settings], Origins]:
-                        found = read_sources(settings_file, worker, os.environ) if has_file else {}
+                    def read(worker: str | None, model: str | None = None) -> tuple[dict[str, Settings], Origins]:
+                        found = read_sources(settings_file, worker, os.environ, model) if has_file else {}
                         return _read(kinds, typed, {*flags, *plain}, written, found)
 
                     settings, origins = read(worker)
                     values_of |= settings
                     for name, hint in extra.items():
-                        is_one = worker is not None or bool(os.environ.get(WORKER))
-                        names = [] if is_one else described_workers(settings_file, os.environ)
-                        values_of[name] = origins if hint is Origins else Workers((one, read(one)[0]) for one in names)
+                        values_of[name] = origins if hint is Origins else _all(hint, settings_file, worker, read)
                 function(**values_of)
             except VLMServeError as error:
                 if debug:
@@ -105,6 +107,20 @@ def command(
         return run
 
     return decorate
+
+
+def _all(
+    kind: type[Workers | Models],
+    settings_file: Path | None,
+    worker: str | None,
+    read: Callable[[str | None, str | None], tuple[dict[str, Settings], Origins]],
+) -> Workers | Models:
+    """The settings of all workers or models in the file. read: reads the settings of one."""
+    if kind is Models:
+        return Models((one, read(worker, one)[0]) for one in described(settings_file, os.environ, "model"))
+    is_one = worker is not None or bool(os.environ.get(WORKER))
+    workers = [] if is_one else described(settings_file, os.environ, "worker")
+    return Workers((one, read(one, None)[0]) for one in workers)
 
 
 def schemes(names: list[str] | None) -> tuple[str, ...]:

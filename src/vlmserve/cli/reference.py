@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from vlmserve.cli.fields import SECTIONS, flag, is_switch, plain_value, toml, type_name, variable
 from vlmserve.cli.sources import OTHER_VARIABLES
+from vlmserve.scaleout.settings import ModelsConfig
 from vlmserve.settings import vllm_flags as vllm
 from vlmserve.settings.base import is_secret
 from vlmserve.settings.llama_flags import LLAMA_FLAGS
@@ -83,7 +84,29 @@ A worker's section overrides the other sections; variables and flags override it
 section is used. The keys of all of them are always checked. A name that the file does not have is an error.
 `vlmserve cluster up --config vlmserve.toml` starts all of them behind one address ([clusters](cluster.md)); their ports
 have no effect then.
+
+## [model.NAME]
+
+Sections of models, which may hold the same settings, describe [several models](several-models.md) of one server:
+
+```toml
+[model.vision]
+model = "qwen3-vl:2b"
+
+[model.text]
+model = "/models/smollm2.gguf"
+max_model_len = 8192
+```
+
+    vlmserve serve --config vlmserve.toml --models-memory 16GiB
 """
+
+SEVERAL = """\
+## Several models
+
+These settings of [several models](several-models.md) are flags only:
+"""
+
 
 VLLM = """\
 ## vLLM's flags
@@ -107,6 +130,7 @@ def reference_page() -> str:
         meaning = (kind.__doc__ or "").partition("\n")[0]
         parts.append(f"## [{section}]\n\n{meaning}\n")
         parts.append(_settings(kind.model_fields))
+    parts += [SEVERAL, _flags_alone(ModelsConfig.model_fields)]
     others = ([f"`{name}`", meaning] for name, meaning in OTHER_VARIABLES.items())
     parts += ["## Other environment variables\n", _table(("variable", "what it does"), others), VLLM, *_vllm(), LLAMA]
     parts += _flags("llama.cpp", LLAMA_FLAGS.items())
@@ -123,6 +147,14 @@ def _settings(fields: Mapping[str, FieldInfo]) -> str:
         others = ", ".join(f"`{other}`" for other in vllm.flags_for(name))
         rows.append((flags, f"`{variable(name)}`", f"`{name}`", type_name(field), default, field.description, others))
     return _table(headings, rows)
+
+
+def _flags_alone(fields: Mapping[str, FieldInfo]) -> str:
+    def default(field: FieldInfo) -> str:
+        return "" if field.default is None else f"`{field.default}`"
+
+    rows = [(f"`{flag(name)}`", type_name(field), default(field), field.description) for name, field in fields.items()]
+    return _table(("flag", "type", "default", "what it does"), rows)
 
 
 def _vllm() -> Iterable[str]:

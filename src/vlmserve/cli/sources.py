@@ -4,7 +4,7 @@ vlmserve reads a file only if a flag or variable names it. Unknown variables and
 settings are never ignored.
 
 A file may describe several servers of one machine, called workers. Sections of settings apply to all workers,
-``[worker.NAME]`` to one.
+``[worker.NAME]`` to one. Likewise ``[model.NAME]`` describes one of several models of a server.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ OTHER_VARIABLES: Mapping[str, str] = {
 """Variables that are not settings, by purpose."""
 
 MAX_FILE_BYTES = 2**20
-_WORKERS = "worker"
+Group = Literal["worker", "model"]
+"""Kinds of sections that describe several servers or models."""
+_GROUPS: tuple[Group, ...] = ("worker", "model")
+_WORKERS: Group = "worker"
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _KUBERNETES = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _KUBERNETES_URL = re.compile(r"(tcp|udp|sctp)://")
@@ -55,10 +58,12 @@ class Found(NamedTuple):
     origin: Origin
 
 
-def read_sources(path: Path | None, worker: str | None, environ: Mapping[str, str]) -> dict[str, Found]:
+def read_sources(
+    path: Path | None, worker: str | None, environ: Mapping[str, str], model: str | None = None
+) -> dict[str, Found]:
     """Read the environment and the file at `path` or named by `CONFIG`; return settings by field name.
 
-    worker: whose section to apply; None: the worker that `WORKER` names, if any.
+    worker: whose section to apply; None: the worker that `WORKER` names, if any. model: whose section to apply too.
     Raises ConfigurationError for an unreadable file, unknown variables or keys, and an unknown worker.
     """
     path, named = _file(path, environ)
@@ -67,18 +72,20 @@ def read_sources(path: Path | None, worker: str | None, environ: Mapping[str, st
         worker, called = environ[WORKER], WORKER
     found: dict[str, Found] = {}
     if path is not None:
-        found, workers = _from_file(path, named)
+        found, described = _from_file(path, named)
         if worker is not None:
-            found |= _of_worker(worker, workers, f"{called} {worker}: {path}")
+            found |= _of_worker(worker, described["worker"], f"{called} {worker}: {path}")
+        if model is not None:
+            found |= described["model"][model]
     elif worker is not None:
         raise ConfigurationError(f"{called} {worker}: --config has to name the file that describes this worker")
     return found | _from_environment(environ)
 
 
-def described_workers(path: Path | None, environ: Mapping[str, str]) -> list[str]:
-    """Names of the workers in the file, in its order. Raises ConfigurationError as `read_sources` does."""
+def described(path: Path | None, environ: Mapping[str, str], group: Group) -> list[str]:
+    """Names of the workers or models in the file, in its order. Raises ConfigurationError as `read_sources` does."""
     path, named = _file(path, environ)
-    return [] if path is None else list(_from_file(path, named)[1])
+    return [] if path is None else list(_from_file(path, named)[1][group])
 
 
 def _file(path: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:
@@ -112,10 +119,10 @@ def _is_kubernetes(key: str, text: str) -> bool:
     return is_url or _KUBERNETES.fullmatch(rest) is not None
 
 
-def _from_file(path: Path, named: str) -> tuple[dict[str, Found], dict[str, dict[str, Found]]]:
-    """Settings of all servers, and of each worker."""
+def _from_file(path: Path, named: str) -> tuple[dict[str, Found], dict[Group, dict[str, dict[str, Found]]]]:
+    """Settings of all servers, and of each worker and model."""
     shared: dict[str, Found] = {}
-    workers: dict[str, dict[str, Found]] = {}
+    described: dict[Group, dict[str, dict[str, Found]]] = {group: {} for group in _GROUPS}
     problems: list[str] = []
 
     def read(section: str, table: Mapping[str, Any], known: Collection[str]) -> Iterator[tuple[str, Found]]:
@@ -129,21 +136,22 @@ def _from_file(path: Path, named: str) -> tuple[dict[str, Found], dict[str, dict
                 problems.append(_unknown_key(section, key))
 
     for section, table in _parse(path, named).items():
-        if section not in (*SECTIONS, _WORKERS):
+        group = next((group for group in _GROUPS if group == section), None)
+        if (group is None and section not in SECTIONS) or (not isinstance(table, dict) and section_of(section)):
             problems.append(_unknown_section(section, table))
         elif not isinstance(table, dict):
             problems.append(f"{section} is a section; write [{_header(section)}], and its settings below")
-        elif section != _WORKERS:
+        elif group is None:
             shared |= read(section, table, SECTIONS[section].model_fields)
         else:
             for name, own in table.items():
                 if isinstance(own, dict):
-                    workers[name] = dict(read(_header(section, name), own, _names()))
+                    described[group][name] = dict(read(_header(section, name), own, _names()))
                 else:
-                    problems.append(f"[{section}] {name} belongs to no worker; write it below [{_header(section)}]")
+                    problems.append(f"[{section}] {name} belongs to no {group}; write it below [{_header(section)}]")
     if problems:
         raise ConfigurationError(f"{path}: {'; '.join(problems)}")
-    return shared, workers
+    return shared, described
 
 
 def _of_worker(name: str, workers: Mapping[str, dict[str, Found]], place: str) -> dict[str, Found]:
@@ -157,10 +165,10 @@ def _of_worker(name: str, workers: Mapping[str, dict[str, Found]], place: str) -
     raise ConfigurationError(f"{place} has no [{_header(_WORKERS, name)}], only {', '.join(workers)}{hint}")
 
 
-def _header(section: str, worker: str = "NAME") -> str:
-    if section != _WORKERS:
+def _header(section: str, name: str = "NAME") -> str:
+    if section not in _GROUPS:
         return section
-    return f"{section}.{worker if _BARE_KEY.fullmatch(worker) else toml(worker)}"
+    return f"{section}.{name if _BARE_KEY.fullmatch(name) else toml(name)}"
 
 
 def _parse(path: Path, named: str) -> dict[str, Any]:
@@ -185,7 +193,7 @@ def _unknown_section(name: str, value: Any) -> str:
         home = section_of(name)
         hint = f"; write it below [{home}]" if home else _key_hint(name)
         return f"{name} stands in no section{hint}"
-    headers = {section: f"[{_header(section)}]" for section in (*SECTIONS, _WORKERS)}
+    headers = {section: f"[{_header(section)}]" for section in (*SECTIONS, *_GROUPS)}
     close = difflib.get_close_matches(name, list(headers), 1)
     hint = f"; did you mean {headers[close[0]]}?" if close else f", only {', '.join(headers.values())}"
     return f"there is no section [{name}]{hint}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ import msgspec
 import zmq
 
 from vlmserve.engine import create_engine
-from vlmserve.engine.child import child_environment, exit_with_parent, socket_directory
+from vlmserve.engine.child import exit_with_parent, socket_directory
 from vlmserve.engine.compiling import CompilingRequests, Released
 from vlmserve.engine.heartbeat import Heartbeat, StepClock
 from vlmserve.engine.messages import (
@@ -46,6 +45,7 @@ from vlmserve.engine.messages import (
     decode_to_engine,
     encode,
 )
+from vlmserve.engine.preload import Process, start_module
 from vlmserve.engine.protocol import VLMEngine
 from vlmserve.errors import ConfigurationError, EngineDeadError, ModelLoadError, VLMServeError
 from vlmserve.garbage import freeze_loaded_objects
@@ -78,7 +78,7 @@ class _Launch(msgspec.Struct, frozen=True):
 class EngineProcess:
     """The parent's handle on an engine process. Close it; the child also exits with its parent."""
 
-    def __init__(self, process: subprocess.Popen[bytes], directory: Path) -> None:
+    def __init__(self, process: Process, directory: Path) -> None:
         self._process = process
         self._directory = directory
         self.endpoint = _endpoint(directory)
@@ -98,13 +98,7 @@ class EngineProcess:
             log_level=logging.getLogger().getEffectiveLevel(),
             log_format=log_format_in_use(),
         )
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "vlmserve.engine.process"],
-            stdin=subprocess.PIPE,
-            stdout=_STDERR,  # the parent's output may be piped
-            env=child_environment(),
-            process_group=0,  # Ctrl-C only reaches the parent, which drains first
-        )
+        process = start_module("vlmserve.engine.process", _STDERR)  # the parent's output may be piped
         assert process.stdin is not None
         try:
             process.stdin.write(msgspec.json.encode(launch) + b"\n")

@@ -11,7 +11,7 @@ from vlmserve.errors import CheckpointNotFoundError
 from vlmserve.gguf_header import PART
 
 GGUF = ".gguf"
-_PROJECTOR = "mmproj"
+PROJECTOR = "mmproj"
 """Appears in the names of vision tower files."""
 _PRECISIONS = ("f16", "bf16", "f32", "q8_0")
 """Precisions of vision towers, preferred first: 16-bit rounding does not change answers."""
@@ -37,7 +37,7 @@ def choose_files(paths: Collection[str], wanted: str | None, name: str) -> Choic
     files = sorted(path for path in paths if path.lower().endswith(GGUF))
     models: dict[str, list[str]] = {}
     for path in files:
-        if _PROJECTOR not in PurePosixPath(path).name.lower():
+        if PROJECTOR not in PurePosixPath(path).name.lower():
             match = PART.fullmatch(path)
             models.setdefault(match["stem"] if match else path, []).append(path)
     fitting = [model for model in models.values() if wanted is None or any(_fits(path, wanted) for path in model)]
@@ -46,7 +46,7 @@ def choose_files(paths: Collection[str], wanted: str | None, name: str) -> Choic
         reason = "several models that fit" if fitting else f"no {GGUF} file of a language model"
         of = f" for {wanted!r}" if wanted else ""
         raise CheckpointNotFoundError(f"{name} has {reason}{of}; there is {there}: give its own path")
-    projectors = [path for path in files if _PROJECTOR in PurePosixPath(path).name.lower()]
+    projectors = [path for path in files if PROJECTOR in PurePosixPath(path).name.lower()]
     return Choice(tuple(fitting[0]), _best(projectors, fitting[0][0]))
 
 

@@ -115,9 +115,22 @@ def footprint(
     return Footprint(round(sum(sizes)), largest)
 
 
+def footprint_of(config: EngineConfig, folder: Path) -> Footprint:
+    """Estimate a checkpoint's memory with the engine's settings. Raises like `footprint`."""
+    quantization = config.quantization
+    return footprint(
+        folder,
+        quantization.usual,
+        vision=quantization.vision,
+        plain_bytes=4 if config.dtype == "float32" else 2,
+        kernels=config.kernels,
+        input_bits=config.input_bits,
+    )
+
+
 def check_memory(config: EngineConfig, folder: Path) -> None:
     """Raises ModelLoadError with advice if a model does not fit into main memory."""
-    if _loads_into_main_memory(config):
+    if loads_into_main_memory(config):
         check_fits(config, folder, free_memory(), LIBRARIES)
 
 
@@ -127,19 +140,8 @@ def check_fits(config: EngineConfig, folder: Path, free: int, reserved: int = 0)
     quantization = config.quantization
     if quantization.calibrates:
         return
-    plain_bytes = 4 if config.dtype == "float32" else 2
     try:
-        needed = (
-            reserved
-            + footprint(
-                folder,
-                quantization.usual,
-                vision=quantization.vision,
-                plain_bytes=plain_bytes,
-                kernels=config.kernels,
-                input_bits=config.input_bits,
-            ).loading
-        )
+        needed = reserved + footprint_of(config, folder).loading
     except (VLMServeError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         logger.debug("the memory that %s needs is unknown: %r", folder, error)
         return
@@ -154,7 +156,7 @@ def check_fits(config: EngineConfig, folder: Path, free: int, reserved: int = 0)
     raise ModelLoadError(f"{said}: free some, or choose a smaller model (vlmserve doctor names those that fit)")
 
 
-def _loads_into_main_memory(config: EngineConfig) -> bool:
+def loads_into_main_memory(config: EngineConfig) -> bool:
     """Return whether weights go to the CPU, as far as can be told without torch."""
     if config.device != "auto":
         return config.device == "cpu"

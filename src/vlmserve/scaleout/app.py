@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import msgspec
 from starlette.applications import Starlette
@@ -19,6 +19,7 @@ from vlmserve.scaleout.metrics import exposition
 from vlmserve.scaleout.proxy import forward
 from vlmserve.server.app import assemble, operations, show_version
 from vlmserve.server.errors import json_response, retry_after
+from vlmserve.server.openapi import Operation
 from vlmserve.server.paths import OLLAMA
 from vlmserve.server.routes.models import is_for_anthropic
 from vlmserve.server.schema.cards import ModelCard, model_card, model_list
@@ -42,6 +43,11 @@ def create_app(gateway: Gateway) -> Starlette:
         "/v1/unload_lora_adapter": unload_adapter,
     }
     offered = [one for one in operations(gateway.config) if not one.path.startswith(OLLAMA)]
+    return app_of(gateway, own, offered)
+
+
+def app_of(gateway: Gateway, own: Mapping[str, Endpoint], offered: Iterable[Operation]) -> Starlette:
+    """Make an application that forwards the offered operations. own: endpoints by path that answer here."""
     served = [Route(one.path, own.get(one.path, forward), methods=[one.method]) for one in offered]
     app = assemble(gateway, served)
     app.state.gateway = gateway

@@ -50,6 +50,8 @@ _FIRST_RETRY, _LAST_RETRY = 0.1, 1.0
 """Seconds between attempts to connect to a worker's feed."""
 _SILENCE = 3.0
 """Seconds of silence after which a worker counts as dead."""
+ADAPTER_PATIENCE = 10.0
+"""Default of `Gateway.patience`."""
 _MOST_SETTLING = 100_000
 """Maximum requests that await a worker's report."""
 
@@ -97,6 +99,8 @@ class Gateway:
         self.models: dict[str, Model] = {}
         self.adapters = ClusterAdapters(self.id, self.change_of_worker)
         self.num_in_flight = 0
+        self.patience: float | None = ADAPTER_PATIENCE
+        """Maximum seconds that a request waits for a worker to load its adapter; None: no limit."""
         self.lost = LostResponses(lambda: self.heard, self.admit)
         self._names: dict[str, str] = {}
         self._absences = Absences()
@@ -150,6 +154,11 @@ class Gateway:
             self.adapters.leave(url)
             self.update_models()
 
+    @property
+    def known_models(self) -> Collection[str]:
+        """Names of all models that requests may name."""
+        return self.models.keys()
+
     def model(self, name: object) -> tuple[str, Router]:
         """The model of a name and its router; without a name, the only model.
 
@@ -157,20 +166,25 @@ class Gateway:
         """
         if not self.models:
             raise self.problem() or UnavailableError("No worker is ready yet; try again soon")
-        own = self._names.get(name) if isinstance(name, str) else None
-        if own is None and not isinstance(name, str) and len(self.models) == 1:
-            own = next(iter(self.models))  # the worker rejects a name of another type
-        known = ", ".join(map(repr, sorted(self.models)))
-        if own is None and not isinstance(name, str):
-            raise InvalidRequestError(f"There are several models; name one of {known}", param="model")
-        if own is None:
-            raise UnknownModelError(f"There is no model {name!r:.100} here, only {known}", param="model")
+        own = self.own_name(name)
         return own, self.models[own].router
 
-    async def await_worker(self, name: object) -> None:
+    def own_name(self, name: object) -> str:
+        """The model that a request means. Raises UnknownModelError or InvalidRequestError."""
+        models = self.known_models
+        if isinstance(name, str) and name in self._names:
+            return self._names[name]
+        if not isinstance(name, str) and len(models) == 1:
+            return next(iter(models))  # the worker rejects a name of another type
+        known = ", ".join(map(repr, sorted(models)))
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"There are several models; name one of {known}", param="model")
+        raise UnknownModelError(f"There is no model {name!r:.100} here, only {known}", param="model")
+
+    async def await_worker(self, name: object, held: contextlib.ExitStack) -> None:
         """Wait for a worker if a model's last worker has just left; otherwise return at once.
 
-        name: the model or adapter that a request names; None: any worker will do.
+        name: the model or adapter that a request names; None: any worker will do. held: closes after the answer.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.absent(name)):
@@ -181,6 +195,10 @@ class Gateway:
         """Seconds that a request waits for a worker; 0 if there is one, or none is expected."""
         own = self._names.get(name) if isinstance(name, str) else None
         return self._absences.left(name if own is None else own)
+
+    def waiting_comment(self, name: object) -> bytes | None:
+        """A comment for the stream of a request that waits for its model; None: the usual ping."""
+        return None
 
     def lacking(self, name: object) -> Collection[str]:
         """Ids of the workers that lack the adapter that a request names."""

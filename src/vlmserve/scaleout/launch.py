@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import msgspec
 
 from vlmserve import errors
+from vlmserve.engine.preload import start_module
 from vlmserve.errors import ModelLoadError, VLMServeError
-from vlmserve.scaleout.member import HANDED_OVER, Launch, News, Up
+from vlmserve.scaleout.member import HANDED_OVER, Failed, Launch, News, Up
 
 MODULE = "vlmserve.scaleout.member"
 """The module that member processes run."""
@@ -23,12 +22,7 @@ class MemberProcess:
     """A started process. Close it; it also ends with its parent."""
 
     def __init__(self, launch: Launch) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            process_group=0,  # a terminal's Ctrl-C reaches only the parent, which drains the members
-        )
+        self._process = start_module(MODULE)
         self._lock = threading.Lock()
         self._write(msgspec.json.encode(launch))
 
@@ -45,17 +39,22 @@ class MemberProcess:
         """True if it was a gateway and ended because another one took over."""
         return self._process.poll() == HANDED_OVER
 
+    def news(self) -> Iterator[News]:
+        """Wait for each of the member's messages, until it ends."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            yield msgspec.json.decode(line, type=News)
+
     def wait_until_up(self) -> str:
         """Wait for the URL of the member. Raises the VLMServeError that kept it from starting."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise ModelLoadError(f"the process ended with exit status {self._process.wait()} before it answered")
-        news = msgspec.json.decode(line, type=News)
-        if isinstance(news, Up):
-            return news.url
-        kind = getattr(errors, news.kind, VLMServeError)
-        raise kind(news.message) if issubclass(kind, VLMServeError) else VLMServeError(news.message)
+        for news in self.news():
+            match news:
+                case Up(url):
+                    return url
+                case Failed(message, kind):
+                    error = getattr(errors, kind, VLMServeError)
+                    raise error(message) if issubclass(error, VLMServeError) else VLMServeError(message)
+        raise ModelLoadError(f"the process ended with exit status {self._process.wait()} before it answered")
 
     def set_workers(self, urls: Collection[str]) -> None:
         self._write(msgspec.json.encode(sorted(urls)))
@@ -64,6 +63,9 @@ class MemberProcess:
         """Have it finish its requests and end."""
         if self.is_alive:
             self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until it has ended. Raises subprocess.TimeoutExpired."""

@@ -64,10 +64,17 @@ class GatewayLaunch(msgspec.Struct, frozen=True, tag="gateway"):
     """Replace a gateway of the same cluster at its port."""
 
 
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """How far a worker has loaded its model."""
+
+    progress: str
+
+
 class Up(msgspec.Struct, frozen=True, tag="up"):
-    """The member answers at this URL."""
+    """The member answers at this URL. engine: the process id of a worker's engine."""
 
     url: str
+    engine: int | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -79,7 +86,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 Launch = WorkerLaunch | GatewayLaunch
-News = Up | Failed
+News = Loading | Up | Failed
 
 
 def main() -> int:
@@ -91,21 +98,24 @@ def main() -> int:
     try:
         if isinstance(launch, WorkerLaunch):
             threading.Thread(target=_exit_with_parent, daemon=True).start()
-            run_worker(launch, _say_url)
+            run_worker(launch, _say)
         else:
-            return run_gateway(launch, _say_url)
+            return run_gateway(launch, lambda url: _say(Up(url)))
     except VLMServeError as error:
         _say(Failed(str(error), type(error).__name__))
         return 1
     return 0
 
 
-def run_worker(launch: WorkerLaunch, announce: Callable[[str], None]) -> None:
+def run_worker(launch: WorkerLaunch, say: Callable[[News], None]) -> None:
     """Serve one engine until SIGTERM. Raises VLMServeError."""
     from vlmserve.scaleout.door import Door
     from vlmserve.server.run import Membership, serve
 
     engine = EngineConfig.model_validate_json(launch.engine)
+
+    def announce(url: str, service: Service) -> None:
+        say(Up(url, service.client.process.pid))
 
     def wrap(app: ASGIApp, service: Service) -> ASGIApp:
         return Door(
@@ -117,7 +127,7 @@ def run_worker(launch: WorkerLaunch, announce: Callable[[str], None]) -> None:
         )
 
     media, server = MediaConfig.model_validate_json(launch.media), ServerConfig.model_validate_json(launch.server)
-    serve(engine, media, server, Membership(wrap, announce))
+    serve(engine, media, server, Membership(wrap, announce, lambda text: say(Loading(text))))
 
 
 def run_gateway(launch: GatewayLaunch, announce: Callable[[str], None]) -> int:
@@ -194,10 +204,6 @@ def _exit_with_parent() -> None:
     while os.read(sys.stdin.fileno(), 1024):
         pass
     os._exit(0)
-
-
-def _say_url(url: str) -> None:
-    _say(Up(url))
 
 
 def _say(news: News) -> None:

@@ -40,8 +40,9 @@ from vlmserve.server.connection import (
 from vlmserve.server.errors import error_body, messages_error_body
 from vlmserve.server.guard import TENANT, account_of
 from vlmserve.server.history import owner_of
+from vlmserve.server.paths import OLLAMA
 from vlmserve.server.routes.events import event, named_event
-from vlmserve.server.streams import begin_in_time
+from vlmserve.server.streams import LINES, begin_in_time
 
 GENERATING = frozenset(
     {
@@ -56,23 +57,25 @@ GENERATING = frozenset(
         "/v2/rerank",
         "/pooling",
         "/classify",
+        "/api/chat",
+        "/api/generate",
+        "/api/embed",
     }
 )
 """Paths that an engine answers."""
-_OF_A_MODEL = GENERATING | {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
+_OF_A_MODEL = GENERATING | {"/v1/messages/count_tokens", "/tokenize", "/detokenize", "/api/show"}
 _LARGE = 2 * 1024**2
 """Bytes; larger bodies are parsed in another thread."""
 _PASSED_ON = ("content-type", "accept", "traceparent", "tracestate", "idempotency-key", "range")
 _OTHER_KEY = RequestKey((), (), 0, (), b"")
 _MOST_WHOLE = 4 * 1024**2
 """Bytes; smaller answers are buffered until complete, so that another worker can replace a failed one."""
-ADAPTER_PATIENCE = 10.0
-"""Maximum seconds that a request waits for a worker to load its adapter."""
 _NEWS = 0.5
 """Seconds in which a gateway learns that a worker is leaving."""
 _MOST_IMAGES_TOLD = 16
 """Maximum images of a request that other gateways are told."""
-_EVENTS = b"text/event-stream"
+_EVENTS = (b"text/event-stream", LINES.encode())
+"""Content types of streams that end with a message if their worker dies."""
 _EVENT_END = b"\n\n"
 
 
@@ -117,6 +120,8 @@ class Proxy:
         """True after the failure of a worker that may be leaving."""
         self.streams = False
         """True if the client wants a stream; valid after `read`."""
+        self.held = contextlib.ExitStack()
+        """Closes after the answer."""
         self.is_kept = False
         """True if the answer may be stored. If its worker dies, it is stored as failed."""
 
@@ -132,8 +137,9 @@ class Proxy:
         began = time.perf_counter()
         self._fields = await self._read_fields()
         self._is_of_a_model = self._fields is not None and self._path in _OF_A_MODEL
-        self.streams = self._fields is not None and self._path in GENERATING and self._fields.get("stream") is True
-        self._name = self._fields.get("model") if self._fields is not None and self._is_of_a_model else None
+        has_events = self._path in GENERATING and not self._path.startswith(OLLAMA)
+        self.streams = self._fields is not None and has_events and self._fields.get("stream") is True
+        self._name = _named(self._fields) if self._fields is not None and self._is_of_a_model else None
         self._read_seconds = time.perf_counter() - began
 
     def _see(self) -> None:
@@ -167,9 +173,13 @@ class Proxy:
             return None
         return fields if isinstance(fields, dict) else None
 
+    def comment(self) -> bytes | None:
+        """A comment for a client that waits for a stream; None: the usual ping."""
+        return self.gateway.waiting_comment(self._name)
+
     async def answer(self) -> Response:
         """Get a worker's answer. Raises VLMServeError if no worker can answer."""
-        await self.gateway.await_worker(self._name)
+        await self.gateway.await_worker(self._name, self.held)
         self._see()
         excluded: set[str] = set()
         last: _Failed | None = None
@@ -198,7 +208,7 @@ class Proxy:
         """
         gateway, account = self.gateway, account_of(self._request)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ADAPTER_PATIENCE):
+            async with asyncio.timeout(gateway.patience):
                 while True:
                     lacking = gateway.lacking(self._name)
                     sent = gateway.send(self._router, self._key, {*excluded, *lacking}, account)
@@ -207,7 +217,7 @@ class Proxy:
                     if self._may_be_absent:
                         await self._hear_of_failed()
                     if gateway.absent(self._name):
-                        await gateway.await_worker(self._name)
+                        await gateway.await_worker(self._name, self.held)
                         excluded.clear()
                         self._find_model()
                     elif excluded or not lacking:
@@ -294,6 +304,8 @@ class Proxy:
         note_error(self._request.scope, "worker_lost", reason)
         if self._path == "/v1/messages":
             return named_event(messages_error_body(error))
+        if self._path.startswith(OLLAMA):
+            return msgspec.json.encode({"error": str(error)}) + b"\n"
         if self._path == "/v1/responses":
             response = _response_of(first) | {
                 "status": "failed", "error": {"code": "server_error", "message": str(error)}
@@ -366,9 +378,11 @@ async def forward(request: Request) -> Response:
         stack.enter_context(gateway.admit())
         proxy = Proxy(gateway, request)
         share = stack.enter_context(gateway.bodies.share())
+        stack.enter_context(proxy.held)
         await proxy.read(share)
+        answering = _answer(request, proxy, share)
         interval = gateway.config.stream_ping_interval
-        response = await begin_in_time(request, _answer(request, proxy, share), lambda: proxy.streams, interval)
+        response = await begin_in_time(request, answering, lambda: proxy.streams, interval, proxy.comment)
         return _Held(response, stack.pop_all())
 
 
@@ -388,6 +402,8 @@ def _note_error(request: Request, body: bytes) -> None:
     """Log a worker's error. body: the error in any API's form."""
     with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
         error = msgspec.json.decode(body)["error"]
+        if isinstance(error, str):
+            error = {"type": "ollama", "message": error}
         note_error(request.scope, str(error.get("code") or error["type"]), str(error["message"]))
 
 
@@ -433,3 +449,8 @@ def _response_of(first: bytes) -> dict[str, Any]:
     with contextlib.suppress(msgspec.DecodeError):
         return dict(msgspec.json.decode(line).get("response") or {})
     return {}
+
+
+def _named(fields: dict[str, Any]) -> object:
+    """The model that a body names; Ollama's older clients call it name."""
+    return fields.get("model", fields.get("name"))

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from vlmserve.settings.base import Settings
+from vlmserve.settings.base import ByteSize, Settings
 from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 
 PolicyName = Literal["affinity", "least-loaded", "round-robin"]
@@ -47,4 +47,20 @@ class GatewayConfig(Settings):
     max_attempts: int = Field(3, ge=1, description="Maximum workers to try for a request.")
     max_digests: int = Field(
         2_000_000, ge=1000, description="Maximum prompt parts to remember for routing, over all workers."
+    )
+
+
+class ModelsConfig(Settings):
+    """Several models in one server."""
+
+    models_dir: str | None = Field(
+        None, description="Folder whose subfolders and .gguf files are models; each loads on its first request."
+    )
+    models_memory: ByteSize | None = Field(
+        None, description="Memory for all loaded models together, like 16GiB (default: 80% of the free memory)."
+    )
+    models_patience: float = Field(
+        60.0,
+        ge=0,
+        description="Seconds that a request waits for memory before it stops requests to a busy model.",
     )

@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +52,10 @@ class Membership:
 
     wrap: Callable[[ASGIApp, Service], ASGIApp]
     """Adds middleware to the application."""
-    announce: Callable[[str], None]
+    announce: Callable[[str, Service], None]
     """Gets the URL when the model has loaded, in place of standard output."""
+    on_progress: Callable[[str], None]
+    """Gets lines about the progress of loading."""
 
 
 def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig, membership: Membership | None = None) -> None:
@@ -86,21 +87,18 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig, member
         elif service.keys is None and server.host not in LOOPBACK:
             logger.warning("Everybody who reaches %s may use this server; --api-key requires a key", server.host)
         web = WebServer(app, server, listener)
-        announce = _announcer(service) if membership is None else membership.announce
+        announce = _announce_server if membership is None else membership.announce
+        if membership is not None:
+            service.on_load_progress = membership.on_progress
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-            runner.run(_serve(service, web, launcher, media, announce))
+            runner.run(_serve(service, web, launcher, media, lambda url: announce(url, service)))
 
 
-def _announcer(service: Service) -> Callable[[str], None]:
-    def announce(url: str) -> None:
-        if service.phase == "asleep":
-            _announce(
-                f"vlmserve listens on {url}; the first request loads {service.model_name}", url, service.model_name
-            )
-        elif service.info is not None:
-            _announce(ready_line(url, service.model_name, service.info), url, service.model_name)
-
-    return announce
+def _announce_server(url: str, service: Service) -> None:
+    if service.phase == "asleep":
+        _announce(f"vlmserve listens on {url}; the first request loads {service.model_name}", url, service.model_name)
+    elif service.info is not None:
+        _announce(ready_line(url, service.model_name, service.info), url, service.model_name)
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -247,13 +245,16 @@ async def _load(
 
     engine = launcher.engine
 
+    def tell(progress: str) -> None:
+        service.load_progress = progress
+        service.on_load_progress(progress)
+
     def make_preparer() -> RequestPreparer:
         from vlmserve.frontend.requests import RequestPreparer
 
         return RequestPreparer(launcher.folder, media, engine.model_impl, engine.chat_template, engine=engine)
 
-    on_progress = partial(setattr, service, "load_progress")
-    starting = asyncio.ensure_future(EngineClient.start(engine, process=launcher.take(), on_progress=on_progress))
+    starting = asyncio.ensure_future(EngineClient.start(engine, process=launcher.take(), on_progress=tell))
     try:
         preparer = await asyncio.to_thread(make_preparer)
         client = await starting

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
@@ -95,6 +95,7 @@ class Service:
         """Held while a batch's prompt is prepared, so that other requests find free threads."""
         self.load_progress = ""
         """The engine's progress while it loads."""
+        self.on_load_progress: Callable[[str], None] = lambda text: None
         self._client: EngineClient | None = None
         self.back_at: float | None = None
         """When a dead engine will probably be back, by `time.monotonic`; None: no restart is planned."""

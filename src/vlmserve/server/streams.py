@@ -32,6 +32,8 @@ _COMMENT = b": ping\n\n"
 """Clients skip lines that begin with a colon."""
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 """Ping event of Anthropic's API."""
+NEWS_SECONDS = 1.0
+"""Seconds between comments that say why an answer has not begun."""
 _RESPONSES_PATH = "/v1/responses"
 
 
@@ -117,20 +119,26 @@ class EventStream(Response):
 
 
 async def begin_in_time(
-    request: Request, answering: Coroutine[Any, Any, Response], streams: Callable[[], bool], interval: float
+    request: Request,
+    answering: Coroutine[Any, Any, Response],
+    streams: Callable[[], bool],
+    interval: float,
+    comment: Callable[[], bytes | None] | None = None,
 ) -> Response:
     """The response of `answering`, or after `interval` seconds a stream that sends pings and then the response.
 
-    streams: returns whether the request wants a stream. interval: 0: always wait for the response.
+    streams: returns whether the request wants a stream. interval: 0: always wait for the response. comment: makes the
+    text to send every `NEWS_SECONDS` in place of pings; None: there is no news.
     """
     if not interval:
         return await answering
     asking = asyncio.ensure_future(answering)
+    pings = _Pings(request.scope["path"], interval, comment)
     try:
         while not asking.done():
-            await asyncio.wait((asking,), timeout=interval)
-            if not asking.done() and streams():
-                return _EarlyStream(asking, interval)
+            await asyncio.wait((asking,), timeout=pings.pause)
+            if not asking.done() and streams() and pings.is_due:
+                return _EarlyStream(asking, pings)
         return asking.result()
     except BaseException:
         await cancel(asking)
@@ -139,14 +147,33 @@ async def begin_in_time(
         del asking  # an error's traceback would hold the task, which holds the error
 
 
+class _Pings:
+    """The pings of a stream that has not begun. comment: see `begin_in_time`."""
+
+    def __init__(self, path: str, interval: float, comment: Callable[[], bytes | None] | None) -> None:
+        self._path, self._interval, self._comment = path, interval, comment
+        self._latest = time.monotonic()
+        self.pause = interval if comment is None else min(interval, NEWS_SECONDS)
+        """Seconds between checks."""
+
+    @property
+    def is_due(self) -> bool:
+        is_silent = time.monotonic() - self._latest >= self._interval
+        return is_silent or (self._comment is not None and self._comment() is not None)
+
+    def take(self) -> bytes:
+        self._latest = time.monotonic()
+        return (self._comment and self._comment()) or _ping_at(self._path)
+
+
 class _EarlyStream(Response):
     """Sends pings until the response is ready, then its events, or its error as an event."""
 
     media_type = EVENTS
 
-    def __init__(self, asking: asyncio.Future[Response], interval: float) -> None:
+    def __init__(self, asking: asyncio.Future[Response], pings: _Pings) -> None:
         self._asking = asking
-        self._interval = interval
+        self._pings = pings
         super().__init__(None, headers=_HEADERS)
         del self.headers["content-length"]
 
@@ -154,9 +181,11 @@ class _EarlyStream(Response):
         path: str = scope["path"]
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._pings.take(), "more_body": True})
             while not self._asking.done():
-                await send({"type": "http.response.body", "body": _ping_at(path), "more_body": True})
-                await asyncio.wait((self._asking,), timeout=self._interval)
+                await asyncio.wait((self._asking,), timeout=self._pings.pause)
+                if not self._asking.done() and self._pings.is_due:
+                    await send({"type": "http.response.body", "body": self._pings.take(), "more_body": True})
         except BaseException:
             await cancel(self._asking)
             raise

@@ -24,7 +24,7 @@ from vlmserve.server.routes.answering import answer
 from vlmserve.server.routes.chat import ChatDialect
 from vlmserve.server.routes.embeddings import EmbeddingDialect, written
 from vlmserve.server.routes.reading import read, read_parsed
-from vlmserve.server.schema.cards import model_card
+from vlmserve.server.schema.cards import Abilities, model_card
 from vlmserve.server.schema.chat import ChatRequest
 from vlmserve.server.schema.embeddings import EmbeddingRequest
 from vlmserve.server.schema.ollama import (
@@ -241,7 +241,12 @@ async def ollama_version(request: Request) -> Response:
 
 
 def _local(service: Service, name: str) -> LocalModel:
-    card = model_card(name, service.created, service.abilities)
+    return local_model(name, service.created, service.abilities)
+
+
+def local_model(name: str, created: int, abilities: Abilities | None) -> LocalModel:
+    """Make an entry of ``/api/tags`` and ``/api/ps``. abilities: None while the model is not loaded."""
+    card = model_card(name, created, abilities)
     listed = card.capabilities if isinstance(card.capabilities, list) else ["completion"]
     digest = hashlib.sha256(name.encode()).hexdigest()
     return LocalModel(name, name, card.created_at, 0, digest, ModelDetails(), listed)

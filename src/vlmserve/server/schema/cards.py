@@ -94,6 +94,10 @@ class ModelCard(msgspec.Struct):
     """The digest of an adapter's content, once the adapter is loaded."""
     mixes: list[str] | msgspec.UnsetType = msgspec.UNSET
     """The adapters that an X-LoRA checkpoint mixes."""
+    state: str | msgspec.UnsetType = msgspec.UNSET
+    """unloaded, loading, loaded, unloading or failed, if models load on demand."""
+    reason: str | msgspec.UnsetType = msgspec.UNSET
+    """Why it could not be loaded."""
 
 
 class ModelList(msgspec.Struct):

@@ -1,0 +1,109 @@
+"""The models of a server: their settings, and the memory that each is expected to take."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmserve.adapters.location import read_module
+from vlmserve.errors import ConfigurationError
+from vlmserve.folders import expanded
+from vlmserve.gguf.choice import GGUF, PROJECTOR
+from vlmserve.gguf_header import PART
+from vlmserve.models.footprint import footprint_of
+from vlmserve.models.hub import resolve_model
+from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
+
+PROCESSES = 192 * 2**20
+"""Bytes that the two processes of a model take besides weights and caches; imported libraries are shared."""
+_LEAST_KV, _MOST_KV = 128 * 2**20, 4 * 2**30
+"""Bounds of a KV cache's default bytes, which equal the weights' bytes."""
+_OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
+"""Files of checkpoints that read images."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A model and its settings."""
+
+    name: str
+    engine: EngineConfig
+    media: MediaConfig
+    server: ServerConfig
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names for requests, the model's own first, its adapters' last."""
+        adapters = (read_module(text).name for text in self.engine.lora_modules)
+        return tuple(dict.fromkeys((self.name, *self.server.served_model_name, self.engine.model, *adapters)))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Memory of a model in bytes."""
+
+    weights: int
+    kv_cache: int
+    images: int
+    """Caches of images."""
+
+    @property
+    def growth(self) -> int:
+        """Bytes that requests fill after the start."""
+        return self.kv_cache + self.images
+
+    @property
+    def total(self) -> int:
+        return PROCESSES + self.weights + self.growth
+
+
+def find_models(folder: str, engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> list[Listed]:
+    """List the models in the subfolders and GGUF files of a folder. Raises ConfigurationError if there are none."""
+    place = expanded(folder)
+    if not place.is_dir():
+        raise ConfigurationError(f"--models-dir {folder}: there is no such folder")
+    found = [
+        Listed(name, engine.model_copy(update={"model": str(path)}), media, server) for name, path in _models_in(place)
+    ]
+    if not found:
+        raise ConfigurationError(
+            f"--models-dir {folder}: no model is there; put each in a subfolder with its config.json, or as a {GGUF} "
+            "file"
+        )
+    return found
+
+
+def check_names(models: Collection[Listed]) -> None:
+    """Raise ConfigurationError if two models have one name."""
+    seen: set[str] = set()
+    for model in models:
+        if model.name in seen:
+            raise ConfigurationError(f"two models are called {model.name}; rename the folder or the section of one")
+        seen.add(model.name)
+
+
+def expect(model: Listed) -> Expected:
+    """Estimate a model's memory from its files, which are downloaded unless they are here. Raises ModelLoadError."""
+    folder = resolve_model(model.engine.model, model.engine.revision, model.engine.mmproj)
+    weights = 0 if model.engine.engine == "mock" else footprint_of(model.engine, folder).loading
+    kv_cache = model.engine.kv_cache_memory or min(_MOST_KV, max(_LEAST_KV, weights))
+    reads_images = any((folder / name).is_file() for name in _OF_IMAGES)
+    images = model.engine.encoder_cache_memory + model.media.image_cache_memory if reads_images else 0
+    return Expected(weights, kv_cache, images)
+
+
+def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Names and paths of the models in a folder."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            if (path / "config.json").is_file() or next(path.rglob(f"*{GGUF}"), None) is not None:
+                yield path.name, path
+        elif path.suffix == GGUF and PROJECTOR not in path.name.lower():
+            part = PART.fullmatch(path.name)
+            if part is None:
+                yield path.stem, path
+            elif path.name == f"{part['stem']}-{1:05}-of-{part['count']}{GGUF}":
+                yield part["stem"], path

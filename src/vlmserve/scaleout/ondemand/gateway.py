@@ -1,0 +1,120 @@
+"""A gateway to workers of this machine that start when a request names their model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Collection
+
+import msgspec
+
+from vlmserve.errors import UnavailableError, VLMServeError
+from vlmserve.scaleout.gateway import Gateway
+from vlmserve.scaleout.messages import ModelFacts
+from vlmserve.scaleout.ondemand.pool import Pool
+from vlmserve.scaleout.router import Router
+from vlmserve.scaleout.settings import GatewayConfig
+from vlmserve.settings.base import read_settings
+from vlmserve.settings.config import ServerConfig
+
+_SILENCE = 30.0
+"""Seconds that requests wait for a loaded worker that does not respond."""
+_ATTEMPTS = 2
+"""Workers to try for a request: the second one after a crash."""
+
+
+class OnDemandGateway(Gateway):
+    """The gateway. Call `open` before requests come. token: proves to workers that requests come from here."""
+
+    def __init__(self, server: ServerConfig, token: str) -> None:
+        super().__init__(server, read_settings(GatewayConfig, {"max_attempts": _ATTEMPTS}), token)
+        self.patience = None
+        self.created = int(time.time())
+        self.pool: Pool
+        self.facts: dict[str, ModelFacts] = {}
+        """Facts about each model that was loaded once, by name."""
+        self._learned: dict[str, str] = {}
+        """Models by all their names, also while they are not loaded."""
+
+    def open(self, pool: Pool) -> None:
+        """Serve the models of a pool."""
+        self.pool = pool
+        for name, model in pool.models.items():
+            for alias in model.listed.names:
+                self._learned.setdefault(alias, name)
+        self._learned |= {name: name for name in pool.models}
+        self.update_models()
+
+    async def connect(self, urls: list[str]) -> None:
+        """Send requests to these workers only, once all of them have reported."""
+        self.set_workers(urls)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SILENCE):
+                while any(url in self.members and not self.members[url].is_heard for url in urls):
+                    await self.change_of_worker()
+
+    @property
+    def known_models(self) -> Collection[str]:
+        return self.pool.models.keys()
+
+    def problem(self) -> VLMServeError | None:
+        return UnavailableError("The server is shutting down") if self.phase == "closing" else None
+
+    def model(self, name: object) -> tuple[str, Router]:
+        own = self.own_name(name)
+        if own not in self.models:
+            raise UnavailableError(f"{own} is not loaded; a request to it loads it")
+        return own, self.models[own].router
+
+    def any_model(self) -> tuple[str, Router]:
+        own = self.pool.most_recent()
+        if own is None:
+            raise UnavailableError("No model is loaded; a request to one loads it")
+        return self.model(own)
+
+    async def await_worker(self, name: object, held: contextlib.ExitStack) -> None:
+        """Load the model that a request needs, and keep it loaded until `held` closes. Raises UnavailableError."""
+        own = self._needed(name)
+        if own is None:
+            return
+        for _ in range(_ATTEMPTS):
+            held.close()
+            held.callback(self.pool.leave, await self.pool.enter(own))
+            if await self._responds(own):
+                return
+        raise UnavailableError(f"{own} does not respond; try again soon")
+
+    async def _responds(self, own: str) -> bool:
+        """Wait until a model's worker responds. Returns False if it has ended or is silent for too long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SILENCE):
+                while self.pool.models[own].url is not None and not self.members_of(own):
+                    await self.change_of_worker()
+        return bool(self.members_of(own))
+
+    def absent(self, name: object) -> float:
+        own = self._needed(name)
+        return 0.0 if own is None or self.members_of(own) else _SILENCE
+
+    def waiting_comment(self, name: object) -> bytes | None:
+        """A comment with the state of the request's model; None while it is loaded."""
+        model = self.pool.models.get(self._names.get(name, "") if isinstance(name, str) else "")
+        if model is None or model.url is not None:
+            return None
+        state = "loading" if model.state == "loading" else "waiting"
+        news = {"state": state, "model": model.listed.name, **({"progress": model.progress} if model.progress else {})}
+        return b": " + msgspec.json.encode(news) + b"\n\n"
+
+    def update_models(self) -> None:
+        super().update_models()
+        self._learned |= {alias: own for alias, own in self._names.items() if alias not in self._learned}
+        self._names = self._learned | self._names
+        self.facts |= {name: model.facts for name, model in self.models.items()}
+
+    def _needed(self, name: object) -> str | None:
+        """The model that a request needs; None for an unknown one. Requests without a name take any loaded one."""
+        if isinstance(name, str):
+            return self._names.get(name)
+        models = self.pool.models
+        return next(iter(models)) if len(models) == 1 else self.pool.most_recent()

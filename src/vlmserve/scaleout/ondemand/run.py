@@ -1,0 +1,101 @@
+"""Start and stop a server with models that load on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+
+from vlmserve.engine.preload import Preloader, fork_children_from
+from vlmserve.errors import ConfigurationError
+from vlmserve.garbage import freeze_loaded_objects
+from vlmserve.logs import level_number, set_up_logging
+from vlmserve.memory import free_memory
+from vlmserve.models.footprint import LIBRARIES, loads_into_main_memory
+from vlmserve.scaleout.launch import MemberProcess
+from vlmserve.scaleout.member import WorkerLaunch
+from vlmserve.scaleout.ondemand.app import create_app
+from vlmserve.scaleout.ondemand.catalogue import Listed, check_names
+from vlmserve.scaleout.ondemand.gateway import OnDemandGateway
+from vlmserve.scaleout.ondemand.pool import Pool, WorkerProcess
+from vlmserve.scaleout.ondemand.shelf import Shelf
+from vlmserve.scaleout.settings import ModelsConfig
+from vlmserve.server.run import bind, event_loop_factory, raise_file_limit, stop_on_signals
+from vlmserve.server.web import WebServer
+from vlmserve.settings.config import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+_SHARE = 0.8
+"""Default budget, as a share of the free memory."""
+
+
+def serve(listed: Sequence[Listed], config: ModelsConfig, server: ServerConfig) -> None:
+    """Serve until SIGINT or SIGTERM, then let running requests finish; a second signal ends everything at once.
+
+    Raises ConfigurationError for two models of one name, an address that is taken, or a GPU without a budget.
+    """
+    set_up_logging(server.log_format, level=level_number(server.log_level))
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    if not server.access_log:
+        logging.getLogger("vlmserve.access").setLevel(logging.WARNING)
+    check_names(listed)
+    raise_file_limit()
+    budget = _budget(listed, config)
+    listener = bind(server)
+    with contextlib.ExitStack() as stack:
+        stack.callback(listener.close)
+        if sys.platform == "linux":
+            preloader = Preloader()
+            stack.callback(preloader.close)
+            fork_children_from(preloader.address)
+        token = secrets.token_hex(16)
+        gateway = OnDemandGateway(server, token)
+        web = WebServer(create_app(gateway), server, listener)
+        freeze_loaded_objects()
+        shelf = Shelf(budget, config.models_patience)
+        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+            runner.run(run(gateway, web, listed, shelf, token))
+
+
+async def run(
+    gateway: OnDemandGateway,
+    web: WebServer,
+    listed: Sequence[Listed],
+    shelf: Shelf,
+    token: str,
+    start: Callable[[WorkerLaunch], WorkerProcess] = MemberProcess,
+) -> None:
+    """Serve until a signal. start: starts a worker."""
+    pool = Pool(listed, shelf, start, gateway.connect, token)
+    gateway.open(pool)
+    stop = stop_on_signals(pool.kill)
+    web.start()
+    names = ", ".join(pool.models)
+    print(f"vlmserve listens on {web.url}; models load when requests name them: {names}", flush=True)
+    try:
+        await stop.wait()
+        await gateway.drain(gateway.config.shutdown_grace)
+        if gateway.num_in_flight:
+            logger.warning("%d requests are not finished and fail now", gateway.num_in_flight)
+    finally:
+        await pool.close()
+        await web.stop()
+        await gateway.close()
+
+
+def _budget(listed: Sequence[Listed], config: ModelsConfig) -> int:
+    """Bytes for models, without the libraries that all share."""
+    memory = config.models_memory
+    if memory is None:
+        if not all(loads_into_main_memory(model.engine) for model in listed):
+            raise ConfigurationError("models on a GPU need --models-memory: the GPU memory for all of them together")
+        memory = int(_SHARE * free_memory())
+    if memory <= LIBRARIES:
+        raise ConfigurationError(
+            f"--models-memory {memory / 1e9:.2f} GB: give at least 1GiB; libraries take {LIBRARIES / 1e9:.2f} GB"
+        )
+    return memory - LIBRARIES

@@ -1,0 +1,157 @@
+"""Several models behind one address, with processes that start and end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.scaleout.ondemand.serving import SIZE, Serving, list_models, make_models
+from tests.waiting import until
+from vlmserve.server import streams
+
+NAMES = ("a", "b", "c")
+MESSAGES = [{"role": "user", "content": "What is"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_models(tmp_path_factory.mktemp("models"), NAMES)
+
+
+async def test_request_loads_its_model(folder):
+    async with Serving(list_models(folder)) as serving:
+        assert await serving.states() == {"a": "unloaded", "b": "unloaded", "c": "unloaded"}
+        answer = await serving.ask("b")
+        assert (answer.status_code, answer.json()["model"]) == (200, "b")
+        assert await serving.states() == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+        assert (await serving.client.get("/v1/models/b")).json()["max_model_len"]
+
+
+async def test_third_model_replaces_the_least_recent(folder):
+    async with Serving(list_models(folder)) as serving:
+        for name in ("a", "b", "a", "c"):
+            assert (await serving.ask(name)).status_code == 200
+        assert await serving.states() == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+        page = (await serving.client.get("/metrics")).text
+        assert 'vlmserve:model_loads_total{model="b"} 1.0' in page
+        assert '{worker="a",model_name="a"}' in page
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat", "/v1/embeddings"])
+async def test_unknown_model_gets_known_names(folder, path):
+    async with Serving(list_models(folder)) as serving:
+        answer = await serving.ask("d", path, messages=MESSAGES, max_tokens=1)
+        assert answer.status_code == 404
+        assert "only 'a', 'b', 'c'" in answer.text
+        assert not serving.started
+
+
+async def test_unnamed_model_is_rejected(folder):
+    async with Serving(list_models(folder)) as serving:
+        answer = await serving.ask(None)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+
+
+async def test_only_model_needs_no_name(folder):
+    async with Serving(list_models(folder)[:1]) as serving:
+        assert (await serving.ask(None)).json()["model"] == "a"
+
+
+async def test_every_api_loads_models(folder):
+    async with Serving(list_models(folder), room=3) as serving:
+        chat = await serving.ask("a", "/v1/messages", messages=MESSAGES, max_tokens=2)
+        assert chat.json()["type"] == "message"
+        answer = await serving.ask("b", "/v1/responses", input="What is", max_output_tokens=2)
+        assert answer.json()["object"] == "response"
+        lines = (await serving.ask("c", "/api/chat", messages=MESSAGES)).text.splitlines()
+        assert json.loads(lines[-1])["done"]
+        loaded = (await serving.client.get("/api/ps")).json()["models"]
+        assert {one["name"] for one in loaded} == {*NAMES}
+
+
+async def test_waiting_stream_tells_the_state(folder, monkeypatch):
+    monkeypatch.setattr(streams, "NEWS_SECONDS", 0.01)
+    async with Serving(list_models(folder)) as serving:
+        lines = (await serving.ask("a", stream=True)).text.splitlines()
+        told = [json.loads(line[2:]) for line in lines if line.startswith(": {")]
+        assert told[0]["model"] == "a"
+        assert {one["state"] for one in told} <= {"waiting", "loading"}
+        assert lines[-2] == "data: [DONE]"
+
+
+async def test_failed_load_tells_its_reason(folder, tmp_path):
+    broken = make_models(tmp_path, ["broken", "whole"])
+    tokenizer = (broken / "broken" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    async with Serving(list_models(broken)) as serving:
+        answers = await asyncio.gather(serving.ask("broken"), serving.ask("broken"), serving.ask("whole"))
+        assert [answer.status_code for answer in answers] == [503, 503, 200]
+        assert "broken could not be loaded" in answers[0].text
+        assert (await serving.ask("broken")).headers["retry-after"]
+        assert len(serving.started) == 2, "it is not tried again at once"
+        card = (await serving.client.get("/v1/models/broken")).json()
+        assert (card["state"], "tokenizer" in card["reason"]) == ("failed", True)
+        tokenizer.rename(broken / "broken" / "tokenizer.json")
+        await until(lambda: serving.model("broken").retry_at < time.monotonic())
+        assert (await serving.ask("broken")).status_code == 200
+        assert "reason" not in (await serving.client.get("/v1/models/broken")).json()
+
+
+async def test_model_over_the_budget_is_rejected(folder):
+    async with Serving(list_models(folder, kv_cache_memory=4 * SIZE)) as serving:
+        answer = await serving.ask("a")
+        assert (answer.status_code, "--models-memory" in answer.text) == (503, True)
+        assert not serving.started
+
+
+async def test_crashed_model_loads_again(folder):
+    async with Serving(list_models(folder)) as serving:
+        assert (await serving.ask("a")).status_code == 200
+        os.kill(serving.started[0].pid, signal.SIGKILL)
+        assert (await serving.ask("a")).status_code == 200
+        assert serving.model("a").crashes == 1
+
+
+async def test_waiting_ends_with_the_client(folder):
+    async with Serving(list_models(folder), room=1) as serving:
+        assert (await serving.ask("a")).status_code == 200
+        ticket = await serving.pool.enter("a")
+        asking = asyncio.ensure_future(serving.ask("b"))
+        await until(lambda: serving.model("b").waiting)
+        assert (await serving.ask("a")).status_code == 200, "it does not wait for the other model"
+        asking.cancel()
+        await until(lambda: not serving.model("b").waiting)
+        serving.pool.leave(ticket)
+        assert (await serving.states())["a"] == "loaded", "nobody needs its memory any more"
+
+
+async def test_random_requests_never_fail(folder):
+    """Four times as many requests in flight as models in memory."""
+    dice = random.Random(0)
+    async with Serving(list_models(folder)) as serving:
+        plan = iter([dice.choice(NAMES) for _ in range(60)])
+        answers = []
+
+        async def ask_all() -> None:
+            for name in plan:
+                answers.append((name, await serving.ask(name, temperature=0)))
+                assert serving.shelf.used <= serving.shelf.budget
+
+        await asyncio.gather(*(ask_all() for _ in range(8)))
+        assert len(answers) == 60
+        assert all((one.status_code, one.json()["model"]) == (200, name) for name, one in answers)
+
+
+async def test_close_ends_all_processes(folder):
+    async with Serving(list_models(folder)) as serving:
+        await asyncio.gather(serving.ask("a"), serving.ask("b"))
+        waiting = asyncio.ensure_future(serving.ask("c"))
+        await until(lambda: len(serving.started) > 2 or serving.model("c").waiting)
+    assert not any(process.is_alive for process in serving.started)
+    await asyncio.gather(waiting, return_exceptions=True)
