@@ -33,7 +33,7 @@ class Shard:
     """Number of `rows` entries in each tensor of a checkpoint; None: one."""
 
     def cuts(self, num_parts: int) -> list[Cut]:
-        """Return the cuts of a checkpoint's tensors: one for each of `parts`, or one if a single tensor holds all."""
+        """A cut for each of `parts`, or one for a single tensor."""
         parts = self.parts or (1,) * len(self.rows)
         if num_parts == 1:
             parts = (len(self.rows),)
@@ -52,8 +52,6 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The rows and columns to take from a tensor."""
-
     num_rows: int
     pieces: tuple[tuple[int, int], ...]
     """Ranges ``first <= i < last`` of rows."""
@@ -61,7 +59,6 @@ class Cut:
     """None: all, as for vectors."""
 
     def whole_shape(self, own: torch.Size) -> list[int]:
-        """The shape of the whole tensor. own: shape of the part."""
         width = list(own[1:]) if self.columns is None or len(own) < 2 else [self.columns.whole]
         return [self.num_rows, *width]
 
@@ -71,12 +68,12 @@ class Cut:
         return rows[:, self.columns.first : self.columns.last]
 
     def of_blocks(self, weight: GGUFWeight) -> GGUFWeight | None:
-        """Cut a whole weight; None if the cut divides a block."""
+        """None: the cut divides a block."""
         own = weight[torch.cat([torch.arange(first, last) for first, last in self.pieces])]
         return own if self.columns is None else own.inputs(self.columns.first, self.columns.last)
 
     def of(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
-        """Cut a whole weight. The result is dequantized to float32 if the cut divides a group."""
+        """Dequantize to float32 if the cut divides a group."""
         rows = torch.cat([torch.arange(first, last) for first, last in self.pieces])
         if isinstance(weight, Tensor):
             return self.narrowed(weight[rows.to(weight.device)])

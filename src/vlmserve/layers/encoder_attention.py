@@ -15,11 +15,8 @@ from vlmserve.layers.stages import StageBudget, Stages
 
 
 class EncoderAttention(Layer):
-    """Full self-attention within each image.
-
-    Input ``[images, tokens, 3 * size]``: queries, then keys, then values, each head by head. Output ``[images, tokens,
-    size]``.
-    """
+    """Input ``[images, tokens, 3 * size]``: queries, keys, values, each head by head. Output ``[images, tokens,
+    size]``."""
 
     def __init__(self, size: int, num_heads: int, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -37,11 +34,11 @@ class EncoderAttention(Layer):
         return self._kernel(qkv)
 
     def products(self, length: int) -> int:
-        """MACs for an image with `length` tokens."""
+        """MACs of an image."""
         return 2 * length**2 * self.num_heads * self.head_size
 
     def in_stages(self, qkv: Tensor, budget: StageBudget) -> Stages[Tensor]:
-        """`forward` in stages: images, heads of one image, or some queries of one head."""
+        """Stages are images, heads of an image, or queries of a head."""
         images, length, _ = qkv.shape
         queries, products = images * self.num_heads * length, 2 * length * self.head_size
         while not (count := budget.take(queries, products, budget.rows)):
@@ -59,9 +56,9 @@ class EncoderAttention(Layer):
                 yield
 
     def over_ranges(self, qkv: Tensor, ranges: Ranges, budget: StageBudget) -> Stages[Tensor]:
-        """Attention within ranges of rows, ``[tokens, 3 * size]`` to ``[tokens, size]``, in stages.
+        """Attend within ranges of rows, ``[tokens, 3 * size]`` to ``[tokens, size]``.
 
-        If the device has range kernels, ranges of different lengths are one stage.
+        With range kernels, ranges of different lengths are one stage.
         """
         if self.range_kernels is None or ranges.is_even:
             parts = []
@@ -74,10 +71,8 @@ class EncoderAttention(Layer):
         return self.range_kernels.attend(qkv, ranges)
 
     def _attend_queries(self, qkv: Tensor, output: Tensor, start: int, end: int) -> None:
-        """Compute queries ``start <= i < end``, numbered by head and then by image.
-
-        A kernel call computes several whole images, or one head.
-        """
+        """Compute queries ``start <= i < end``, numbered by head, then image. A kernel call computes whole images, or
+        one head."""
         images, length, _ = qkv.shape
         inputs = qkv.view(images, length, 3, self.num_heads, self.head_size)
         outputs = output.view(images, length, self.num_heads, self.head_size)

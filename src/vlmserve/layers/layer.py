@@ -1,7 +1,6 @@
 """The base of modules that run on a device's kernels.
 
-Layers hold plain weights while they load. Then `arrange_layers` hands each weight to the device, which packs it for its
-kernels. No layer asks for the kind of device.
+Layers load plain weights; then `arrange_layers` has the device pack them. No layer asks for the kind of device.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from vlmserve.kernels.operations import Operations
 
 
 class Layer(nn.Module):
-    """A module that runs the device's kernels after `arrange`, and torch's operations before."""
+    """Runs the device's kernels after `arrange`, torch's operations before."""
 
     def arrange(self, operations: Operations) -> None:
-        """Use these kernels from here on."""
         raise NotImplementedError
 
 
@@ -27,7 +25,7 @@ def arrange_layers(model: nn.Module, operations: Operations) -> None:
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Allocate a module's own parameters that are on the meta device, without submodules."""
+    """Allocate the module's own parameters that are on the meta device."""
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.is_meta:
             setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))

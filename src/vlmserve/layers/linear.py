@@ -47,7 +47,7 @@ _takes_memory: ContextVar[bool] = ContextVar("takes_memory", default=True)
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Create parameters without memory within this block. `allocate` adds the memory."""
+    """Create parameters without memory in this block; `allocate` adds it."""
     token = _takes_memory.set(False)
     try:
         yield
@@ -56,14 +56,14 @@ def without_memory() -> Iterator[None]:
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Allocate a weight. Its pages stay untouched until the loader writes them."""
+    """Pages stay untouched until the loader writes them."""
     on = device if _takes_memory.get() else META
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=on), requires_grad=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptWeight:
-    """A weight as its device packed it, for a layer that need not pack it again."""
+    """A packed weight for a layer that need not pack it again."""
 
     product: Product
     bits: int | None
@@ -74,8 +74,7 @@ class KeptWeight:
 class Weight(Layer):
     """A weight: plain, quantized, or packed by the device.
 
-    `weight` has shape ``[out_features, in_features]``, or more axes for a convolution. It exists until it is quantized
-    or packed.
+    `weight`, ``[out_features, in_features]`` or more axes for a convolution, exists until it is quantized or packed.
     """
 
     weight: nn.Parameter
@@ -100,16 +99,15 @@ class Weight(Layer):
         self._input_order: Tensor | None = None
 
     def settle(self) -> None:
-        """Reorder outputs for the kernels. Called after weights are loaded and before they are quantized."""
+        """Reorder outputs for the kernels, after loading and before quantization."""
 
     @property
     def products(self) -> int:
-        """MACs for each row of inputs."""
+        """MACs of a row."""
         return self.in_features * self.out_features
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weight in its current form."""
         if self._stored is not None:
             return self._stored.num_bytes
         if self._quantized is not None:
@@ -117,7 +115,7 @@ class Weight(Layer):
         return self.in_features * self.out_features * self.dtype.itemsize
 
     def quantize(self, weight: QuantizedWeight | GGUFWeight, input_bits: int | None = None) -> None:
-        """Replace the plain weight by a quantized one. input_bits: overrides the weight's own `input_bits`."""
+        """input_bits: overrides the weight's own."""
         if input_bits is not None:
             weight = dataclasses.replace(weight, input_bits=input_bits)
         if self.makes_logits and weight.bits == 8:
@@ -131,7 +129,6 @@ class Weight(Layer):
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """``(out_features, in_features)``."""
         return self.out_features, self.in_features
 
     @property
@@ -140,19 +137,17 @@ class Weight(Layer):
         return self._stored is not None
 
     def kept(self) -> KeptWeight | None:
-        """The packed weight; None if padding changed its inputs or outputs."""
+        """None: padding changed its inputs or outputs."""
         return None if self._stored is None else KeptWeight(self._stored, self.bits, self._input_order)
 
     def restore(self, kept: KeptWeight) -> None:
-        """Replace the empty weight by a packed one."""
         self.bits, self._input_order = kept.bits, kept.input_order
         del self.weight
 
     def adapt(self, rows: AdapterRows, parts: int = 1, max_rank: int = 0) -> None:
-        """Add slots for adapters. Call it after `arrange`.
+        """Add slots for adapters, after `arrange`.
 
-        rows: the slot of each row. parts: parts of the weight that have their own A and B. max_rank: maximum rank to
-        reserve; 0: reserve nothing.
+        rows: the slot of each row. parts: number of parts with their own A and B. max_rank: rank to reserve; 0: none.
         """
         stored: object = self._stored
         words = stored.change_words if isinstance(stored, PacksChanges) else 1
@@ -160,7 +155,6 @@ class Weight(Layer):
         self.adapters = LinearAdapters(rows, words, reserved)
 
     def prepare(self, change: Change) -> PreparedChange:
-        """Convert an adapter's change for `set_adapter`."""
         change = change.to(self.dtype, self.device)
         if self._input_order is not None:
             change = change.with_inputs(self._input_order)
@@ -171,7 +165,7 @@ class Weight(Layer):
         return PreparedChange(rest, stored.pack_change(change))
 
     def set_adapter(self, slot: int, prepared: PreparedChange | None) -> None:
-        """Put an adapter into a slot; None: clear the slot."""
+        """None: clear the slot."""
         assert self.adapters is not None
         self.adapters.set(slot, prepared)
 
@@ -189,10 +183,7 @@ class Weight(Layer):
 
 
 class Linear(Weight):
-    """``act(linear(x))``, ``[..., in_features]`` to ``[..., out_features]``.
-
-    act: name of the activation in Hugging Face configurations.
-    """
+    """``act(linear(x))``, ``[..., in_features]`` to ``[..., out_features]``. act: Hugging Face's name."""
 
     bias: nn.Parameter | None
     stays_plain = False
@@ -232,15 +223,15 @@ class Linear(Weight):
 
     @property
     def deferring(self) -> DeferringProduct | None:
-        """The kernel, if it can leave norms to the next linear and complete them. Needs unchanged rows in between."""
+        """The kernel, if it can leave norms to the next linear and no rows change in between."""
         return self._deferring if self._is_plain else None
 
     def rounding(self, rows: int) -> Rounding | None:
-        """The kernel's rounding of its inputs; None if it has none or if rows change before it."""
+        """None: the kernel rounds no inputs, or rows change before it."""
         return self._rounding.rounding(rows) if self._rounding is not None and self._is_plain else None
 
     def read_by(self, reader: Linear, x: Normed) -> Inputs:
-        """Compute the result in the form that `reader` takes, its only reader."""
+        """Compute the result in the form that `reader`, its only reader, takes."""
         rounded: Inputs | None = None
         if self._rounding is not None and self._is_plain and not isinstance(x, DeferredNorm):
             values = x if isinstance(x, Tensor) else x.values
@@ -250,7 +241,7 @@ class Linear(Weight):
 
     @property
     def _is_plain(self) -> bool:
-        """True if the kernel takes inputs as they come and nothing changes its result."""
+        """True if nothing changes the kernel's inputs or result."""
         changes = self._padding is not None or self._input_order is not None
         return not changes and (self.adapters is None or not self.adapters.active)
 
@@ -271,15 +262,15 @@ class Linear(Weight):
         return super().prepare(change if self._padding is None else self._padding.of_change(change))
 
     def widen_for(self, reader: Linear, operations: Operations) -> None:
-        """Pad outputs to the width that the device wants for `reader`, the only layer that reads them.
+        """Pad outputs to the width that the device wants for `reader`, their only reader.
 
-        Call it before either layer is arranged. The padding is zero if the activation maps 0 to 0.
+        Call it before either is arranged. The padding is zero if the activation maps 0 to 0.
         """
         if self.bits is None and reader.bits is None:
             self._width = operations.product_inputs(reader.in_features, reader.dtype)
 
     def reorder(self, rows: Tensor) -> None:
-        """Reorder outputs before `arrange`. rows: old index of each new output."""
+        """Call it before `arrange`. rows: old index of each new output."""
         self.order = rows
         if self._quantized is None:
             self.weight.data = self.weight.data[rows]
@@ -289,7 +280,6 @@ class Linear(Weight):
             self.bias.data = self.bias.data[rows]
 
     def arrange(self, operations: Operations) -> None:
-        """Pack the weight, unless it is packed."""
         if self._product is None:
             bias = None if self.bias is None else self.bias.data
             matrix = self._matrix()
@@ -325,10 +315,7 @@ class Linear(Weight):
 
 
 class MergedLinear(Linear):
-    """Several linears with the same input as one matmul, outputs side by side.
-
-    parts: number of outputs by name in checkpoints.
-    """
+    """Linears with the same input as one matmul, outputs side by side. parts: outputs by checkpoint name."""
 
     def __init__(
         self, in_features: int, parts: dict[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
@@ -378,7 +365,7 @@ class OutputLinear(Linear):
         self.epilogue = Epilogue(float_output=True)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Like `forward`. out: contiguous memory to use for the result."""
+        """out: contiguous memory for the result."""
         return self._multiply(hidden, out=out)
 
 
@@ -394,10 +381,7 @@ class Bias(nn.Module):
 
 
 class Embedding(Layer):
-    """An embedding table: int64 ``[tokens]`` to ``[tokens, size]``.
-
-    `weight`, ``[count, size]``, exists until it is quantized.
-    """
+    """int64 ``[tokens]`` to ``[tokens, size]``. `weight`, ``[count, size]``, exists until it is quantized."""
 
     weight: nn.Parameter
     shard: Shard | None = None
@@ -412,7 +396,6 @@ class Embedding(Layer):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the table in its current form."""
         stored = self._table or self._quantized
         return self.count * self.size * self.dtype.itemsize if stored is None else stored.num_bytes
 
@@ -421,19 +404,17 @@ class Embedding(Layer):
         del self.weight
 
     def arrange(self, operations: Operations) -> None:
-        """Pack a quantized table. A plain one stays."""
+        """A plain table stays."""
         if self._quantized is not None:
             self._table = operations.table(self._quantized, self.dtype)
             self._quantized = None
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """``(count, size)``."""
         return self.count, self.size
 
     @property
     def is_stored(self) -> bool:
-        """True if the device has packed the table."""
         return self._table is not None
 
     def kept(self) -> KeptWeight | None:
@@ -472,7 +453,7 @@ class TiedEmbedding(Weight):
         return vectors if self.table_adapters is None else self.table_adapters.apply(indices, vectors)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[rows, size]`` to float32 ``[rows, count]``. out: contiguous memory to use for the result."""
+        """``[rows, size]`` to float32 ``[rows, count]``. out: contiguous memory for the result."""
         table = self._table or self._by_torch()
         if self.adapters is None:
             return table(hidden, out=out)

@@ -15,8 +15,6 @@ from vlmserve.layers.linear import empty_parameter
 
 
 class Normalization(Layer):
-    """A norm that runs the device's kernel after `arrange`."""
-
     kernel: Norm | None = None
     """None: torch's operations."""
     adding: AddingNorm | None = None
@@ -35,7 +33,7 @@ class Normalization(Layer):
 
 
 class RMSNorm(Normalization):
-    """Root mean square norm in float32 (https://arxiv.org/abs/1910.07467). offset: added to the weights in float32."""
+    """RMS norm in float32 (https://arxiv.org/abs/1910.07467). offset: added to the weights in float32."""
 
     shard: Shard | None = None
 
@@ -58,7 +56,7 @@ class RMSNorm(Normalization):
 
 
 class UnitNorm(nn.Module):
-    """Root mean square norm of ``[..., size]`` without weights."""
+    """RMS norm without weights."""
 
     def __init__(self, size: int, eps: float, *, device: torch.device) -> None:
         super().__init__()
@@ -69,7 +67,7 @@ class UnitNorm(nn.Module):
 
 
 class LayerNorm(Normalization):
-    """Layer norm with scale and shift (https://arxiv.org/abs/1607.06450)."""
+    """Layer norm (https://arxiv.org/abs/1607.06450)."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -87,7 +85,7 @@ class LayerNorm(Normalization):
 
 
 class NormOfEachHead(nn.Module):
-    """Layer norm of each head of ``[tokens, heads, head_size]``, with weights for each head and no bias."""
+    """Layer norm of each head of ``[tokens, heads, head_size]``, with own weights and no bias."""
 
     first_head = 0
     """Number of the first head in the checkpoint."""
@@ -98,7 +96,7 @@ class NormOfEachHead(nn.Module):
         self.eps = eps
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
-        """Targets for the weights, which checkpoints store head by head."""
+        """Checkpoints store the weights head by head."""
         yield from ((f"{head}.weight", weight) for head, weight in enumerate(self.weight.data, self.first_head))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +104,7 @@ class NormOfEachHead(nn.Module):
 
 
 class NormOfRow(RMSNorm):
-    """Root mean square norm of ``[tokens, heads, head_size]`` over all heads of a token."""
+    """RMS norm of ``[tokens, heads, head_size]`` over all heads of a token."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.reshape(len(x), -1)).view_as(x)

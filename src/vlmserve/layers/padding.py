@@ -1,4 +1,4 @@
-"""Zero padding of plain weights, for devices that run faster if rows begin at multiples of 16 bytes."""
+"""Zero padding, for devices that run faster if rows begin at multiples of 16 bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmserve.kernels.adapters import Change
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Pads a weight ``[out_features, in_features]`` with zero inputs and outputs."""
+    """Pads a weight ``[out_features, in_features]``."""
 
     inputs: int
     """Number of inputs with padding."""
@@ -24,7 +24,7 @@ class Padding:
 
     @classmethod
     def of(cls, shape: torch.Size, inputs: int, parts: int, width: int) -> Padding | None:
-        """Make the padding of a weight with this shape; None if it needs none.
+        """Return None if no padding is needed.
 
         inputs: number with padding. parts: equal parts of the outputs, each padded to `width`.
         """
@@ -48,11 +48,9 @@ class Padding:
         return padded
 
     def of_weight(self, weight: Tensor) -> Tensor:
-        """``[out_features, in_features]`` to ``[outputs, inputs]``."""
         return self.of_outputs(self.fit(weight))
 
     def of_change(self, change: Change) -> Change:
-        """Pad an adapter's change."""
         parts = []
         for part in change.parts:
             places = self.places[part.start : part.start + len(part.up)]

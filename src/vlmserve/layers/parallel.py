@@ -18,8 +18,8 @@ from vlmserve.layers.norm import NormOfRow
 class Ranks(Protocol):
     """The processes that compute a model together, seen from one of them.
 
-    All ranks call the same methods in the same order, with tensors of the same shapes. They get bitwise equal results.
-    rank: this process, ``0 <= rank < size``.
+    All ranks call the same methods in order with equal shapes, and get bitwise equal results. rank: ``0 <= rank <
+    size``.
     """
 
     @property
@@ -29,21 +29,21 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum the tensors of all ranks, in place."""
+        """Sum in place."""
         ...
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """Elementwise maximum over all ranks, in place."""
+        """Elementwise maximum, in place."""
         ...
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, in order."""
+        """In rank order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """This rank's shard of a vocabulary: tokens ``first <= i < last``."""
+    """This rank's tokens: ``first <= i < last``."""
 
     first: int
     last: int
@@ -62,17 +62,16 @@ class Vocabulary:
 
     @property
     def shard(self) -> Shard:
-        """The shard of a table or an output head."""
         return Shard((Share(self.first, self.last, self.count),))
 
     def own(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Map token ids to rows of this shard. Returns the rows, 0 for other ranks' tokens, and their mask."""
+        """Map token ids to this shard's rows, 0 for other ranks' tokens. Returns also the mask of these."""
         rows = indices - self.first
         lacks = (rows < 0) | (rows >= len(self))
         return rows.masked_fill(lacks, 0), lacks
 
     def gathered(self, logits: Tensor, ranks: Ranks, out: Tensor | None) -> Tensor:
-        """Gather the logits of all ranks, ``[rows, vocabulary]``. logits: of this shard."""
+        """Return ``[rows, vocabulary]``."""
         padded = F.pad(logits, (0, self.most - len(self)))
         parts = ranks.gather(padded.contiguous())
         bounds = [self.count * rank // ranks.size for rank in range(ranks.size + 1)]
@@ -81,10 +80,10 @@ class Vocabulary:
 
 
 class RowParallelLinear(Linear):
-    """A linear layer that shards inputs across ranks and sums the outputs. Rank 0 has the bias."""
+    """Shards inputs and sums the outputs. Rank 0 has the bias."""
 
     def __init__(self, whole: Linear, inputs: Share, ranks: Ranks) -> None:
-        """whole: the layer as built for this rank's inputs."""
+        """whole: built for this rank's inputs."""
         bias = whole.bias is not None and ranks.rank == 0
         super().__init__(whole.in_features, whole.out_features, bias=bias, dtype=whole.dtype, device=whole.device)
         self.shard = Shard((Share(0, whole.out_features, whole.out_features),), inputs)
@@ -97,13 +96,11 @@ class RowParallelLinear(Linear):
 
     @property
     def deferring(self) -> None:
-        """The output is unknown until all ranks are summed."""
+        """Unknown until all ranks are summed."""
         return None
 
 
 class ParallelEmbedding(Embedding):
-    """An `Embedding` with rows sharded across ranks."""
-
     def __init__(self, count: int, size: int, ranks: Ranks, *, dtype: torch.dtype, device: torch.device) -> None:
         self._vocabulary = Vocabulary.of(count, ranks)
         super().__init__(len(self._vocabulary), size, dtype=dtype, device=device)
@@ -116,8 +113,6 @@ class ParallelEmbedding(Embedding):
 
 
 class ParallelTiedEmbedding(TiedEmbedding):
-    """A `TiedEmbedding` with rows sharded across ranks."""
-
     def __init__(self, count: int, size: int, ranks: Ranks, *, dtype: torch.dtype, device: torch.device) -> None:
         self._vocabulary = Vocabulary.of(count, ranks)
         super().__init__(len(self._vocabulary), size, dtype=dtype, device=device)
@@ -133,8 +128,6 @@ class ParallelTiedEmbedding(TiedEmbedding):
 
 
 class ParallelOutputLinear(OutputLinear):
-    """An `OutputLinear` with outputs sharded across ranks."""
-
     def __init__(
         self,
         in_features: int,
@@ -155,10 +148,10 @@ class ParallelOutputLinear(OutputLinear):
 
 
 class ParallelNormOfRow(NormOfRow):
-    """A `NormOfRow` with heads sharded across ranks. copies: number of ranks with the same heads."""
+    """Heads are sharded. copies: ranks with the same heads."""
 
     def __init__(self, own: NormOfRow, elements: Share, copies: int, ranks: Ranks, *, device: torch.device) -> None:
-        """own: the norm as built for this rank's heads."""
+        """own: built for this rank's heads."""
         super().__init__(len(own.weight), own.eps, dtype=own.weight.dtype, device=device)
         self.shard = Shard((elements,))
         self._count = elements.whole * copies
@@ -174,11 +167,11 @@ class ParallelNormOfRow(NormOfRow):
 
 
 def shares(whole: int, ranks: Ranks) -> Share:
-    """This rank's share of a size that `ranks.size` divides."""
+    """`ranks.size` divides `whole`."""
     own = whole // ranks.size
     return Share(ranks.rank * own, (ranks.rank + 1) * own, whole)
 
 
 def scaled(share: Share, factor: int) -> Share:
-    """Convert a share of heads to a share of their elements."""
+    """Convert a share of heads to their elements."""
     return Share(share.first * factor, share.last * factor, share.whole * factor)

@@ -1,7 +1,7 @@
 """The residual stream of a transformer: blocks read it through norms and add their outputs to it.
 
-Some devices fuse a norm with the preceding sum, or leave it to the following linear (`DeferredNorm`). Both need to know
-the norm before they compute the sum, so an added block stays unfinished until the next read.
+Devices may fuse a norm with the preceding sum or leave it to the next linear (`DeferredNorm`), so an added block stays
+unfinished until the next read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vlmserve.layers.norm import Normalization
 
 
 class Last(Protocol):
-    """The last layer of a block: a `Linear`, or another layer that adds its result to rows."""
+    """A block's last layer, which adds its result to rows."""
 
     @property
     def deferring(self) -> DeferringProduct | None: ...
@@ -53,7 +53,7 @@ class ResidualStream:
     __slots__ = ("_added", "_normed", "_post_norm", "_rows")
 
     def __init__(self, rows: Tensor, normed: Tensor | None = None, *, post_norm: bool = False) -> None:
-        """normed: the next norm of the rows, if known. post_norm: norms apply to sums instead of blocks' outputs."""
+        """normed: the next norm, if known. post_norm: norms apply to sums instead of blocks' outputs."""
         self._rows = rows
         self._normed: Normed | None = normed
         self._post_norm = post_norm
@@ -75,11 +75,11 @@ class ResidualStream:
 
     @property
     def known(self) -> Tensor | None:
-        """The next norm of the rows, if it was computed with the last sum."""
+        """The next norm, if it was computed with the last sum."""
         return self._normed if isinstance(self._normed, Tensor) else None
 
     def add(self, block: Unfinished, norm: Normalization | None = None, factor: float | Tensor | None = None) -> None:
-        """Add a block's output, with either a norm or a factor of the output."""
+        """Add a block's output, normed or multiplied by a factor."""
         if self._added is not None:
             self.finish()
         self._added, self._normed = (block, norm, factor), None
@@ -89,10 +89,7 @@ class ResidualStream:
     @overload
     def normed(self, norm: Normalization | None, reader: Linear | None) -> Normed: ...
     def normed(self, norm: Normalization | None, reader: Linear | None = None) -> Normed:
-        """Return the normed rows; without a norm, the rows.
-
-        reader: the only layer that reads the result, and may compute the norm; None: there are other readers.
-        """
+        """Without a norm, return the rows. reader: the only reader, which may compute the norm; None: several."""
         if self._added is not None:
             self.finish(norm, reader)
         normed, self._normed = self._normed, None
@@ -104,7 +101,7 @@ class ResidualStream:
         return self._rows if norm is None else norm(self._rows)
 
     def finish(self, norm: Normalization | None = None, reader: Linear | None = None) -> None:
-        """Compute the added block, and the following norm if the device fuses both."""
+        """Compute the added block, with the following norm if the device fuses both."""
         assert self._added is not None
         (linear, inputs), output_norm, factor = self._added
         self._added, rows = None, self._rows
@@ -140,7 +137,6 @@ class ResidualStream:
             self._rows = rows + output_norm(linear(inputs))
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply the rows by a number."""
         self._rows, self._normed = self.rows * factor, None
 
     def narrow(self, wanted: Tensor) -> None:
@@ -154,7 +150,7 @@ class ResidualStream:
 
 
 def _rounding(norm: Normalization | None, reader: Linear | None, rows: Tensor) -> tuple[RoundingNorm, Rounding] | None:
-    """The norm's kernel and its rounding for the reader; None if the reader takes plain rows."""
+    """None: the reader takes plain rows."""
     if norm is None or norm.rounding is None or reader is None or rows.ndim != 2:
         return None
     rounding = reader.rounding(len(rows))

@@ -44,7 +44,7 @@ def _linear(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
 
 
 def _llama3(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
-    """Long wavelengths are stretched, short ones are kept, others are blended."""
+    """Stretch long wavelengths, keep short ones, blend others."""
     low, high = float(spec.parameters["low_freq_factor"]), float(spec.parameters["high_freq_factor"])
     frequencies = wavelengths.reciprocal()
     kept = ((spec.original_context / (2 * math.pi * wavelengths) - low) / (high - low)).clamp(0, 1)
@@ -54,8 +54,8 @@ def _llama3(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
 def _yarn(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
     """YaRN (https://arxiv.org/abs/2309.00071).
 
-    Pairs that rotate often within the original context are kept, pairs that rotate less than once are stretched, others
-    are blended.
+    Keeps pairs that rotate often within the original context, stretches pairs that rotate less than once, blends
+    others.
     """
 
     def pair_that_rotates(times: float) -> float:
@@ -72,13 +72,12 @@ def _yarn(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
 
 
 def _longrope(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
-    """LongRoPE (https://arxiv.org/abs/2402.13753): a factor for each pair, with a second set beyond the original
-    context."""
+    """LongRoPE (https://arxiv.org/abs/2402.13753): factors of pairs, with others beyond the original context."""
     return _divided(wavelengths, spec.parameters["long_factor" if long else "short_factor"])
 
 
 def _factors(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
-    """A factor for each pair, as stored in GGUF files."""
+    """Factors of pairs, from GGUF files."""
     return _divided(wavelengths, spec.parameters["factors"])
 
 
@@ -107,10 +106,9 @@ _FREQUENCIES: dict[str, Callable[[RopeSpec, Tensor, bool], Tensor]] = {
 
 
 class Rope:
-    """Cosine and sine tables of positions, float32 ``[rows, size / 2]``. They grow on demand.
+    """Cosines and sines of positions, float32 ``[rows, size / 2]``, grown on demand.
 
-    The row of a position is the position itself. Sequences with other frequencies use the rows of their stage, which
-    begin with position 0 again.
+    A row is a position. Sequences with other frequencies use their stage's rows, which restart at position 0.
     """
 
     def __init__(
@@ -124,8 +122,8 @@ class Rope:
     ) -> None:
         """frequencies: float32 ``[size / 2]``. stages: like `stages`, without the first.
 
-        sections: numbers of frequencies that rotate by frame, row and column; consecutive, or interleaved if `in_turn`:
-        every third frequency for rows and for columns while they last, all others for frames.
+        sections: numbers of frequencies by frame, row and column; consecutive, or interleaved if `in_turn`: every third
+        for rows and for columns while they last, others for frames.
         """
         self.frequencies = frequencies
         self._attention_factor = attention_factor
@@ -149,7 +147,7 @@ class Rope:
         return 2 * len(self.frequencies)
 
     def upto(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of at least `length` positions in each stage."""
+        """At least `length` positions in each stage."""
         length += self._stages[-1][0] if self._stages else 0
         known = len(self._halves[0])
         if length > known:
@@ -175,12 +173,11 @@ def _axes(sections: Sequence[int], *, in_turn: bool) -> list[slice]:
 
 
 class RopeTables:
-    """The rotations of a step's tokens, for all layers. Each form is computed on first use."""
+    """The rotations of a step's tokens. Each form is computed on first use."""
 
     def __init__(self, rope: Rope, positions: Tensor, length: int, dtype: torch.dtype) -> None:
-        """positions: rows of the tables, int64 ``[tokens]``, or ``[3, tokens]``: frames, rows and columns of images.
-        length: of the longest sequence. dtype: of `signed`.
-        """
+        """positions: table rows, int64 ``[tokens]``, or ``[3, tokens]``: frames, rows and columns of images. length: of
+        the longest sequence. dtype: of `signed`."""
         self._rope = rope
         self._positions = positions
         self._length = length
@@ -192,7 +189,7 @@ class RopeTables:
 
     @property
     def sources(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs of all forms: positions, cosines and sines."""
+        """Positions, cosines and sines."""
         return self._positions, *self._rope.upto(self._length)
 
     def afresh(self) -> RopeTables:
@@ -214,7 +211,7 @@ class RopeTables:
         return torch.cat((cos, cos), -1)[:, None].to(self._dtype), torch.cat((-sin, sin), -1)[:, None].to(self._dtype)
 
     def _halves(self) -> list[Tensor]:
-        """Cosines and sines of each token, ``[tokens, size / 2]``."""
+        """Each ``[tokens, size / 2]``."""
         tables = self._rope.upto(self._length)
         if self._positions.ndim == 1:
             return [table[self._positions] for table in tables]
@@ -227,10 +224,7 @@ class RopeTables:
 
 
 def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:
-    """Rotate the first `size` elements of heads ``[tokens, heads, head_size]``.
-
-    Element ``i`` pairs with ``i + size / 2``.
-    """
+    """Rotate the first `size` elements of ``[tokens, heads, head_size]``. Element ``i`` pairs with ``i + size / 2``."""
     cos, sin = tables.signed
     plain, kept = x[..., : tables.size], x[..., tables.size :]
     rotated = torch.addcmul(plain * cos, plain.roll(tables.size // 2, -1), sin)

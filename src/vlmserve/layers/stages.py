@@ -1,4 +1,4 @@
-"""Compute in stages, so that an engine step can stop between stages and a later step can resume."""
+"""Compute in stages: a step can stop between stages, and a later step resumes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ Stages: TypeAlias = "Generator[None, None, T]"
 class StageBudget:
     """MACs left until the next pause, and MACs made.
 
-    A stage is as large as the budget allows. least: minimum MACs of a stage that does not end its operation, because
-    smaller stages use the processor badly. rows: such a stage has a multiple of this number of rows, because a matmul
-    reads its whole weight for each group of rows, however few.
+    least: minimum MACs of a stage that does not end its operation; smaller stages use the processor badly. rows: rows
+    of such a stage are a multiple, because a matmul reads its whole weight for each group of rows.
     """
 
     def __init__(self, left: float = math.inf, *, least: int = 1, rows: int = 1) -> None:
@@ -28,9 +27,9 @@ class StageBudget:
         self.made = 0
 
     def take(self, units: int, products: int, multiple: int = 1) -> int:
-        """Return the number of units in the next stage of an operation; 0 if the budget is too small.
+        """Return the number of units in the next stage; 0: the budget is too small.
 
-        units: remaining units. products: MACs of a unit. multiple: units of a stage that does not end the operation.
+        units: remaining. products: MACs of a unit. multiple: of units, unless the stage ends the operation.
         """
         count = units if units * products <= self.left else int(self.left // products) // multiple * multiple
         if count < units and count * products < self.least:
@@ -41,7 +40,7 @@ class StageBudget:
 
 
 def run_stages(stages: Stages[T]) -> T:
-    """Run all stages on an unlimited budget and return the result."""
+    """Run on an unlimited budget."""
     while True:
         try:
             next(stages)
@@ -51,7 +50,7 @@ def run_stages(stages: Stages[T]) -> T:
 
 
 def by_rows(compute: Callable[..., Tensor], products: int, budget: StageBudget, *inputs: Tensor) -> Stages[Tensor]:
-    """Apply `compute` to inputs ``[rows, ...]`` in stages and concatenate. products: MACs for each row."""
+    """Apply `compute` to ``[rows, ...]`` in stages. products: MACs of a row."""
     parts = yield from in_parts(compute, products, budget, *inputs)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -15,8 +15,6 @@ from vlmserve.layers.rope import RopeTables
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """The inputs that all layers of a step share, besides rows and caches."""
-
     metadata: BatchMetadata
     ropes: Sequence[RopeTables]
     """Rotary embeddings, for each kind that layers use."""

@@ -39,7 +39,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A place that divides an input of layers by factors: a norm, or the layer that makes the input."""
+    """A norm or layer whose output can be divided by factors."""
 
     consumers: tuple[str, ...]
     """Names of all layers with that input."""
@@ -57,8 +57,6 @@ class Fold:
 
 @dataclass
 class Outcome:
-    """Quantized layers."""
-
     weights: dict[str, QuantizedWeight] = field(default_factory=dict)
     """By name."""
     changed: list[nn.Module] = field(default_factory=list)
@@ -76,7 +74,7 @@ class Outcome:
 
 
 class Observer:
-    """Collects statistics of layers' inputs. row_weights: of the current batch; None: 1 each."""
+    """Collects input statistics. row_weights: of the current batch; None: 1 each."""
 
     def __init__(self, modules: Mapping[str, Linear]) -> None:
         self.row_weights: Tensor | None = None
@@ -111,10 +109,9 @@ def quantize_layers(
     statistics: Mapping[str, InputStatistics],
     config: QuantizationConfig,
 ) -> Outcome:
-    """Quantize layers, and give the modules the rounded weights in their own dtype.
+    """Quantize layers and store the rounded weights in their modules' dtypes.
 
-    folds: processed in this order; skipped if their layers are neither in `targets` nor plain. statistics: of each
-    target's inputs, divided by the factors in place.
+    Skips folds whose layers are neither in `targets` nor plain. Divides `statistics` by the factors in place.
     """
     outcome = Outcome()
     weights = {name: target.module.weight.data.float() for name, target in targets.items()}
@@ -155,7 +152,7 @@ def _scale(
     config: QuantizationConfig,
     outcome: Outcome,
 ) -> Tensor | None:
-    """Find a fold's factors; apply them to weights, statistics and producer. None: no factors help."""
+    """Find and apply a fold's factors. None: no factors help."""
     first = statistics[fold.consumers[0]]
     joint = torch.cat([weights[name] for name in fold.consumers])
     if config.method == "smoothquant":
@@ -189,7 +186,7 @@ def _kind(bits: int, config: QuantizationConfig) -> GridKind:
 
 
 def _divide_norm(norm: RMSNorm | LayerNorm, factors: Tensor) -> Tensor:
-    """Divide a norm's output. Returns the factors after rounding to the norm's dtype."""
+    """Return the factors rounded to the norm's dtype."""
     offset = norm.offset if isinstance(norm, RMSNorm) else 0.0
     before = norm.weight.data.float() + offset
     norm.weight.data.copy_(before / factors - offset)

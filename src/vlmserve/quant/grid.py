@@ -19,8 +19,8 @@ Shrinks = tuple[Tensor | float, Tensor | float]
 class Grid:
     """Values ``scale * u + minimum`` for integers `lowest` <= u < ``2 ** bits``.
 
-    bits: 8 or 4. group_size: inputs of an output that share scale and minimum. scales, minimums: floats
-    ``[out_features, groups]``; in 4-bit grids bfloat16, or minimums are multiples of scales.
+    bits: 8 or 4. group_size: inputs that share scale and minimum. scales, minimums: ``[out_features, groups]``; in
+    4-bit grids bfloat16, or minimums are multiples of scales.
     """
 
     bits: int
@@ -39,10 +39,10 @@ class Grid:
         zero_points: bool = False,
         largest: Callable[[Tensor], Tensor] | None = None,
     ) -> Grid:
-        """The grid over the range of a weight ``[out_features, in_features]``.
+        """Cover the range of a weight ``[out_features, in_features]``.
 
-        Settings: as in `GridKind`. largest: if the weight is a shard of the inputs, turns its outputs' largest
-        magnitudes, ``[out_features, 1]``, into the whole weight's.
+        largest: for a shard of the inputs, turns its outputs' largest magnitudes ``[out_features, 1]`` into the whole
+        weight's.
         """
         kind = GridKind(bits, group_size, symmetric, zero_points)
         low, high = kind.ranges(weight)
@@ -53,7 +53,7 @@ class Grid:
 
     @property
     def lowest(self) -> int:
-        """8-bit grids start at 1, so that they are symmetric."""
+        """8-bit grids are symmetric, so they start at 1."""
         return 1 if self.bits == 8 else 0
 
     @property
@@ -65,12 +65,12 @@ class Grid:
         return self.scales.shape[1]
 
     def columns(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales and minimums of some inputs, each ``[out_features, inputs]``."""
+        """Each ``[out_features, inputs]``."""
         groups = inputs // self.group_size
         return self.scales[:, groups], self.minimums[:, groups]
 
     def values(self, weight: Tensor) -> Tensor:
-        """Quantize a weight: the nearest u, uint8 ``[out_features, in_features]``."""
+        """The nearest u, uint8 ``[out_features, in_features]``."""
         return (
             self._steps(in_groups(weight, self.group_size))
             .to(torch.uint8)
@@ -79,20 +79,17 @@ class Grid:
         )
 
     def weight(self, values: Tensor) -> QuantizedWeight:
-        """The weight with these u, uint8 ``[out_features, in_features]``."""
         return QuantizedWeight(self.bits, self.group_size, values, self.scales.float(), self.minimums.float())
 
     def nearest(self, weight: Tensor) -> Tensor:
         return self.nearest_of(in_groups(weight, self.group_size)).flatten(1)[:, : weight.shape[1]]
 
     def nearest_of(self, grouped: Tensor) -> Tensor:
-        """The values nearest to a grouped weight, ``[out_features, groups, group_size]``. ``[out_features, 1,
-        group_size]`` broadcasts over the grid's groups.
-        """
+        """Nearest values to ``[out_features, groups, group_size]``, or to ``[out_features, 1, group_size]`` for every
+        group."""
         return self._steps(grouped).mul_(self.scales[..., None]).add_(self.minimums[..., None])
 
     def _steps(self, grouped: Tensor) -> Tensor:
-        """The nearest u, in the weight's dtype."""
         above = grouped - self.minimums[..., None]
         return above.div_(self.scales[..., None]).round_().clamp_(self.lowest, self.highest)
 
@@ -116,13 +113,13 @@ class GridKind:
             raise ValueError(f"weights have 8 or 4 bits, not {self.bits}")
 
     def ranges(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The smallest and largest weight of each group, each ``[out_features, groups]``."""
+        """Smallest and largest weights, each ``[out_features, groups]``."""
         grouped = in_groups(weight, self.group_size if self.bits == 4 else weight.shape[1])
         low, high = grouped.aminmax(dim=2)
         return low, high
 
     def between(self, low: Tensor, high: Tensor, in_features: int) -> Grid:
-        """The grid with ranges from `low` to `high`, each ``[out_features, groups]``."""
+        """low, high: ``[out_features, groups]``."""
         if self.symmetric or self.bits == 8:
             bounds = torch.maximum(low.abs(), high.abs())
             if self.bits == 8:
@@ -138,13 +135,12 @@ class GridKind:
         return Grid(4, self.group_size, _nonzero(_rounded((high - low) / 15)), _rounded(low))
 
     def fit(self, weight: Tensor, shrinks: Shrinks = (1.0, 1.0)) -> Grid:
-        """The grid over the ranges of a weight ``[out_features, in_features]``, scaled by `shrinks`."""
         low, high = self.ranges(weight)
         return self.between(low * shrinks[0], high * shrinks[1], weight.shape[1])
 
 
 def in_groups(weight: Tensor, group_size: int) -> Tensor:
-    """``[out_features, in_features]`` as ``[out_features, groups, group_size]``, padded with zeros."""
+    """Pad with zeros to ``[out_features, groups, group_size]``."""
     missing = -weight.shape[1] % group_size
     padded = F.pad(weight, (0, missing)) if missing else weight.contiguous()
     return padded.view(len(weight), padded.shape[1] // group_size, group_size)

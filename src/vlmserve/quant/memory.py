@@ -17,7 +17,6 @@ OUTPUTS = 256
 
 
 def own_bytes(module: nn.Module) -> int:
-    """Bytes of a module's own parameters, packed or not."""
     sizes = {name: parameter.nbytes for name, parameter in module.named_parameters(recurse=False)}
     if isinstance(module, Weight | Embedding):
         sizes["weight"] = module.num_bytes
@@ -29,7 +28,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def expected_bytes(model: nn.Module, device: Device, bits: Mapping[str, int], config: QuantizationConfig) -> int:
-    """Estimate the bytes of a model's weights on a device, by packing a few outputs of each kind of layer.
+    """Estimate bytes on a device by packing a few outputs of each kind of layer.
 
     model: may be unloaded. bits: by name, of the layers that `config` will quantize.
     """
@@ -48,7 +47,6 @@ class StoredSizes:
         self._known: dict[tuple[object, ...], int] = {}
 
     def of(self, module: Weight, bits: int | None) -> int:
-        """Bytes of a layer's weight. bits: None if unquantized."""
         pieces, rest = divmod(module.out_features, OUTPUTS)
         return pieces * self._stored(module, OUTPUTS, bits) + self._stored(module, rest, bits)
 

@@ -25,12 +25,10 @@ HEADS = ("lm_head", "embed_tokens")
 
 
 class Quantizer:
-    """Quantizes a model's linear layers in place, each once its weights are loaded. Raises ConfigurationError for an
-    override that matches no layer.
-    """
+    """Quantizes linear layers in place once they are loaded. Raises ConfigurationError for an override that matches no
+    layer."""
 
     def __init__(self, model: nn.Module, config: QuantizationConfig) -> None:
-        """model: may be unloaded."""
         self._config = config
         self._chosen = {module: (name, bits) for name, module, bits in choose_layers(model, config)}
         self._before = sum(map(own_bytes, model.modules()))
@@ -41,7 +39,7 @@ class Quantizer:
         return dict(self._chosen.values())
 
     def quantize(self, module: nn.Module) -> None:
-        """Quantize a loaded module if it was chosen. Raises ConfigurationError if ranks would split a group."""
+        """Quantize a chosen module. Raises ConfigurationError if ranks would split a group."""
         if not isinstance(module, Linear | TiedEmbedding) or module not in self._chosen:
             return
         config, (name, bits) = self._config, self._chosen[module]
@@ -76,7 +74,7 @@ class Quantizer:
 
 
 def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
-    """Quantize a loaded model's linear layers in place; return their bits by name. Raises what `Quantizer` raises."""
+    """Quantize a loaded model in place; return bits by name. Raises as `Quantizer` does."""
     quantizer = Quantizer(model, config)
     for module in model.modules():
         quantizer.quantize(module)
@@ -85,15 +83,13 @@ def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
 
 
 def expected_memory(model: nn.Module, device: Device, config: QuantizationConfig | None) -> int:
-    """Bytes that a model's weights will take on a device. model: may be unloaded. Raises what `choose_layers`
-    raises.
-    """
+    """model: may be unloaded. Raises as `choose_layers` does."""
     bits = {} if config is None else {name: width for name, _, width in choose_layers(model, config)}
     return expected_bytes(model, device, bits, config or QuantizationConfig())
 
 
 def log_expected_memory(model: nn.Module, device: Device, config: QuantizationConfig | None) -> int:
-    """Log the bytes that a model's weights will take, and the bytes with each scheme. Returns the former."""
+    """Also log the bytes with each scheme."""
     usual = config or QuantizationConfig()
     expected = expected_memory(model, device, config)
     others = {
@@ -109,10 +105,11 @@ def log_expected_memory(model: nn.Module, device: Device, config: QuantizationCo
 
 
 def choose_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tuple[str, Linear | TiedEmbedding, int]]:
-    """Yield the layers to quantize: name, layer and bits.
+    """Yield name, layer and bits.
 
-    Output heads keep at least 8 bits because rounding them costs most, and so do patch embeddings (few weights) and
-    layers whose inputs the group size does not divide. Raises ConfigurationError for an override that matches no layer.
+    Output heads keep at least 8 bits because rounding them costs most. So do patch embeddings, which have few weights,
+    and layers whose inputs the group size does not divide. Raises ConfigurationError for an override that matches no
+    layer.
     """
     overrides = config.overrides
     unused = set(overrides)

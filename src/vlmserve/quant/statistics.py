@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class InputStatistics:
-    """Weighted sums over rows of a layer's inputs. Rows with infinities or NaN are skipped.
+    """Weighted sums over rows of inputs. Skips rows with infinities or NaN.
 
     Row weights let image rows count less than text rows.
     """
@@ -23,7 +23,7 @@ class InputStatistics:
         self.num_left_out = 0
 
     def add(self, rows: Tensor, weights: Tensor | None = None) -> None:
-        """Add rows ``[..., in_features]``. weights: of each row, not negative; None: 1."""
+        """rows: ``[..., in_features]``. weights: of rows, not negative; None: 1."""
         rows = rows.reshape(-1, rows.shape[-1]).to(self._products.dtype)
         finite = rows.isfinite().all(1)
         if not finite.all():
@@ -46,18 +46,15 @@ class InputStatistics:
 
     @property
     def hessian(self) -> Tensor:
-        """``H = 2 X^T X / N``, ``[in_features, in_features]``: the second derivative of an output's mean squared error
-        by its weights (https://arxiv.org/abs/2210.17323).
-        """
+        """``H = 2 X^T X / N``: the second derivative of an output's mean squared error
+        (https://arxiv.org/abs/2210.17323)."""
         return self._products * (2 / max(self._total, 1e-30))
 
     @property
     def mean_magnitude(self) -> Tensor:
-        """Mean magnitude of each input, float ``[in_features]``."""
         return self._magnitudes / max(self._total, 1e-30)
 
     def divide(self, factors: Tensor) -> None:
-        """Divide the inputs by factors ``[in_features]``."""
         factors = factors.to(self._products.dtype)
         self._products /= torch.outer(factors, factors)
         self._magnitudes /= factors
@@ -65,8 +62,5 @@ class InputStatistics:
 
 
 def output_error(difference: Tensor, hessian: Tensor) -> Tensor:
-    """``tr(dW H dW^T)``: twice the outputs' mean squared change over rows.
-
-    difference: the change dW of the weight, ``[out_features, in_features]``.
-    """
+    """``tr(dW H dW^T)``: twice the outputs' mean squared change. difference: dW."""
     return ((difference @ hessian) * difference).sum()

@@ -1,13 +1,10 @@
 """4-bit weights of AWQ checkpoints, version GEMM (https://arxiv.org/abs/2306.00978).
 
-A layer ``X`` has three tensors:
-
 - ``X.qweight``, int32 ``[in_features, out_features / 8]``
 - ``X.qzeros``, int32 ``[groups, out_features / 8]``
 - ``X.scales``, ``[groups, out_features]``
 
-A weight is ``scale * (value - zero)``. A word holds eight outputs in the order 0, 2, 4, 6, 1, 3, 5, 7, from the lowest
-bits up.
+A weight is ``scale * (value - zero)``. From the lowest bits, a word holds outputs 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """Read a ``quantization_config``. Raises UnsupportedModelError for unsupported settings."""
+    """Raises UnsupportedModelError for unsupported settings."""
     version = config.get("version") or config.get("format") or "gemm"
     # llm-awq packs in its own order, whatever version it states.
     version = "llm-awq" if config.get("backend") == "llm-awq" else str(version).lower()
@@ -49,6 +46,6 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
 
 
 def _in_order(values: Tensor) -> Tensor:
-    """Sort columns of ``[rows, out_features]`` from word order to output order."""
+    """Sort columns from word order to output order."""
     places = torch.tensor(PLACES, device=values.device)
     return values.view(len(values), -1, 8)[:, :, places].flatten(1)

@@ -1,18 +1,16 @@
-"""4-bit and 8-bit weights of the library bitsandbytes (https://github.com/bitsandbytes-foundation/bitsandbytes).
+"""4-bit and 8-bit weights of bitsandbytes (https://github.com/bitsandbytes-foundation/bitsandbytes).
 
 Tensors of a 4-bit layer ``X`` (https://arxiv.org/abs/2305.14314):
 
-- ``X.weight``: two values in a byte, the first in the high bits, row after row. ``bnb_4bit_quant_storage`` names the
-  dtype of the tensor. A value is an index into ``X.weight.quant_map``.
-- ``X.weight.quant_map``: 16 numbers.
-- ``X.weight.absmax``: a factor for each block of values. Blocks may cross the ends of rows.
-- ``X.weight.quant_state.bitsandbytes__nf4`` or ``..._fp4``: JSON as bytes, with shape and block size.
+- ``X.weight``: two indices into the map in a byte, high bits first; ``bnb_4bit_quant_storage`` is its dtype
+- ``X.weight.quant_map``: 16 numbers
+- ``X.weight.absmax``: a factor for each block of values; blocks may cross rows
+- ``X.weight.quant_state.bitsandbytes__nf4`` or ``..._fp4``: shape and block size, JSON as bytes
 
-With double quantization ``absmax`` holds indices into ``X.weight.nested_quant_map``, 256 numbers. Blocks of its own
-multiply them by ``X.weight.nested_absmax``; then the state's ``nested_offset`` is added.
+With double quantization, ``absmax`` indexes ``X.weight.nested_quant_map``, 256 numbers. Multiply them by
+``X.weight.nested_absmax``, which has its own blocks, and add the state's ``nested_offset``.
 
-An 8-bit layer (https://arxiv.org/abs/2208.07339) has ``X.weight``, int8, and ``X.SCB``, the largest magnitude of each
-output, which the value 127 stands for.
+An 8-bit layer (https://arxiv.org/abs/2208.07339) has int8 ``X.weight`` and ``X.SCB``: the magnitude of 127 by output.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ LARGEST = 127
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """Read a ``quantization_config``. Raises UnsupportedModelError for unsupported settings."""
+    """Raises UnsupportedModelError for unsupported settings."""
     flags = [flag for flag in FLAGS if config.get(flag, config.get(f"_{flag}"))]
     check_setting(METHOD, "flags", " and ".join(flags) or "none", FLAGS)
     if "load_in_8bit" in flags:
@@ -63,7 +61,7 @@ def _in_bytes(tensors: Mapping[str, Tensor]) -> StoredWeight:
 
 
 def _from_table(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Dequantize a 4-bit weight to float32: `QuantizedWeight` needs evenly spaced values."""
+    """Dequantize to float32: `QuantizedWeight` needs evenly spaced values."""
     state = _State(next(tensor for name, tensor in tensors.items() if name.startswith(STATE)))
     state.choice("quant_type", TYPES)
     shape, size = state.shape(), state.size("blocksize")
@@ -75,7 +73,7 @@ def _from_table(tensors: Mapping[str, Tensor]) -> Tensor:
     count = math.prod(shape)
     if len(octets) != -(-count // 2):
         raise ModelLoadError(f"a weight of {shape[0]} x {shape[1]} needs {-(-count // 2)} bytes, not {len(octets)}")
-    # Looking up both values of a byte together needs half the indices.
+    # Look up both values of a byte together: half the indices.
     pairs = torch.stack((table.repeat_interleave(16), table.repeat(16)), 1)
     return _multiplied(pairs, octets, factors.float(), size)[:count].view(shape)
 
@@ -96,9 +94,9 @@ def _table(name: str, numbers: Tensor, count: int) -> Tensor:
 
 
 def _multiplied(rows: Tensor, values: Tensor, factors: Tensor, size: int) -> Tensor:
-    """Look values up and multiply each block of `size` numbers by its factor; the last block may be shorter.
+    """Look values up and multiply each block of `size` numbers by its factor.
 
-    rows: the numbers of each value, float32 ``[256, numbers]``. values: uint8 ``[n]``. factors: ``[blocks]``. Raises
+    rows: the numbers of each value, ``[256, numbers]``. values: uint8 ``[n]``. factors: ``[blocks]``. Raises
     ModelLoadError for a wrong number of blocks.
     """
     width = rows.shape[1]
@@ -109,7 +107,7 @@ def _multiplied(rows: Tensor, values: Tensor, factors: Tensor, size: int) -> Ten
 
 
 class _State:
-    """The JSON object in a tensor's bytes. Raises ModelLoadError for anything else and for missing fields."""
+    """A JSON object in a tensor's bytes. Raises ModelLoadError for other content and missing fields."""
 
     def __init__(self, octets: Tensor) -> None:
         try:

@@ -1,17 +1,15 @@
-"""Low-bit weights of the library compressed-tensors (https://github.com/vllm-project/compressed-tensors).
+"""Low-bit weights of compressed-tensors (https://github.com/vllm-project/compressed-tensors).
 
 Tensors of a layer ``X`` in the format "pack-quantized":
 
-- ``X.weight_packed``: unsigned values in int32 words, the first in the lowest bits
+- ``X.weight_packed``: unsigned values in int32 words, lowest bits first
 - ``X.weight_scale``: ``[out_features, groups]``
 - ``X.weight_shape``
-- ``X.weight_zero_point``: packed along the outputs; absent if the middle of the range is zero
-- ``X.weight_g_idx``: the group of each input; absent if groups are contiguous
+- ``X.weight_zero_point``: packed along the outputs; absent: the middle of the range
+- ``X.weight_g_idx``: the group of each input; absent: contiguous groups
 
-A weight is ``scale * (value - zero point)``. `scaled` reads the formats with one byte for each weight.
-
-A zero point is an integer, which a range from a group's smallest to its largest weight rarely has. vlmserve stores
-such weights with ``X.weight_minimum`` ``[out_features, groups]`` instead: a weight is ``scale * value + minimum``.
+A weight is ``scale * (value - zero point)``. Zero points of asymmetric weights are rarely integers, so vlmserve stores
+``X.weight_minimum`` ``[out_features, groups]`` instead: ``scale * value + minimum``.
 """
 
 from __future__ import annotations
@@ -43,10 +41,7 @@ ZERO_POINT, MINIMUM, GROUP_OF = "weight_zero_point", "weight_minimum", "weight_g
 
 
 def to_tensors(weight: QuantizedWeight, *, symmetric: bool, zero_points: bool = False) -> dict[str, Tensor]:
-    """The checkpoint's tensors of a weight.
-
-    symmetric: zero is the middle of the range. zero_points: zero is one of an asymmetric weight's values.
-    """
+    """symmetric: zero is the middle of the range. zero_points: zero is one of an asymmetric weight's values."""
     # 4-bit scales and minimums are already bfloat16 numbers.
     scales = weight.scales.bfloat16() if weight.bits == 4 else weight.scales
     tensors = {PACKED: pack(weight.values, weight.bits), SCALE: scales, SHAPE: torch.tensor(weight.shape)}
@@ -59,18 +54,15 @@ def to_tensors(weight: QuantizedWeight, *, symmetric: bool, zero_points: bool = 
 
 
 def to_bytes(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The tensors of a symmetric 8-bit weight in the format "int-quantized"."""
+    """Format "int-quantized", for a symmetric 8-bit weight."""
     return {scaled.WEIGHT: (weight.values.to(torch.int16) - 128).to(torch.int8), SCALE: weight.scales}
 
 
 def from_tensors(
     tensors: Mapping[str, Tensor], group_sizes: Sequence[int], asymmetric: Collection[int] = ()
 ) -> StoredWeight:
-    """Make a weight from a checkpoint's tensors.
-
-    group_sizes: allowed sizes. asymmetric: widths whose zero may differ from the middle of the range. Raises
-    ModelLoadError for mismatched tensors.
-    """
+    """group_sizes: allowed sizes. asymmetric: widths that may have zero points. Raises ModelLoadError for mismatched
+    tensors."""
     packed, scales = tensors[PACKED], tensors[SCALE].float()
     out_features, in_features = tensors[SHAPE].tolist()
     widths = {-(-in_features // (32 // bits)): bits for bits in (8, 4)}
@@ -109,10 +101,9 @@ def describe(
     zero_points: bool = False,
     rounds_inputs: bool = False,
 ) -> Any:
-    """The ``quantization_config`` of a config.json.
+    """Make the ``quantization_config`` of a config.json.
 
-    targets: names of layers or kinds, by width. rounds_inputs: `to_bytes` stored the weights for matmuls that round
-    inputs to int8 with a scale per token.
+    targets: names of layers or kinds, by width. rounds_inputs: matmuls round inputs to int8 with a scale per token.
     """
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
     groups = {
@@ -141,7 +132,7 @@ def describe(
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """Read a ``quantization_config``. Raises UnsupportedModelError for unsupported settings."""
+    """Raises UnsupportedModelError for unsupported settings."""
     check_setting(METHOD, "transform_config", config.get("transform_config") or None, [None])
     sparsity = (config.get("sparsity_config") or {}).get("format") or "dense"
     check_setting(METHOD, "sparsity_config", sparsity, ["dense"])
@@ -185,9 +176,7 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
 def _in_bytes(
     tensors: Mapping[str, Tensor], block: tuple[int, ...] | None, stated: tuple[int, ...], *, rounds_inputs: bool
 ) -> StoredWeight:
-    """Read a weight with one byte per value. block: outputs and inputs that share a scale. rounds_inputs: to int8, with
-    a scale per token.
-    """
+    """block: outputs and inputs that share a scale. rounds_inputs: to int8, with a scale per token."""
     weight, scales = tensors[scaled.WEIGHT], tensors[SCALE]
     in_blocks = block is not None and scales.shape == tuple(
         -(-size // each) for size, each in zip(weight.shape, block, strict=True)

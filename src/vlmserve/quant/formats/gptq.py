@@ -1,15 +1,12 @@
 """4-bit and 8-bit weights of GPTQ checkpoints (https://arxiv.org/abs/2210.17323).
 
-Tensors of a layer ``X``:
-
 - ``X.qweight``, int32 ``[in_features * bits / 32, out_features]``
 - ``X.qzeros``, int32 ``[groups, out_features * bits / 32]``
 - ``X.scales``, ``[groups, out_features]``
-- ``X.g_idx``: the group of each input; with ``desc_act`` groups are not contiguous. Some checkpoints leave it out.
+- ``X.g_idx``: the group of each input, not contiguous with ``desc_act``; optional
 
-A weight is ``scale * (value - zero)``. Checkpoint format "gptq" stores each zero point minus 1, "gptq_v2" the zero
-point. "gptq" subtracts 1 from packed words, so a zero point of 0 borrows from its neighbour; adding 1 to packed words
-undoes that (https://github.com/ModelCloud/GPTQModel).
+A weight is ``scale * (value - zero)``. Format "gptq_v2" stores zero points. "gptq" subtracts 1 from packed words, so a
+zero point of 0 borrows from its neighbour; adding 1 undoes that (https://github.com/ModelCloud/GPTQModel).
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ ONES = {4: 0x11111111, 8: 0x01010101}
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """Read a ``quantization_config``. Raises UnsupportedModelError for unsupported settings."""
+    """Raises UnsupportedModelError for unsupported settings."""
     kind = "marlin" if config.get("is_marlin_format") else config.get("checkpoint_format") or config.get("format")
     check_setting(METHOD, "checkpoint_format", kind or "gptq", ["gptq", "gptq_v2"])
     check_setting(METHOD, "bits", config.get("bits", 4), list(ONES))

@@ -1,4 +1,4 @@
-"""The tensors of a layer's low-bit weight in a checkpoint, and how to read them."""
+"""Read the tensors of a layer's low-bit weight."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_setting(method: str, name: str, value: Any, known: Sequence[Any]) -> N
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Pack uint8 ``[rows, columns]`` into int32 ``[rows, words]``, starting at the lowest bits."""
+    """uint8 ``[rows, columns]`` to int32 ``[rows, words]``, lowest bits first."""
     octets = F.pad(values, (0, -values.shape[1] % (32 // bits)))
     if bits == 4:
         octets = octets[:, ::2] | (octets[:, 1::2] << 4)
@@ -50,7 +50,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int, columns: int) -> Tensor:
-    """Reverse `pack`: uint8 ``[rows, columns]``."""
+    """Reverse `pack`."""
     octets = words.contiguous().view(torch.uint8)
     if bits == 4:
         octets = torch.stack((octets & 15, octets >> 4), -1).flatten(1)
@@ -58,19 +58,17 @@ def unpack(words: Tensor, bits: int, columns: int) -> Tensor:
 
 
 def find_group_size(in_features: int, groups: int, stated: Sequence[int]) -> int | None:
-    """The stated size, or `in_features`, that gives this number of groups; None: none does."""
+    """The stated size, or `in_features`, that gives this number of groups."""
     return next((size for size in (in_features, *stated) if size > 0 and -(-in_features // size) == groups), None)
 
 
 def grouped(
     bits: int, values: Tensor, scales: Tensor, zeros: Tensor, stated: Sequence[int], group_of: Tensor | None
 ) -> StoredWeight:
-    """A weight ``scale * (value - zero)``.
+    """Make a weight ``scale * (value - zero)``; sort its columns if groups are not contiguous.
 
     values: uint8 ``[out_features, in_features]``. scales, zeros: float32 ``[out_features, groups]``. stated: allowed
-    group sizes. group_of: each input's group, int ``[in_features]``; None: contiguous groups. Non-contiguous groups of
-    a stated size sort the weight's columns.
-    Raises ModelLoadError for mismatched shapes.
+    group sizes. group_of: group of each input; None: contiguous. Raises ModelLoadError for mismatched shapes.
     """
     in_features, groups = values.shape[1], scales.shape[1]
     size = find_group_size(in_features, groups, stated)

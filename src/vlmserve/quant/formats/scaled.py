@@ -1,10 +1,8 @@
 """Weights with one byte each: int8 or float8 numbers and scales.
 
-A layer ``X`` has ``X.weight`` and ``X.weight_scale``. There is one scale for the layer, for each output, for each group
-of an output's inputs, or for each block of outputs and inputs.
-
-Method "fp8" has other names for scales: DeepSeek and Qwen call block scales ``X.weight_scale_inv``
-(https://arxiv.org/abs/2412.19437); transformers calls a layer's single scale so too, for example in Ministral 3.
+There is one ``X.weight_scale`` for the layer, an output, a group of an output's inputs, or a block of outputs and
+inputs. DeepSeek and Qwen call block scales ``X.weight_scale_inv`` (https://arxiv.org/abs/2412.19437), and transformers
+a layer's single scale, too.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ FLOATS = (FLOAT8, torch.float8_e5m2)
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """Read a ``quantization_config`` of method "fp8". Raises UnsupportedModelError for unknown settings."""
+    """Raises UnsupportedModelError for unknown settings."""
     check_setting(METHOD, "fmt", config.get("fmt") or "e4m3", ["e4m3", "e5m2"])
     check_setting(METHOD, "expert_dtype", config.get("expert_dtype") or "fp8", ["fp8"])
     block = tuple(config.get("weight_block_size") or ()) or None
@@ -41,11 +39,8 @@ def from_tensors(
     block: tuple[int, ...] | None = None,
     stated: tuple[int, ...] = (),
 ) -> StoredWeight:
-    """Make a weight from a checkpoint's tensors.
-
-    scale: name of the scales. block: outputs and inputs that share a scale. stated: allowed group sizes. Raises
-    ModelLoadError for mismatched tensors.
-    """
+    """scale: name of the scales. block: outputs and inputs that share a scale. stated: allowed group sizes. Raises
+    ModelLoadError for mismatched tensors."""
     weight, scales = tensors[WEIGHT], tensors[scale].float()
     if weight.dtype not in (torch.int8, *FLOATS):
         raise ModelLoadError(f"a weight of {weight.dtype} has scales, which only weights of one byte need")

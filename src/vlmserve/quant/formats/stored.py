@@ -23,7 +23,7 @@ OLD_FILES = {"quantize_config.json": gptq.METHOD, "quant_config.json": awq.METHO
 
 
 def stored_layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """The layouts for a ``quantization_config``. Raises UnsupportedModelError for an unsupported method or setting."""
+    """Raises UnsupportedModelError for an unsupported method or setting."""
     method = config.get("quant_method")
     if method not in METHODS:
         raise UnsupportedModelError(

@@ -1,8 +1,7 @@
-"""AWQ (https://arxiv.org/abs/2306.00978): gives important inputs a finer grid, and clips the ranges of groups.
+"""AWQ (https://arxiv.org/abs/2306.00978): finer grids for important inputs, and clipped ranges.
 
-Multiplying an input's weights by a factor, and dividing the input in its producer, changes only the rounding. The error
-is ``tr(dW H dW^T)`` of the layer's own outputs and needs no second forward pass; the paper's code compares outputs of
-the surrounding block.
+The error is ``tr(dW H dW^T)`` of a layer's own outputs, without a second forward pass. The paper's code compares
+outputs of the surrounding block.
 """
 
 from __future__ import annotations
@@ -34,11 +33,10 @@ MakeGrid = Callable[[Tensor], Grid]
 def input_scales(
     weight: Tensor, magnitude: Tensor, hessian: Tensor, make_grid: MakeGrid, *, shared: int = 1, heads: int = 1
 ) -> Tensor:
-    """Factors of inputs, ``[in_features]``, with the least output error.
+    """Find factors of inputs, ``[in_features]``, with the least output error.
 
-    weight: ``[out_features, in_features]`` of all layers with that input. magnitude: mean ``|x|`` of each input.
-    hessian: of the inputs. heads: in the inputs. shared: consecutive heads that need equal factors because they attend
-    to the same values.
+    weight: ``[out_features, in_features]`` of all layers with that input. magnitude: mean ``|x|`` of inputs. heads: in
+    the inputs. shared: consecutive heads that attend to the same values and need equal factors.
     """
     group_size = make_grid(weight[:1]).group_size
     importance = _importance(weight, group_size)
@@ -56,9 +54,7 @@ def input_scales(
 
 
 def helps(weight: Tensor, scales: Tensor, hessian: Tensor, kind: GridKind) -> bool:
-    """True if the factors of `input_scales` still reduce the error after clipping. Clipping may gain as much, and
-    factors would only widen ranges.
-    """
+    """True if the factors of `input_scales` reduce the error even after clipping."""
     rows = weight[:: -(-len(weight) // MOST_CLIPPED_ROWS)]
     errors = []
     for tried in (scales, torch.ones_like(scales)):
@@ -68,14 +64,13 @@ def helps(weight: Tensor, scales: Tensor, hessian: Tensor, kind: GridKind) -> bo
 
 
 def clipped_grid(weight: Tensor, hessian: Tensor, kind: GridKind) -> Grid:
-    """A grid with ranges clipped by `clip`, and by `clip_ends` if rows have several groups."""
     shrinks = clip(weight, hessian, kind)
     one = shrinks.shape[1] == 1
     return kind.fit(weight, (shrinks, shrinks) if one else clip_ends(weight, hessian, kind, shrinks))
 
 
 def clip(weight: Tensor, hessian: Tensor, kind: GridKind) -> Tensor:
-    """Factors of ranges, ``[out_features, groups]``, with the least error of each group's output; at least 0.5."""
+    """Factors of ranges, ``[out_features, groups]``, at least 0.5, with the least error of each group's output."""
     return torch.cat([_clip(rows, hessian, kind) for rows in torch.split(weight, ROWS_AT_ONCE)])
 
 
@@ -92,8 +87,8 @@ def _clip(weight: Tensor, hessian: Tensor, kind: GridKind) -> Tensor:
 def clip_ends(weight: Tensor, hessian: Tensor, kind: GridKind, shrinks: Tensor) -> tuple[Tensor, Tensor]:
     """Factors of the lower and upper ends of ranges, each ``[out_features, groups]``.
 
-    Group by group, moves the ends to the least error of the whole output, given the other groups' rounding. The paper
-    treats groups separately and only narrows ranges. shrinks: initial factors, from `clip`.
+    Moves ends group by group to the least error of the whole output. The paper treats groups separately and only
+    narrows ranges. shrinks: from `clip`.
     """
     lows, highs = shrinks.clone(), shrinks.clone()
     parts = zip(*(torch.split(tensor, ROWS_AT_ONCE) for tensor in (weight, lows, highs)), strict=True)
@@ -103,7 +98,7 @@ def clip_ends(weight: Tensor, hessian: Tensor, kind: GridKind, shrinks: Tensor) 
 
 
 def _clip_ends(weight: Tensor, hessian: Tensor, kind: GridKind, ends: tuple[Tensor, Tensor]) -> None:
-    """Apply `clip_ends` to some outputs, in place."""
+    """Apply `clip_ends` in place."""
     ranges = kind.ranges(weight)
     grid = kind.between(ranges[0] * ends[0], ranges[1] * ends[1], weight.shape[1])
     difference = grid.nearest(weight) - weight
@@ -138,11 +133,10 @@ def _move(
     of_others: Tensor,
     kind: GridKind,
 ) -> Tensor:
-    """Move the lower, then the upper end of one group, each ``[out_features, 1]``, in place. Returns the group's
-    rounding error.
+    """Move both ends of one group, ``[out_features, 1]``, in place. Returns its rounding error.
 
-    ranges: the unclipped ends; `ends` are factors of them. before: the rounding error so far. products: the group's
-    block of H. of_others: the part of the error's derivative due to other groups.
+    ends: factors of `ranges`. before: the rounding error so far. products: the group's block of H. of_others: the
+    error's derivative due to other groups.
     """
     shares = torch.tensor([1 + sign * move for move in moves for sign in (-1, 1)]).to(weight)
     grouped, outputs = weight[:, None], torch.arange(len(weight), device=weight.device)
@@ -164,7 +158,7 @@ def _move(
 
 
 def _importance(weight: Tensor, group_size: int) -> Tensor:
-    """Mean over outputs of ``|w| / max |w|`` within the group, ``[in_features]``."""
+    """Mean over outputs of ``|w| / max |w|`` within the group."""
     grouped = in_groups(weight.abs(), group_size)
     shares = grouped / (grouped.amax(2, keepdim=True) + 1e-6)
     return shares.flatten(1)[:, : weight.shape[1]].mean(0)

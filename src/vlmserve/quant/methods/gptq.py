@@ -1,7 +1,6 @@
-"""GPTQ (https://arxiv.org/abs/2210.17323): rounds inputs one by one, and corrects the remaining weights for the error.
+"""GPTQ (https://arxiv.org/abs/2210.17323): rounds inputs one by one, and corrects the remaining weights.
 
-The grid is fixed first ("static groups"), so inputs can be rounded by descending diagonal of H while groups stay
-contiguous.
+The grid is fixed first ("static groups"), so inputs are rounded by descending diagonal of H in contiguous groups.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ DAMPINGS = (0.01, 0.1, 1.0)
 
 
 class Rounded(NamedTuple):
-    """A quantized weight."""
-
     weight: QuantizedWeight
     damping: float | None
     """Damping of H; None: H could not be factorized, so weights were rounded to nearest."""
@@ -31,11 +28,10 @@ class Rounded(NamedTuple):
 
 
 def gptq(weight: Tensor, hessian: Tensor, grid: Grid) -> Rounded:
-    """Round a weight ``[out_features, in_features]`` to a grid.
+    """Round a weight ``[out_features, in_features]`` to a grid, in the Hessian's dtype.
 
-    hessian: `InputStatistics.hessian`, ``[in_features, in_features]``; its dtype is used throughout. Weights of inputs
-    that were always zero in calibration are rounded to nearest. Published implementations set them to zero, which is
-    wrong if such an input is nonzero later.
+    Inputs that were always zero in calibration are rounded to nearest. Published implementations zero their weights,
+    which is wrong if such an input is nonzero later.
     """
     weight = weight.to(hessian.dtype)
     dead = hessian.diagonal() == 0
@@ -66,7 +62,7 @@ def _factorize(hessian: Tensor, dead: Tensor, order: Tensor) -> tuple[Tensor | N
 
 
 def _round_in_order(rest: Tensor, factor: Tensor, grid: Grid, order: Tensor) -> Tensor:
-    """Rounded values, uint8 ``[in_features, out_features]``, inputs in this order. Overwrites `rest`."""
+    """Return uint8 ``[in_features, out_features]``. Overwrites `rest`."""
     values = torch.empty(rest.shape, dtype=torch.uint8, device=rest.device)
     for first in range(0, len(rest), BLOCK):
         last = min(first + BLOCK, len(rest))

@@ -23,7 +23,6 @@ def round_to_nearest(
     zero_points: bool = False,
     largest: Callable[[Tensor], Tensor] | None = None,
 ) -> QuantizedWeight:
-    """Quantize a weight ``[out_features, in_features]`` on the grid of `Grid.fit`."""
     rows = max(1, ELEMENTS_AT_ONCE // max(1, weight.shape[1]))
     values = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     grids = []

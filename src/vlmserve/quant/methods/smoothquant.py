@@ -9,10 +9,9 @@ STRENGTH = 0.5
 
 
 def smoothing_factors(largest_input: Tensor, weight: Tensor) -> Tensor:
-    """Factors ``max|X|**a / max|W|**(1 - a)``, ``[in_features]``: divide inputs, multiply weights by them.
+    """Factors ``max|X|**a / max|W|**(1 - a)``, ``[in_features]``.
 
-    largest_input: largest magnitude of each input; 0 gives factor 1. weight: ``[out_features, in_features]`` of all
-    layers with that input.
+    largest_input: 0 gives factor 1. weight: ``[out_features, in_features]`` of all layers with that input.
     """
     factors = largest_input**STRENGTH / weight.abs().amax(0).clamp(min=1e-5) ** (1 - STRENGTH)
     factors[largest_input == 0] = 1
