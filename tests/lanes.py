@@ -18,8 +18,8 @@ _SLOW = {
     "clients": "coding_agents",
     "devices": "cpu",
     "engine": """beams blip captures contract drafts embeddings families gemma3 gemma4 image_budget moondream ocr
-        original_families overlap parity process quantized_cache quantized_images qwen_chat qwen_vl ranks sampling
-        slow_grammars state_fuzz states stress structured thoughts tiles transformers_backend
+        original_families overlap parity preload process quantized_cache quantized_images qwen_chat qwen_vl ranks
+        sampling slow_grammars state_fuzz states stress structured thoughts tiles transformers_backend
         transformers_images warm_up""",
     "frontend": "beams client processors tools xml_tools",
     "kernels": "attention_backends cpu_attention cpu_program other_processors quantized_cache",
@@ -33,6 +33,7 @@ _SLOW = {
     "pixie": "model skills",
     "prompt": "detokenize template_limits text_time tokenizer",
     "sampling": "closing dialects grammar sampler",
+    "scaleout/ondemand": "serving",
     "scaleout": "absence engines faults gateway handover index limits ray router simulated",
     "server": """adapters attacks bad_input batch_faults batches caching chat conversations crash debug documents
         files fuzz guard hostile_files hostile_grammars hostile_templates limits live load
