@@ -1,8 +1,4 @@
-"""The pool of KV blocks: ref counts, free blocks, and lookup by content keys.
-
-A block with ref count 0 is free, but keeps its content and keys until it is allocated again: blocks without a key
-first, then unwanted blocks, then the least recently released.
-"""
+"""The pool of KV blocks: ref counts and lookup by content keys."""
 
 from __future__ import annotations
 
@@ -19,10 +15,10 @@ def _ignore_eviction(block: int, keys: list[bytes]) -> None: ...
 
 
 class BlockPool:
-    """Ref-counted block ids ``0 <= id < num_blocks`` with 32-byte content keys. A block may have several keys, for its
-    first tokens and for all of them.
+    """Ref-counted block ids ``0 <= id < num_blocks`` with 32-byte content keys.
 
-    on_evict: called with a block and its keys before reuse, unless it is unwanted.
+    Free blocks are reused in this order: without a key, unwanted, least recently released. on_evict: called with a
+    block and its keys, unless unwanted.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int, list[bytes]], None] = _ignore_eviction) -> None:
@@ -48,7 +44,6 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Includes allocated blocks."""
         return len(self._keys)
 
     @property
@@ -56,7 +51,6 @@ class BlockPool:
         return bool(self._free) and next(iter(self._free)) not in self._keys
 
     def draw_map(self, max_cells: int) -> BlockMap:
-        """Count allocated, cached and shared blocks in at most `max_cells` cells."""
         per_cell = max(1, -(-self.num_blocks // max_cells))
         ref_counts = np.frombuffer(self._ref_counts, dtype=np.intc)
         known = np.zeros(self.num_blocks, dtype=bool)
@@ -74,7 +68,7 @@ class BlockPool:
         return self._ref_counts[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Raises ValueError, allocating none, if fewer blocks are free."""
+        """Raises ValueError if too few blocks are free."""
         if count > self.num_free:
             raise ValueError(f"{count} blocks wanted, {self.num_free} free")
         taken = []
@@ -103,8 +97,7 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def register(self, block: int, key: bytes) -> None:
-        """Give an allocated block a key once its content is computed, unless another block has the key. Raises
-        ValueError for a free block."""
+        """Give an allocated block a key, unless another block has it. Raises ValueError for a free block."""
         if self._ref_counts[block] == 0:
             raise ValueError(f"block {block} is free: what it holds is not known")
         if key not in self._blocks:
@@ -121,10 +114,7 @@ class BlockPool:
             self._free.move_to_end(block, last=False)
 
     def release(self, blocks: Iterable[int], *, unwanted: bool = False) -> None:
-        """Free blocks that no one holds. The first released are allocated first.
-
-        unwanted: requests are unlikely to reuse them. Raises ValueError for a free block.
-        """
+        """unwanted: requests are unlikely to reuse them. Raises ValueError for a free block."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 raise ValueError(f"block {block} is free already")

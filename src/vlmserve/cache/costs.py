@@ -14,10 +14,7 @@ TRIAL_INTERVAL = 64
 
 
 class CostModel:
-    """Saving a block pays if copying it out and back takes less time than computing its tokens.
-
-    Both costs are moving averages, measured while serving. Until both are known, blocks are saved.
-    """
+    """A block is saved if copying it out and back takes less time than recomputing it (moving averages)."""
 
     def __init__(self, block_size: float) -> None:
         self._block_size = block_size
@@ -35,7 +32,7 @@ class CostModel:
             self.seconds_per_copy = smooth(self.seconds_per_copy, seconds / len(block_copies))
 
     def worth_saving(self) -> bool:
-        """Decide about an evicted block. Call once per block."""
+        """Call once per evicted block."""
         if self.seconds_per_token is None or self.seconds_per_copy is None:
             return True
         if 2 * self.seconds_per_copy < self._block_size * self.seconds_per_token:

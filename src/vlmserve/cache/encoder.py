@@ -1,8 +1,4 @@
-"""The encoder cache: which image embeddings are in memory, and which requests need them.
-
-The runner keeps the tensors under the same keys. Embeddings that running requests need are pinned; others are evicted,
-least recently used first.
-"""
+"""Tracks image embeddings in memory, and the requests that need them."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Mapping
 
 
 class EncoderCache:
-    """Images by 32-byte key, bounded in bytes, including pinned images."""
+    """Images by 32-byte key, bounded in bytes. The least recently used unpinned image is evicted first."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -36,8 +32,7 @@ class EncoderCache:
         return self._pinned_bytes + more <= self.capacity_bytes
 
     def make_room(self, size: int) -> list[bytes]:
-        """Evict idle images until `size` more bytes fit. Returns their keys. Raises KeyError if only pinned images are
-        left."""
+        """Evict idle images. Returns their keys. Raises KeyError if only pinned images are left."""
         evicted = []
         while self.used_bytes + size > self.capacity_bytes:
             key, _ = self._idle.popitem(last=False)
@@ -54,7 +49,7 @@ class EncoderCache:
         self.used_bytes += size
 
     def pin(self, key: bytes, request_id: str) -> bool:
-        """Keep a cached image until this request unpins it. Returns False if the request has already pinned it."""
+        """Returns False if this request has already pinned the image."""
         holders = self._pins.setdefault(key, set())
         if request_id in holders:
             return False

@@ -19,7 +19,7 @@ Read = Callable[[bytes, int], bool]
 
 
 class Fetches:
-    """Owns what was read for waiting requests. contents: completely read entries that requests hold."""
+    """contents: completely read entries that requests hold."""
 
     def __init__(self, tier: DiskTier) -> None:
         self.tier = tier

@@ -1,10 +1,4 @@
-"""Keys of KV blocks: 32-byte digests of everything that a block's content depends on.
-
-A key covers the parent's key, the block's token ids, and for every image in it the image's key, the offset into the
-image, and which tokens belong to it. Placeholder ids do not identify an image, and text may contain them. The key of
-the block where a bidirectional span begins covers the whole span. Cross-attention states affect all tokens, so the root
-key contains their key.
-"""
+"""Keys of KV blocks: 32-byte digests of everything that their content depends on."""
 
 from __future__ import annotations
 
@@ -19,7 +13,7 @@ from vlmserve.types import KEY_BYTES, ImageSpan
 
 
 class TouchedImage(NamedTuple):
-    """An image in a block: its rows ``offset <= row < offset + length`` begin at `position` of the block."""
+    """Rows ``offset <= row < offset + length`` of an image, which begin at `position` of the block."""
 
     key: bytes
     offset: int
@@ -28,17 +22,12 @@ class TouchedImage(NamedTuple):
 
 
 def root_key(identity: bytes, *, adapter: bytes = b"", salt: str = "") -> bytes:
-    """Return the parent of first blocks, one per model, adapter and tenant.
-
-    identity: from `cache_identity`. adapter: digest of its content, so that another adapter of the same name has other
-    keys.
-    """
+    """Return the parent of first blocks. identity: from `cache_identity`. adapter: digest of its content."""
     parts = (identity, adapter, salt.encode())
     return blake3(b"root" + b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
 
 
 def answers_key(root: bytes, kind: bytes, content: bytes) -> bytes:
-    """kind: of the content that the requests share."""
     return blake3(b"answers" + root + struct.pack("<Q", len(kind)) + kind + content).digest()
 
 
@@ -47,7 +36,6 @@ def adapted_image_key(image_key: bytes, adapter: bytes) -> bytes:
 
 
 def cross_key(image_key: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the key of cross-attention states of an image, or of text encoded with it."""
     if len(image_key) != KEY_BYTES:
         raise ValueError(f"keys have {KEY_BYTES} bytes")
     return blake3(b"cross" + image_key + array("q", token_ids).tobytes()).digest()
@@ -60,9 +48,10 @@ def cross_attention_root(root: bytes, cross: bytes) -> bytes:
 def block_key(
     parent: bytes, token_ids: Sequence[int], images: Sequence[TouchedImage], *, ahead: Sequence[int] = ()
 ) -> bytes:
-    """Return the key of a block and its images in order. ahead: later token ids that the block attends to.
+    """ahead: later token ids that the block attends to.
 
-    Fixed key lengths and length prefixes make the encoding unambiguous. Raises ValueError for keys of another length.
+    Placeholder ids do not identify images. Fixed key lengths and length prefixes make the encoding unambiguous. Raises
+    ValueError for keys of another length.
     """
     if len(parent) != KEY_BYTES or any(len(image.key) != KEY_BYTES for image in images):
         raise ValueError(f"keys have {KEY_BYTES} bytes")

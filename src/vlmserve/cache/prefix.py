@@ -1,7 +1,4 @@
-"""The prefix cache: blocks of earlier requests on the device, and evicted blocks in host memory.
-
-It only does bookkeeping. The runner executes `PrefixCache.block_copies` in order, before it writes to any block.
-"""
+"""Finds blocks of earlier requests on the device, and evicted blocks in host memory."""
 
 from __future__ import annotations
 
@@ -22,8 +19,7 @@ class Place(NamedTuple):
 class Hit(NamedTuple):
     """The cached blocks ``first <= i < end`` of a sequence.
 
-    tail: a block that begins like the sequence's next, partly filled block. It is copied, because the sequence writes
-    to it.
+    tail: a block that begins like the sequence's next, partly filled block, and is copied.
     """
 
     first: int = 0
@@ -36,10 +32,10 @@ class Hit(NamedTuple):
 
 
 class Column:
-    """One of a request's block tables in each pass, see `CacheLayout`."""
+    """One of a request's block tables, see `CacheLayout`."""
 
     def __init__(self, number: int, window: int | None, block_size: int) -> None:
-        """window: positions that a token attends to, including itself. None: all."""
+        """window: positions that a token attends to, including itself."""
         self.window, self.block_size = window, block_size
         self._suffix = number.to_bytes(2, "big") if number else b""
 
@@ -61,8 +57,7 @@ class Chain(NamedTuple):
 
 
 class PrefixCache:
-    """Finds blocks by key. host: pool for evicted blocks. worth_saving: decides whether a block is saved, see
-    `CostModel`."""
+    """host: pool for evicted blocks. The runner executes `block_copies` before it writes to any block."""
 
     def __init__(
         self, pool: BlockPool, host: BlockPool | None = None, worth_saving: Callable[[], bool] = lambda: True
@@ -81,8 +76,7 @@ class PrefixCache:
     def find(self, chains: Sequence[Chain], columns: Sequence[Column]) -> tuple[list[Hit], int]:
         """Find the longest prefix of full blocks that all columns of all chains can reuse.
 
-        Returns a hit per column and chain, and the number of blocks found in columns without a window. Either all tails
-        are found, or none.
+        Returns a hit per column and chain, and the blocks found without a window. All tails are found, or none.
         """
         tables = [(chain.keys, column) for chain in chains for column in columns]
         end = len(chains[0].keys)
@@ -114,27 +108,26 @@ class PrefixCache:
         return places
 
     def _usable(self, keys: Sequence[bytes], column: Column, end: int) -> int:
-        """Return `end` if a column has every block that tokens after `end` blocks attend to, or else the next smaller
-        candidate."""
+        """Return `end` if all blocks that later tokens attend to exist, or the next smaller candidate."""
         if column.window is None:
             return end
         needed = range(end - 1, column.first_needed(end) - 1, -1)
         return next((number for number in needed if self._place(column.key(keys[number])) is None), end)
 
     def num_taken(self, hits: Sequence[Hit]) -> int:
-        """Count the free device blocks that hits take. A tail is held only until its copy is scheduled."""
+        """Count the free device blocks that hits take, without tails."""
         places = [place for hit in hits for place in hit.places]
         places += [hit.tail for hit in hits if hit.tail is not None and not hit.tail.on_host]
         return sum(place.on_host or self.pool.ref_count(place.block) == 0 for place in places)
 
     def take(self, hits: Sequence[Hit], keys: Sequence[Sequence[bytes]], num_new: Sequence[int]) -> list[list[int]]:
-        """Take the blocks of each table's hit and `num_new` more. The tail's content goes to the first new block.
+        """Take each hit's blocks, and `num_new` more, the first for the tail's copy.
 
         keys: of each hit's blocks. Raises ValueError if too few blocks are free.
         """
         kept = [place for hit in hits for place in (*hit.places, hit.tail) if place is not None]
         on_host = [place.block for place in kept if place.on_host and place.content is None]
-        # Share first, so that the allocation cannot evict these blocks.
+        # first, so that the allocation cannot evict them
         self.pool.share([place.block for place in kept if not place.on_host])
         if self.host is not None:
             self.host.share(on_host)
@@ -144,7 +137,7 @@ class PrefixCache:
         return tables
 
     def forget(self, key: bytes) -> int | None:
-        """Unregister blocks with this content. Returns the device block."""
+        """Returns the device block."""
         if self.host is not None and (copy := self.host.get(key)) is not None:
             self.host.unregister(copy)
         block = self.pool.get(key)

@@ -1,9 +1,4 @@
-"""The pool of state slots: working states of running requests, and checkpoints that are found by their content.
-
-Unheld checkpoints are evicted, least recently used first, when a slot is needed. Spare checkpoints, which are less
-useful, may use unused slots and a quarter of all. Beyond that they are evicted first. Evicted checkpoints move to host
-memory, if configured, except spare ones beyond their share.
-"""
+"""The pool of state slots: working states of running requests, and checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ SPARE_SHARE = 4
 
 class Checkpoints:
     def __init__(self) -> None:
-        # By key of full blocks: the extra tokens of each checkpoint after them, by its key.
+        # by key of full blocks: the extra tokens of each later checkpoint, by its key
         self._after: dict[bytes, dict[bytes, int]] = {}
         self._parents: dict[bytes, bytes] = {}
 
@@ -41,9 +36,10 @@ class Checkpoints:
 
 
 class StatePool:
-    """Slots ``1 <= slot <= num_slots``. Slot 0 is for padding.
+    """Slots ``1 <= slot <= num_slots``; slot 0 is for padding.
 
-    A slot is held while it has a working state, or while a step reads or writes its checkpoint.
+    Unheld checkpoints are evicted to host memory, least recently used first. Spare checkpoints beyond a quarter of all
+    slots are evicted before others.
     """
 
     def __init__(self, num_slots: int, num_host_slots: int = 0) -> None:
@@ -56,7 +52,7 @@ class StatePool:
         self._host = BlockPool(num_host_slots, self._forget_on_host)
         self.checkpoints = Checkpoints()
         self._keys: dict[int, bytes] = {}
-        # Slots of spare checkpoints, oldest first.
+        # slots, oldest first
         self._spare: dict[int, None] = {}
         self._max_spare = num_slots // SPARE_SHARE
         self._num_replaced = 0
@@ -83,20 +79,18 @@ class StatePool:
 
     @property
     def spare_room(self) -> int:
-        """Spare checkpoints that fit without evicting others, or their share if larger."""
         return max(self._max_spare, self.num_free - (self.num_cached - len(self._spare)))
 
     def begin(self, keys: Sequence[bytes], count: int) -> tuple[list[int], list[int]]:
-        """Hold `count` slots for working states, and the checkpoints that they start from.
+        """Hold `count` working slots, and the checkpoints that they start from. Returns the slots of both.
 
-        keys: one checkpoint per state; empty: states start with zeros. Returns the slots, and the slots of the
-        checkpoints. Host checkpoints are loaded into the working slots. If slots are scarce, states reuse the slots of
-        their checkpoints. Raises ValueError if fewer than `count` slots are free.
+        keys: one checkpoint per state; empty: zeros. If slots are scarce, states reuse their checkpoints' slots. Raises
+        ValueError if too few are free.
         """
         sources = [NO_SLOT if (slot := self.get(key)) is None else slot for key in keys] or [NO_SLOT] * count
         on_host = [slot for key in keys if (slot := self._host.get(key)) is not None]
         unheld = [slot for slot in sources if slot != NO_SLOT and self._slots.ref_count(slot) == 0]
-        # Hold these first, so that taking slots cannot evict them.
+        # first, so that taking slots cannot evict them
         self._slots.share([slot for slot in sources if slot != NO_SLOT])
         self._host.share(on_host)
         reused = unheld[: max(0, count - self.num_free)]
@@ -118,7 +112,7 @@ class StatePool:
         return slots, [slot for slot in sources if slot != NO_SLOT]
 
     def take(self, count: int, *, spare: bool = False) -> list[int]:
-        """Return no slots if all are held, or too many checkpoints are spare."""
+        """Return no slots if all are held, or too many are spare."""
         slots: list[int] = []
         while self.num_free >= count - len(slots) > 0:
             too_many = spare and len(self._spare) >= self._max_spare
@@ -151,10 +145,7 @@ class StatePool:
         return self._slots.get(key)
 
     def release(self, slot: int, *, spare: bool = False) -> None:
-        """Stop holding a slot. A checkpoint becomes the last to be evicted of its kind.
-
-        spare: requests are unlikely to reuse the checkpoint. Raises ValueError for a free slot.
-        """
+        """spare: requests are unlikely to reuse the checkpoint. Raises ValueError for a free slot."""
         self._slots.release([slot])
         self._spare.pop(slot, None)
         if spare and slot in self._keys:
@@ -166,10 +157,7 @@ class StatePool:
             self.release(slot)
 
     def register(self, slot: int, key: bytes, parent: bytes, extra: int) -> None:
-        """Turn a held slot into a checkpoint, unless the key is known.
-
-        parent: key of the sequence's full blocks. extra: tokens after them.
-        """
+        """parent: key of the full blocks before its `extra` tokens."""
         if self.get(key) is None:
             self._slots.register(slot, key)
             self._keys[slot] = key

@@ -1,9 +1,4 @@
-"""Cache entries in files, shared with later starts and other engines of the same user.
-
-A file's name is a digest of the model and the entry's key. A checksum covers name and content, so broken or foreign
-files are misses. Files are written under temporary names and renamed, so readers need no locks. Beyond the limit, the
-least recently used are removed.
-"""
+"""Cache entries in files, shared with later starts and other engines."""
 
 from __future__ import annotations
 
@@ -54,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class Entry(NamedTuple):
-    """A file. used: Unix time of the last read or write."""
+    """used: Unix time of the last read or write."""
 
     path: Path
     num_bytes: int
@@ -62,7 +57,7 @@ class Entry(NamedTuple):
 
 
 class Entries:
-    """Entry files in a folder. limit: of all together, in bytes."""
+    """limit: of all files together, in bytes."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
@@ -72,7 +67,7 @@ class Entries:
         return cls(expanded(folder), limit)
 
     def is_usable(self) -> bool:
-        """Create the folder if needed. Returns False, and logs why, if it is unusable."""
+        """Create the folder if needed, or log why it is unusable."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self.folder.stat().st_mode & stat.S_IWOTH:
@@ -83,16 +78,14 @@ class Entries:
         return False
 
     def all(self) -> list[Entry]:
-        """Return files, most recently used first."""
         found = [Entry(path, status.st_size, status.st_mtime) for path, status in self._own(_NAME)]
         return sorted(found, key=lambda entry: -entry.used)
 
     def clear(self) -> int:
-        """Return the number of removed bytes."""
         return sum(_remove(entry) for entry in self.all()) + self.remove_unfinished(0)
 
     def evict(self, size: int) -> tuple[int, int]:
-        """Remove the least recently used files if `size` more bytes exceed the limit. Returns total and removed."""
+        """Remove the least recently used files. Returns total and removed bytes."""
         entries = self.all()
         total, count = size + sum(_on_disk(entry.num_bytes) for entry in entries), 0
         if total > self.limit:
@@ -104,7 +97,6 @@ class Entries:
         return total, count
 
     def remove_unfinished(self, seconds: float = ABANDONED) -> int:
-        """Return the number of removed bytes."""
         oldest = time.time() - seconds
         found = self._own(_UNFINISHED)
         return sum(_remove(Entry(path, one.st_size, one.st_mtime)) for path, one in found if one.st_mtime <= oldest)
@@ -120,10 +112,14 @@ class Entries:
 
 
 class DiskTier:
-    """Reads and writes the entries of one model. Several threads may read."""
+    """Entries of one model. Several threads may read.
+
+    A checksum of name and content makes broken or foreign files misses. Files are renamed when complete, so readers
+    need no locks.
+    """
 
     def __init__(self, entries: Entries, identity: bytes) -> None:
-        """identity: digest of everything that contents depend on, except their keys."""
+        """identity: digest of what contents depend on, except keys."""
         self.entries = entries
         self._identity = identity
         self._lock = threading.Lock()
@@ -155,13 +151,12 @@ class DiskTier:
         return self.entries.folder / (blake3(self._identity + key).hexdigest() + SUFFIX)
 
     def has(self, key: bytes) -> bool:
-        """Return whether there is a file, which may be broken."""
         found = os.path.exists(self.path(key))
         self._misses += not found
         return found
 
     def read(self, key: bytes, size: int) -> Bytes | None:
-        """Return an entry of `size` bytes, or None. Removes broken files."""
+        """Returns None for missing entries, and removes broken files."""
         path = self.path(key)
         try:
             content = _read(path, size)
@@ -190,7 +185,7 @@ class DiskTier:
         self._dropped += count if self._writes else 0
 
     def store(self, key: bytes, size: int, content: Content) -> None:
-        """Write an entry in the background, unless too much is queued."""
+        """Write in the background, unless too much is queued."""
         with self._lock:
             if not self._writes or key in self._queued:
                 return
@@ -202,11 +197,10 @@ class DiskTier:
         self._writer.submit(self._store, key, size, content)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Remove entries, including queued ones."""
+        """Includes queued entries."""
         self._writer.submit(_remove_files, [*map(self.path, keys)])
 
     def prepare(self, prepare: Callable[[int], None]) -> None:
-        """Call `prepare` in the background with the bytes of all entries."""
         self._writer.submit(lambda: prepare(sum(entry.num_bytes for entry in self.entries.all())))
 
     def flush(self) -> None:
@@ -234,7 +228,7 @@ class DiskTier:
         self._written_bytes += size
 
     def _make_room(self, size: int) -> None:
-        """Recount and evict files if they may exceed the limit, or much was written."""
+        """Evict files if they may exceed the limit."""
         if self._used is None:
             self.entries.remove_unfinished()
         self._uncounted += size
@@ -251,10 +245,10 @@ def _checksum(path: Path, content: Bytes) -> bytes:
 
 
 def _read(path: Path, size: int) -> Bytes:
-    """Raises ValueError if the file was not written under this name with `size` bytes, OSError if it is unreadable."""
+    """Raises ValueError for a wrong name, size or checksum, OSError if unreadable."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise ValueError("it is no file")
-    # Does not block if a pipe has replaced the file.
+    # a pipe may have replaced the file
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         status = os.fstat(descriptor)
@@ -274,12 +268,12 @@ def _read(path: Path, size: int) -> Bytes:
 
 
 def _touch(file: Path | int) -> None:
-    with contextlib.suppress(OSError):  # it may be another user's, on a read-only disk, or evicted
+    with contextlib.suppress(OSError):  # another user's, read-only, or evicted
         os.utime(file)
 
 
 def _write(path: Path, content: Bytes) -> None:
-    """Write a file that only its user can read. Leaves nothing behind on failure."""
+    """Leaves nothing behind on failure."""
     unfinished = path.with_suffix(f".{secrets.token_hex(4)}.writing")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
