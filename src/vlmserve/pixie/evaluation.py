@@ -93,7 +93,7 @@ class Report:
             lines.append(f"| {task} | {_KINDS[task]} | {result.asked} | {result.accuracy:.1%} |")
         for kind in dict.fromkeys(_KINDS.values()):
             asked = sum(result.asked for task, result in self.tasks.items() if _KINDS[task] == kind)
-            if not asked and kind == "form":
+            if not asked:
                 continue
             lines.append(f"| **mean** | {kind} | {asked} | **{self.mean(kind):.1%}** |")
         return "\n".join(lines)

@@ -22,6 +22,7 @@ UNCLEAR: Final = object()
 ABSENT: Final = "none"
 _ABSENT_ENUMS: Final = ("none", "unknown", "other", "nothing", "n/a")
 _NEW_ABSENT_ENUMS: Final = ("absent", "missing")
+ABSENT_TEXTS: Final = frozenset((*_ABSENT_ENUMS, *_NEW_ABSENT_ENUMS))
 
 _ROWS: Final = ("top", "middle", "bottom")
 _COLUMNS: Final = ("left", "middle", "right")
@@ -378,6 +379,5 @@ def _as_in(value: Any, schema: Schema) -> str:
     if "enum" not in schema:
         return ABSENT if value is None else str(value)
     spelled: list[str] = schema["enum"]
-    absent = {*_ABSENT_ENUMS, *_NEW_ABSENT_ENUMS}
     same = [one for one in spelled if value is not None and _plain(one) == value]
-    return (same or [one for one in spelled if one.lower() in absent])[0]
+    return (same or [one for one in spelled if one.lower() in ABSENT_TEXTS])[0]

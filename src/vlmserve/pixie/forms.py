@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from vlmserve.pixie import phrasings
 from vlmserve.pixie.fields import (
+    ABSENT_TEXTS,
     OF_ITEM,
     OF_SCENE,
     OF_WRITING,
@@ -114,6 +115,9 @@ class _Writer:
                 self.write(inner)
             self.text += "]"
         else:
+            if isinstance(value, str) and value.lower() in ABSENT_TEXTS:
+                # A model that is free says null.
+                self.given.append((len(self.text), len(self.text) + 1))
             self.text += json.dumps(value, ensure_ascii=False)
 
     def _end(self) -> None:
