@@ -39,7 +39,7 @@ Widening = Literal["down", "nearest"]
 
 @dataclass(frozen=True)
 class AnySizeKind:
-    """Differences between image processors that their settings do not tell."""
+    """Differences that the processors' settings do not tell."""
 
     bounds: tuple[int, int] = IMAGE_BOUNDS
     """Default minimum and maximum pixels of an image."""
@@ -98,10 +98,10 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
         overrides: ProcessorOverrides | None = None,
         bounds: tuple[int, int] | None = None,
     ) -> Self:
-        """Make a processor from preprocessor_config.json.
+        """Read preprocessor_config.json.
 
-        overrides: replace settings. bounds: default pixels; None: the defaults of the processor's kind. Raises
-        ConfigurationError for overrides that leave no size.
+        overrides: replace settings. bounds: default pixels; None: the kind's defaults. Raises ConfigurationError for
+        overrides that leave no size.
         """
         return cls(_recipe(settings, overrides or ProcessorOverrides(), bounds), exact_pixels=exact_pixels)
 
@@ -111,7 +111,7 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
         return cls.from_settings(files.settings, exact_pixels=files.exact_pixels, overrides=overrides)
 
     def within(self, budget: ImageBudget) -> Self:
-        """Reduce the budget. Raises InvalidRequestError for larger bounds; `max_tokens` has no limit."""
+        """Raises InvalidRequestError for larger bounds; `max_tokens` has no limit."""
         budget = budget.settled(self._recipe.min_pixels, self._recipe.max_pixels if self._recipe.resize else 0)
         if budget in (NO_BUDGET, HIGH_DETAIL):
             return self
@@ -149,7 +149,7 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
         return self._resized(size) if self._recipe.resize else size
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """uint8 ``[1, 3, height, width]`` of an image of any mode. Raises InvalidImageError for a too narrow image."""
+        """Return uint8 ``[1, 3, height, width]``. Raises InvalidImageError for a too narrow image."""
         image = to_rgb(decoded.image)
         if self._recipe.resize:
             image = image.resize(self._resized(decoded.size), self._recipe.resample, decoded.box)
@@ -211,10 +211,10 @@ def _counted(num_frames: int, depth: int) -> int:
 
 
 def pixel_bounds(settings: dict[str, Any], defaults: tuple[int, int]) -> tuple[int, int]:
-    """Minimum and maximum pixels in a processor's settings, or `defaults`."""
+    """Minimum and maximum pixels, or `defaults`."""
     size = settings.get("size")
     bounds = size if isinstance(size, dict) else {}
-    # Transformers' versions store them outside `size`, in it, or in it with the names of edges.
+    # Transformers' versions store them outside `size`, or in it with either name.
     least = settings.get("min_pixels") or bounds.get("min_pixels") or bounds.get("shortest_edge") or defaults[0]
     most = settings.get("max_pixels") or bounds.get("max_pixels") or bounds.get("longest_edge") or defaults[1]
     return int(least), int(most)

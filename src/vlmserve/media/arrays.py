@@ -29,7 +29,7 @@ def image_of(source: Any) -> Image.Image:
 
     Shapes: ``[height, width]``, ``[height, width, channels]`` or ``[channels, height, width]`` with 1, 3 or 4 channels,
     or a batch of one. Values: integers 0 to 255, floats 0 to 1 or 0 to 255, or booleans. Raises InvalidImageError for
-    anything else.
+    others.
     """
     if not is_array(source):
         raise InvalidImageError(f"an image cannot be made from a {type(source).__name__}")

@@ -11,19 +11,16 @@ _BLANKS = b" \t\n\f\r"
 
 
 def decoded_base64(text: str) -> bytes:
-    """Decode base64. Raises ValueError.
-
-    Ignores whitespace and missing padding (https://infra.spec.whatwg.org/#forgiving-base64).
-    """
+    """Raises ValueError. Ignores whitespace and missing padding (https://infra.spec.whatwg.org/#forgiving-base64)."""
     try:
-        # As strict as binascii and several times faster, which matters because it holds the GIL.
+        # As strict as binascii and several times faster; it holds the GIL.
         return msgspec.convert(text, bytes)
     except (msgspec.ValidationError, UnicodeEncodeError):
         return _strict(plain_base64(text))
 
 
 def plain_base64(text: str) -> bytes:
-    """Normalize base64: standard alphabet, no whitespace, padding. Raises ValueError."""
+    """Normalize to the standard alphabet with padding, without whitespace. Raises ValueError."""
     encoded = unquote_to_bytes(text) if "%" in text else text.encode("ascii")
     encoded = encoded.translate(_ALPHABET, _BLANKS)
     if len(encoded) % 4 == 0:

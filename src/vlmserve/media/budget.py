@@ -15,7 +15,7 @@ BUDGET_FIELDS = ("min_pixels", "max_pixels", "max_tokens")
 
 @dataclass(frozen=True, slots=True)
 class ImageBudget:
-    """Bounds of an image as the model sees it, after resizing; None: the server's bounds."""
+    """Bounds of an image after resizing; None: the server's bounds."""
 
     min_pixels: int | None = None
     """Minimum area of all tiles together. Models with few sizes come as close to it as they can."""
@@ -59,9 +59,8 @@ class ImageBudget:
         )
 
     def narrowed(self, budget: ImageBudget) -> ImageBudget:
-        """Combine two budgets: the lower upper bounds, and the lower bound of `budget` (default: this budget's, within
-        the upper bound).
-        """
+        """Combine the lower upper bounds, and the lower bound of `budget`, by default this budget's within the upper
+        bound."""
         upper = {
             name: min((most for most in (getattr(self, name), getattr(budget, name)) if most is not None), default=None)
             for name in ("max_pixels", "max_tokens")
@@ -72,7 +71,7 @@ class ImageBudget:
         return ImageBudget(least, upper["max_pixels"], upper["max_tokens"])
 
     def check_limit(self, pixels: int) -> None:
-        """Raise InvalidRequestError if a bound exceeds the server's limit, for models of any image size."""
+        """Raise InvalidRequestError if a bound exceeds the server's limit."""
         for name, value in (("min_pixels", self.min_pixels), ("max_pixels", self.max_pixels)):
             if value is not None and not 1 <= value <= pixels:
                 raise InvalidRequestError(

@@ -31,9 +31,9 @@ class ImageCacheStats(msgspec.Struct, frozen=True):
 
 
 class ImageCache:
-    """An LRU cache of images and videos by key, with at most `capacity_bytes` of pixels; 0: no cache. Thread-safe.
+    """An LRU cache of images and videos, with at most `capacity_bytes` of pixels; 0: no cache. Thread-safe.
 
-    Keys include the preprocessing. decoding: shared memory of images in preparation, at most `decode_memory` bytes.
+    Keys include the preprocessing. decoding: at most `decode_memory` bytes for images in preparation.
     """
 
     def __init__(self, capacity_bytes: int, decode_memory: int = sys.maxsize, decode_slots: int = sys.maxsize) -> None:
@@ -47,7 +47,7 @@ class ImageCache:
     def get(self, key: bytes, prepare: Callable[[], ImageInput]) -> ImageInput:
         """Get an image, or make it with `prepare` unless another thread is preparing it.
 
-        Raises what `prepare` raises. Waiting threads get a copy of an InvalidRequestError; after other errors they try
+        Raises as `prepare` does. Waiting threads get a copy of an InvalidRequestError; after other errors they try
         themselves.
         """
         if self._capacity_bytes == 0:
@@ -64,7 +64,7 @@ class ImageCache:
                     own.set_result(image)
                     return image
             except InvalidRequestError as error:
-                # A copy: the request that raises the original adds the image's place to it.
+                # A copy, because the request that raises the original adds the image's place to it.
                 own.set_exception(copy.copy(error))
                 raise
             finally:

@@ -1,7 +1,7 @@
 """Preprocesses images for Moondream's tower: a small whole image, and overlapping crops of a large one.
 
-Revisions 2025-01-09 to 2025-04-14 of https://huggingface.co/vikhyatk/moondream2 also use Pillow's Lanczos filter if
-libvips is missing.
+Revisions 2025-01-09 to 2025-04-14 of https://huggingface.co/vikhyatk/moondream2 also use Pillow's Lanczos filter
+without libvips.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CropRecipe:
 
 
 class CropProcessor(RecipeProcessor[CropRecipe]):
-    """Its pixels are one plane: the whole image at the size of a crop in the upper left corner, below it the image for
+    """Its pixels are one plane: in the upper left corner the whole image in the size of a crop, below it the image for
     crops."""
 
     version = "crops v1"
@@ -76,7 +76,7 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
         return self._following(replace(self._recipe, max_crops=1))
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """uint8 ``[1, 3, height, width]`` of an image of any size and mode."""
+        """Return uint8 ``[1, 3, height, width]``."""
         image = to_rgb(decoded.image)
         side = self._recipe.size
         width, height = self._target(decoded.size)
@@ -105,7 +105,7 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
         return min(max(pixels), self._recipe.max_pixels or sys.maxsize)
 
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height of the image for crops: the largest within the budget."""
+        """The largest width and height within the budget."""
         recipe = self._recipe
         height, width = size[1] - 2 * recipe.margin, size[0] - 2 * recipe.margin
         for most in range(recipe.max_crops, 0, -1):

@@ -34,7 +34,7 @@ class _Waiting:
 
 
 class _Lane:
-    """A queue. The client with the fewest running images is next; ties go to the client that waited longest."""
+    """A queue. The client with the fewest running images is next, then the client that waited longest."""
 
     def __init__(self, capacity: int, slots: int, per_client: int) -> None:
         self.capacity = capacity
@@ -81,8 +81,8 @@ class DecodingMemory:
     """Limits memory and number of images in decoding. Thread-safe.
 
     Images of up to an eighth of the capacity share a quarter of it, so large images, which take seconds, never delay
-    them. Images in other processes share as much additional memory as large images. slots: threads in each lane; twice
-    as many for processes, at most half of them for one client.
+    them. Other processes share as much additional memory as large images. slots: threads in each lane; twice as many
+    processes, at most half of them for one client.
     """
 
     def __init__(self, capacity: int, slots: int = sys.maxsize) -> None:
@@ -112,9 +112,9 @@ class DecodingMemory:
 
     @contextlib.contextmanager
     def share(self, num_bytes: int, *, isolated: bool = False) -> Iterator[None]:
-        """Wait for memory, and return it after the block. An image that exceeds the capacity waits to be alone.
+        """Take memory for the block. An image above the capacity waits to be alone.
 
-        isolated: another process decodes the image. Raises CancelledWorkError when nobody waits for the image.
+        isolated: another process decodes the image. Raises CancelledWorkError when nobody waits for it.
         """
         lane = self._isolated if isolated else self._small if num_bytes <= self._largest_small else self._large
         image = _Waiting(min(num_bytes, lane.capacity))
@@ -155,9 +155,9 @@ def too_slow(timeout: float) -> InvalidImageError:
 
 
 class LimitedFile(io.BytesIO):
-    """A file in memory for Pillow that stops after a timeout, or when nobody waits for the image.
+    """A file in memory for Pillow. Reading raises InvalidImageError after a timeout, or CancelledWorkError.
 
-    Decoders read blocks of 64 KiB or less. Reading raises InvalidImageError and CancelledWorkError.
+    Decoders read blocks of 64 KiB or less.
     """
 
     def __init__(self, data: bytes, timeout: float) -> None:

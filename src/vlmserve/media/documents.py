@@ -38,7 +38,7 @@ class _Open(Protocol):
 
 
 class PageCounts:
-    """Page counts of opened documents, an LRU cache. Thread-safe."""
+    """An LRU cache of documents' page counts. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,8 +71,8 @@ class Page:
 
     def prepare(self, processor: ImageProcessor, cache: ImageCache) -> ImageInput:
         """Prepare the page for the vision tower, unless it is in `cache`. Raises InvalidDocumentError,
-        InvalidImageError, DocumentTooLargeError or ImageTooLargeError with the page's number, and CancelledWorkError.
-        """
+        InvalidImageError, DocumentTooLargeError or ImageTooLargeError with the page's number, and
+        CancelledWorkError."""
         key = page_key(self.digest, self.number, self.reader.look, processor.fingerprint)
 
         def prepare() -> ImageInput:
@@ -99,7 +99,7 @@ class _Read(NamedTuple):
 
 
 class DocumentReader:
-    """Opens the documents of a request, one at a time, with at most one rendering process. Close it at the end."""
+    """Opens a request's documents one at a time, with at most one rendering process. Close it at the end."""
 
     def __init__(self, limits: MediaConfig, counts: PageCounts, salt: str = "") -> None:
         self.look = f"{limits.page_dpi!r} {limits.max_page_pixels}".encode()
@@ -111,10 +111,10 @@ class DocumentReader:
         self._read: dict[object, _Read] = {}
 
     def pages(self, source: DocumentSource, chosen: str | None, most: int) -> list[Shown]:
-        """Pages of a document in the chosen order, not yet rendered; all if `chosen` is None (`parse_pages`).
+        """Pages in the chosen order, not yet rendered; all if `chosen` is None (`parse_pages`).
 
         Trusts `source`: reads paths. Raises InvalidDocumentError for other files and missing pages,
-        DocumentTooLargeError for a large file or more than `most` pages, and what `read_source` and `PDFProcess` raise.
+        DocumentTooLargeError above a limit, and as `read_source` and `PDFProcess` do.
         """
         ranges = None if chosen is None else parse_pages(chosen)
         _, data, digest, count = self._counted(source)
@@ -178,8 +178,7 @@ class DocumentReader:
 
 
 def open_document(data: bytes, limits: MediaConfig) -> PDFProcess | PagedImage:
-    """Open a document; the caller closes it. Raises InvalidDocumentError for other files, and what `PDFProcess` and
-    `PagedImage` raise."""
+    """Raises InvalidDocumentError for other files, and as `PDFProcess` and `PagedImage` do. The caller closes it."""
     if is_pdf(data):
         return PDFProcess(data, limits)
     if container_of(data) is not None:
@@ -197,10 +196,7 @@ def count_pages(source: DocumentSource, limits: MediaConfig) -> int:
 
 
 def parse_pages(text: str) -> list[tuple[int, int | None]]:
-    """Parse ranges of pages, counted from 1. ``1-3,7,10-`` means pages 1 to 3, 7, and 10 to the last (None).
-
-    Raises InvalidDocumentError for other text.
-    """
+    """``1-3,7,10-`` means pages 1 to 3, 7, and 10 to the last (None). Raises InvalidDocumentError for other text."""
     ranges: list[tuple[int, int | None]] = []
     for piece in text.split(",", _MAX_RANGES):
         match = _RANGE.fullmatch(piece.strip())
@@ -213,7 +209,7 @@ def parse_pages(text: str) -> list[tuple[int, int | None]]:
 
 
 def page_numbers(ranges: list[tuple[int, int | None]] | None, count: int, most: int) -> list[int]:
-    """Numbers of the chosen pages, from 0, in a document of `count` pages.
+    """Number the chosen pages from 0.
 
     Raises InvalidDocumentError for missing pages, DocumentTooLargeError for more than `most`.
     """

@@ -1,7 +1,7 @@
 """Fetches images and videos from public http(s) URLs, with limits of time, size and redirects.
 
-All connections, including redirects, use `GuardedBackend.connect_tcp`. It resolves the name once, checks the addresses
-and connects to a checked one, so DNS rebinding has no effect. Proxies of the environment are ignored.
+All connections use `GuardedBackend.connect_tcp`. It resolves a name once and connects to a checked address, so DNS
+rebinding has no effect. Proxies of the environment are ignored.
 """
 
 from __future__ import annotations
@@ -46,11 +46,10 @@ _SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3
 def fetch_file(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
     """Fetch the body of an http(s) URL.
 
-    Raises ImageFetchError for errors, after `limits.fetch_timeout` seconds, after `limits.max_redirects` redirects, and
-    for forbidden hosts:
-    hosts missing in `limits.allowed_media_domains` (if set) and hosts with private addresses.
-    `limits.allowed_media_hosts` are always allowed. Raises ImageTooLargeError or VideoTooLargeError once the size is
-    known to exceed the limit.
+    Raises ImageFetchError for errors, after `limits.fetch_timeout` seconds or `limits.max_redirects` redirects, and for
+    forbidden hosts: hosts missing in `limits.allowed_media_domains` (if set) and private addresses outside
+    `limits.allowed_media_hosts`. Raises ImageTooLargeError or VideoTooLargeError once the size is known to exceed the
+    limit.
     """
     backend = GuardedBackend(limits, time.monotonic() + limits.fetch_timeout)
     with httpcore.ConnectionPool(ssl_context=_ssl_context(), network_backend=backend) as pool:
@@ -78,7 +77,7 @@ def _redirected(url: str, target: str) -> str:
 
 
 def _location(response: httpcore.Response) -> str:
-    """Target of a redirect. Some servers write it in UTF-8 without percent-encoding."""
+    """Some servers write a redirect in UTF-8 without percent-encoding."""
     value = next(value for name, value in response.headers if name.lower() == b"location")
     try:
         return value.decode()
@@ -104,7 +103,7 @@ def _get(pool: httpcore.ConnectionPool, url: str, limits: MediaConfig, kind: Med
 
 
 def _inflated(url: str, chunks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
-    """Decompress a body in bounded pieces. Some servers compress it against the request's headers."""
+    """Decompress in bounded pieces. Some servers compress against the request's headers."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
         yield from chunks
@@ -170,7 +169,7 @@ class GuardedBackend(httpcore.NetworkBackend):
         if self._domains and not allowed and host.lower() not in self._domains:
             raise _ForbiddenAddressError(f"{host} is not one of the hosts that the operator allows")
         addresses = resolve_host(host, port, _remaining(self._deadline))
-        # The same message in both cases, so that it does not reveal names of the internal network.
+        # The same message in both cases, so that it does not reveal internal names.
         if not allowed and not (addresses and all(map(is_public, addresses))):
             raise _ForbiddenAddressError(
                 f"{host} was not found or is not a public address; the operator can allow it with --allowed-media-hosts"
@@ -193,7 +192,7 @@ class GuardedBackend(httpcore.NetworkBackend):
 
 
 class _DeadlineStream(httpcore.NetworkStream):
-    """A connection with one deadline for all waits, so that a server gains no time by sending single bytes."""
+    """One deadline for all waits: a server gains no time by sending single bytes."""
 
     def __init__(self, inner: httpcore.NetworkStream, deadline: float) -> None:
         self._inner = inner
@@ -223,9 +222,9 @@ def _hosts(names: Iterable[str]) -> frozenset[str]:
 
 
 def is_public(address: str) -> bool:
-    """Return whether an IP address is public: not private, loopback, link-local or reserved.
+    """False for private, loopback, link-local and reserved addresses.
 
-    For an IPv6 address with an embedded IPv4 address (mapped, 6to4, Teredo, NAT64), the IPv4 address counts.
+    In IPv6, an embedded IPv4 address (mapped, 6to4, Teredo, NAT64) counts.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):

@@ -16,9 +16,9 @@ _VIDEOS = {"mov": "video/mp4", "matroska": "video/webm", "avi": "video/x-msvideo
 
 
 def media_type_of(data: bytes, limits: MediaConfig) -> str:
-    """The media type of an image, video or PDF, such as ``image/png``. Reads only headers.
+    """The media type of an image, video or PDF, such as ``image/png``, from headers.
 
-    Raises InvalidImageError for other files, and the kind's error for a file above the limits.
+    Raises InvalidImageError for other files, and the kind's error above the limits.
     """
     if is_pdf(data):
         check_num_bytes(len(data), limits, "document")
@@ -37,9 +37,8 @@ def media_type_of(data: bytes, limits: MediaConfig) -> str:
 
 
 def is_document(data: bytes, limits: MediaConfig) -> bool:
-    """True if a file has pages: a PDF, a TIFF with several pages, or an animation. Raises InvalidImageError for a TIFF
-    with broken pages.
-    """
+    """True for a PDF, a TIFF with several pages, or an animation. Raises InvalidImageError for a TIFF with broken
+    pages."""
     if is_pdf(data) or container_of(data) is not None:
         return is_pdf(data)
     with contextlib.closing(open_any(data, limits)) as image:

@@ -1,7 +1,7 @@
 """Processes that have imported a decoder's library and fork a process for each file.
 
-Starting Python and importing a library takes as long as decoding several small images; a fork takes milliseconds. A
-fork server reads no files, so a file can only affect its own process (`isolated_worker.py`).
+A fork takes milliseconds; starting Python and the library takes as long as several small images. A fork server reads no
+files, so a file affects only its own process (`isolated_worker.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ServerKey: TypeAlias = tuple[FileKind, str]
 
 
 class ForkServer:
-    """Forks processes that decode files of one kind. Thread-safe. Raises UnavailableError if it cannot start."""
+    """Forks processes for files of one kind. Thread-safe. Raises UnavailableError if it cannot start."""
 
     def __init__(self, kind: FileKind, setup: str = "") -> None:
         self._lock = threading.Lock()
@@ -72,7 +72,7 @@ class ForkServer:
             return self._ask(b"\n", *files)
 
     def end(self, pid: int) -> int:
-        """End a process. Returns its exit code, or the negative signal number."""
+        """Returns the exit code, or the negative signal number."""
         try:
             with self._lock:
                 return self._ask(f"{pid}\n".encode())
@@ -115,7 +115,7 @@ _disowned: deque[ServerKey] = deque()
 
 
 def fork_for(kind: FileKind, stdin: int, stdout: int, setup: str = "", *memory: int) -> tuple[ForkServer, int]:
-    """Fork a process; returns its server and its id. memory: file of `pixel_memory`. Raises UnavailableError."""
+    """Returns also the server. memory: file of `pixel_memory`. Raises UnavailableError."""
     end_disowned()
     key = (kind, setup)
     for _ in range(2):  # replaces a server that was ended from outside
@@ -134,13 +134,13 @@ def fork_for(kind: FileKind, stdin: int, stdout: int, setup: str = "", *memory: 
 
 
 def own_server(kind: FileKind, setup: str) -> None:
-    """Add an owner of a server. The server lives until its last owner disowns it."""
+    """Add an owner; the server lives until its last owner disowns it."""
     with _lock:
         _owners[kind, setup] += 1
 
 
 def disown_server(kind: FileKind, setup: str) -> None:
-    """Remove an owner with the next fork. Takes no lock and does not wait, so that finalizers may call it."""
+    """Remove an owner with the next fork. Finalizers may call this: it takes no lock and does not wait."""
     _disowned.append((kind, setup))
 
 

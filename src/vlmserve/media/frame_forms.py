@@ -30,12 +30,11 @@ class FrameForm(Protocol):
         ...
 
     def sample(self, num_frames: int, rate: float, fps: float | None, most: int) -> list[int]:
-        """Choose ascending frame numbers, at most `most`. rate: frames per second of the file. fps: of the request."""
+        """Choose at most `most` ascending numbers. rate: frames per second of the file. fps: of the request."""
         ...
 
     def words(self, seconds: Sequence[float], duration: float) -> list[str]:
-        """The text before each frame, and after the last. seconds: time of each frame. duration: of the video in
-        seconds."""
+        """The text before each frame, and after the last. duration: seconds."""
         ...
 
 
@@ -70,7 +69,7 @@ class SmolVLMFrames:
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], fps: float | None) -> SmolVLMFrames | None:
-        """settings: of the checkpoint's video processor. None: they are not SmolVLM's. fps: the server's override."""
+        """Return None for settings that are not SmolVLM's. fps: the server's."""
         sampling = settings.get("video_sampling") or {}
         if not sampling and not str(settings.get("video_processor_type")).startswith("SmolVLM"):
             return None
@@ -106,7 +105,7 @@ class AdjacentFrames:
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], fps: float | None) -> AdjacentFrames:
-        """settings: of the checkpoint's video processor. fps: the server's; None: one frame per second."""
+        """fps: the server's; None: one frame per second."""
         return cls(fps or 1.0, int(settings.get("max_num_frames") or 128))
 
     def sample(self, num_frames: int, rate: float, fps: float | None, most: int) -> list[int]:

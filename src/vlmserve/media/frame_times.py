@@ -1,4 +1,4 @@
-"""Timestamps around video frames, for models that read times instead of counting frames.
+"""Timestamps around video frames, for models that read times.
 
 Qwen3-VL: https://arxiv.org/abs/2511.21631. GLM-V: https://arxiv.org/abs/2507.01006.
 """
@@ -24,9 +24,7 @@ class FrameTimes:
     before it (Qwen3-VL)."""
 
     def text(self, seconds: Sequence[float], depth: int, num_placeholders: int) -> tuple[tuple[int, int], ...]:
-        """`ImageInput.text` of a video. seconds: of each frame. depth: frames in a group. num_placeholders: of a
-        group.
-        """
+        """`ImageInput.text` of a video. depth: frames in a group. num_placeholders: of a group."""
         seconds = [*seconds, *[seconds[-1]] * (-len(seconds) % depth)]
         text: list[tuple[int, int]] = []
         place = 0
@@ -39,7 +37,7 @@ class FrameTimes:
         return tuple(text)
 
     def _around(self, first: float, last: float) -> tuple[Sequence[int], Sequence[int]]:
-        """Tokens before and after a group. first, last: times of its first and last frame."""
+        """Tokens before and after a group. first, last: times of its outer frames."""
         if self.behind:
             return self.encode(self.begin), self.encode(f"{self.end}{first:.1f} seconds")
         return self.encode(f"<{(first + last) / 2:.1f} seconds>{self.begin}"), self.encode(self.end)

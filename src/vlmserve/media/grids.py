@@ -44,9 +44,8 @@ class GridRecipe:
 
 
 class GridProcessor(RecipeProcessor[GridRecipe]):
-    """Preprocesses images for InternVL: resizes to the grid of tiles nearest in shape, and cuts it. The whole image
-    follows as a tile, unless there is only one.
-    """
+    """Resizes to the grid of tiles nearest in shape, and cuts it. The whole image follows as a tile, unless there is
+    only one."""
 
     version = "grid v1"
 
@@ -59,9 +58,7 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         tile_tokens: int | None = None,
         exact_pixels: bool = False,
     ) -> None:
-        """around: token ids before and after an image. tile_tokens: placeholders of a tile in another file, to
-        compare.
-        """
+        """around: token ids before and after an image. tile_tokens: of a tile in another file, to compare."""
         recipe = _recipe(settings)
         self._tile_tokens = _tile_tokens(config, recipe.tile)
         if tile_tokens is not None and tile_tokens != self._tile_tokens:
@@ -99,7 +96,7 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         return columns * self._recipe.tile, rows * self._recipe.tile
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """uint8 ``[tiles + 1, 3, height, width]`` of an image of any size and mode, or one tile if it is not cut."""
+        """Return uint8 ``[tiles + 1, 3, height, width]``, or one tile if the image is not cut."""
         tile, resample = self._recipe.tile, self._recipe.resample
         image = to_rgb(decoded.image)
         tiles = cut_tiles(image.resize(self._target(decoded.size), resample, decoded.box), tile)
@@ -113,16 +110,14 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         return Placeholders(count, text=((0, begin), (count - 1, end)))
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        """The whole image, in the size before cutting."""
         columns, rows = self._grid(size)
         return whole_view(size, columns * self._recipe.tile, rows * self._recipe.tile)
 
     def _num_tokens(self, count: int) -> int:
-        """Maximum tokens with `count` tiles and the whole image's tile."""
         return 2 + (count + (count > 1)) * self._tile_tokens
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Columns and rows of tiles with the aspect ratio nearest to the image's.
+        """Columns and rows with the aspect ratio nearest to the image's.
 
         Among equally near grids, a larger grid wins if the image has over half of its pixels.
         """
@@ -139,7 +134,7 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
 
 @lru_cache(64)
 def _grids(least: int, most: int) -> list[tuple[int, int]]:
-    """Columns and rows of all grids with `least` to `most` tiles, the smallest first."""
+    """Columns and rows of grids with `least` to `most` tiles, the smallest first."""
     pairs = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
     return sorted((pair for pair in pairs if math.prod(pair) >= least), key=math.prod)
 

@@ -39,10 +39,7 @@ class ImageFiles:
         return self.media.exact_pixels
 
     def token_id(self, name: str, usual: str) -> int:
-        """Id of a token around images. usual: its text if the tokenizer does not name it.
-
-        Raises ModelLoadError for a token that is not in the vocabulary.
-        """
+        """usual: the token's text if the tokenizer does not name it. Raises ModelLoadError for an unknown token."""
         token = self.tokenizer.special_tokens.get(name, usual)
         token_id = self.tokenizer.token_id(token)
         if token_id is None:

@@ -31,7 +31,7 @@ MEMORY_BYTES = 256 * 1024**2
 
 
 def heif_format(data: bytes) -> str | None:
-    """ "HEIF" or "AVIF" for these files, which begin like videos. The brand mif1 may contain AVIF."""
+    """Return HEIF or AVIF for these files, which begin like videos. The brand mif1 may contain AVIF."""
     brand = data[8:12] if data[4:8] == b"ftyp" else None
     if brand in _HEIF and not data[8:64].count(b"avif"):
         return "HEIF"
@@ -52,12 +52,12 @@ class _Opened(_Shown):
 
 
 class ImageProcess(Image.Image):
-    """One or more images in a file, opened in a process; only the header is read.
+    """Images of a file in a process; opening reads only the header.
 
     format: "HEIF", "AVIF" or one of `images.FORMATS`. num_pixels: of the image, if opening needs memory for them. The
-    process ends after decoding the only image, after an error, and with `close`. As with Pillow, only one thread may
-    use it at a time, and decoding raises OSError for broken data.
-    Raises UnidentifiedImageError, OSError, InvalidImageError, UnavailableError and CancelledWorkError.
+    process ends after decoding the only image, after an error, and with `close`. Only one thread may use it at a time.
+    Decoding raises OSError for broken data, as with Pillow. Raises UnidentifiedImageError, OSError, InvalidImageError,
+    UnavailableError and CancelledWorkError.
     """
 
     def __init__(self, data: bytes, format: str, limits: MediaConfig, num_pixels: int = 0) -> None:
@@ -88,7 +88,7 @@ class ImageProcess(Image.Image):
             raise
 
     def share_time(self) -> None:
-        """Limit all images of the file to the time of a document, instead of each to the time of an image."""
+        """Limit all images together to the time of a document."""
         self._is_document = True
         self.process.error_of = partial(_error_of, self._limits, True)
         self.process.allow(self._limits.document_timeout)
@@ -101,7 +101,7 @@ class ImageProcess(Image.Image):
         return self._number
 
     def seek(self, frame: int) -> None:
-        """Select another image of the file. Raises EOFError if it does not exist."""
+        """Raises EOFError for a missing image."""
         if not 0 <= frame < self.n_frames:
             raise EOFError("attempt to seek outside sequence")
         if frame != self._number:

@@ -49,7 +49,7 @@ _DATA_URL = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
 
 
 class _Transform(NamedTuple):
-    """swaps: width and height. mirrors_x, mirrors_y: after swapping, left and right, upper and lower."""
+    """swaps: width and height. mirrors_x, mirrors_y: after swapping."""
 
     method: Image.Transpose
     swaps: bool
@@ -95,11 +95,11 @@ def decode_image(
 ) -> DecodedImage:
     """Decode a PNG, JPEG, WebP, GIF, BMP, TIFF, AVIF or HEIC file and rotate it upright.
 
-    reduction: from width and height, the ratio to the wanted pixels. A JPEG with a large ratio is decoded at a fraction
-    of its size, in a fraction of the time. None: decode every pixel.
+    reduction: from width and height, the ratio to the wanted pixels; a JPEG with a large ratio is decoded faster, at a
+    fraction of its size. None: decode every pixel.
 
-    Raises ImageTooLargeError, before decoding, for too many bytes, pixels or scans. Raises InvalidImageError for data
-    that is empty, broken, truncated, no image, paged, animated or slow to decode, and CancelledWorkError.
+    Raises ImageTooLargeError, before decoding, for too many bytes, pixels or scans; InvalidImageError for data that is
+    empty, broken, truncated, no image, paged, animated or slow to decode; CancelledWorkError.
     """
     return decode_opened(open_header(data, limits), limits, reduction)
 
@@ -133,9 +133,7 @@ def open_any(data: bytes, limits: MediaConfig) -> Image.Image:
 
 
 def open_file(data: bytes, limits: MediaConfig) -> Image.Image:
-    """Open an image, or the first of several; read only the header. Raises as `decode_image` does, but not for
-    several.
-    """
+    """Open an image, or the first of several; read only the header. Raises as `decode_image` does for one image."""
     image = _opened(lambda: _open(data, limits), data, limits)
     try:
         check_num_pixels(image, limits)
@@ -190,7 +188,7 @@ def _opened(open: Callable[[], Image.Image], data: bytes, limits: MediaConfig) -
 
 
 def load_image(image: Image.Image, limits: MediaConfig) -> None:
-    """Decode an opened image. Raises as `decode_image` does."""
+    """Raises as `decode_image` does."""
     check_num_pixels(image, limits)
     if isinstance(file := getattr(image, "fp", None), LimitedFile):
         file.restart()
@@ -198,7 +196,7 @@ def load_image(image: Image.Image, limits: MediaConfig) -> None:
 
 
 def decode_process(image: ImageProcess) -> None:
-    """Decode in the process; `load_image` then reads the pixels. Raises as `decode_image` does."""
+    """Decode in the process; `load_image` reads the pixels. Raises as `decode_image` does."""
     _checked(image.decode)
 
 
@@ -235,7 +233,7 @@ def orientation(image: Image.Image) -> int:
 
 
 def _draft(image: Image.Image, reduction: Callable[[tuple[int, int]], float]) -> Box:
-    """Prepare a JPEG to be decoded at a fraction of its size, if `reduction` allows. Returns its box."""
+    """Prepare to decode a JPEG at a fraction of its size, if `reduction` allows. Returns its box."""
     width, height = image.size
     transform = _TRANSFORMS.get(orientation(image))
     spare = reduction((height, width) if transform is not None and transform.swaps else (width, height)) / _SHARPNESS
@@ -258,9 +256,9 @@ def _upright(decoded: DecodedImage) -> DecodedImage:
 
 
 def decode_data_url(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
-    """Decode ``data:image/png;base64,…``. Ignores the media type, because the content tells the type.
+    """Decode ``data:image/png;base64,…``. The content, not the media type, tells the type.
 
-    A data URL may contain another data URL, as clients write it into fields for base64. Raises the kind's error
+    A data URL may contain another one, as clients write it into fields for base64. Raises the kind's error
     (InvalidImageError) for other text, and its size error (ImageTooLargeError) above the limit.
     """
     invalid, _, example = KINDS[kind]
@@ -279,7 +277,7 @@ def decode_data_url(url: str, limits: MediaConfig, kind: MediaKind = "image") ->
 
 
 def _header_end(url: str, kind: MediaKind) -> int:
-    """Start of the base64 text in a data URL. Raises the kind's error if there is none."""
+    """Start of the base64 text. Raises the kind's error if there is none."""
     invalid, _, example = KINDS[kind]
     header = _DATA_URL.match(url[:256])
     if header is None:

@@ -66,8 +66,8 @@ AnswerType = TypeVar("AnswerType", bound=Answer)
 class IsolatedProcess:
     """A process for one file. Raises UnavailableError if it does not start.
 
-    Methods raise exceptions of `error_of`, and CancelledWorkError; close it then, and at the end. seconds: for all
-    methods together. pixel_bytes: shared memory for `pixels`; 0: none.
+    Methods raise errors of `error_of`, and CancelledWorkError; close it then, and at the end. seconds: for all methods
+    together. pixel_bytes: shared memory for `pixels`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class IsolatedProcess:
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _CHUNK)
 
     def _shared(self, num_bytes: int, files: contextlib.ExitStack) -> list[int]:
-        """Map shared memory for pixels and return its file; an empty list if there is none."""
+        """Map shared memory for pixels and return its file, if there is any."""
         memory = make_memory(num_bytes) if num_bytes else None
         if memory is None:
             return []
@@ -113,11 +113,11 @@ class IsolatedProcess:
         return self.receive(answer)
 
     def send(self, line: str) -> None:
-        """Send a line. The process works on it until `receive` returns the answer."""
+        """The process works on the line until `receive` returns the answer."""
         self._write(f"{line}\n".encode())
 
     def pixels(self, size: int, answer: Answer) -> memoryview | bytearray:
-        """The `size` bytes of pixels after `answer`. They are valid until the next line is sent."""
+        """The pixels after `answer`, valid until the next line is sent."""
         if not answer.in_memory:
             return self.read(size)
         if size > len(self._memory):
@@ -151,7 +151,7 @@ class IsolatedProcess:
             self._input = self._output = -1
 
     def release(self) -> None:
-        """Let a process that has answered end by itself, without waiting as `close` does."""
+        """Let a process that has answered end by itself; do not wait."""
         self._abandon()
         self._input = self._output = -1
 
@@ -184,7 +184,7 @@ class IsolatedProcess:
                 raise self._ended() from None
 
     def _wait(self, pipe: int, event: int) -> None:
-        """Wait until a pipe is ready. Subtracts the time from the remaining time."""
+        """Wait until a pipe is ready, within the remaining time."""
         poll = select.poll()
         poll.register(pipe, event)
         began = time.monotonic()
@@ -218,7 +218,7 @@ def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[i
 
 
 def _abandon(server: ForkServer, pid: int, *pipes: int) -> None:
-    """End a process that nobody closed, without waiting: garbage collection may call this at any time."""
+    """End a process that nobody closed. Garbage collection may call this at any time, so it does not wait."""
     server.abandon(pid)
     for pipe in pipes:
         os.close(pipe)

@@ -176,7 +176,7 @@ _FORMATS: dict[str, type[_Opened]] = {
 
 
 class ImageDecoder:
-    """Decodes images. A line selects an image by number; an empty line decodes it."""
+    """A line selects an image by number; an empty line decodes it."""
 
     def __init__(self) -> None:
         from PIL import AvifImagePlugin, Image
@@ -197,7 +197,7 @@ class ImageDecoder:
         self._formats["HEIF"] = _HEIC
 
     def open(self, data: bytes, settings: dict[str, Any]) -> dict[str, Any]:
-        """Open a file. Returns the number of images, and fields of the first shown image."""
+        """Returns the number of images, and fields of the first shown image."""
         from PIL import UnidentifiedImageError
 
         self._settings = settings
@@ -208,7 +208,7 @@ class ImageDecoder:
             with self._allowed(settings["num_pixels"]):
                 self._file = kind(data, settings["max_images"])
         except (UnidentifiedImageError, SyntaxError, IndexError, TypeError, struct.error) as error:
-            # Pillow and libheif report other formats by these errors.
+            # Pillow's and libheif's errors for other formats.
             raise RefusedError("unidentified") from error
         return {"images": self._file.count, "shown": self._file.number, **self._fields()}
 
@@ -224,8 +224,7 @@ class ImageDecoder:
     def _allowed(self, num_pixels: int) -> Iterator[None]:
         """Allow memory and time for an image of this size.
 
-        Raises MemoryError in place of errors that a lack of memory causes; some libraries report only that decoding
-        failed.
+        Raises MemoryError for errors that a lack of memory causes; some libraries report only that decoding failed.
         """
         before = peak_address_space()
         most = address_space() + self._settings["memory"] + num_pixels * self._settings["pixel_memory"]

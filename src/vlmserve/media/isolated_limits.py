@@ -1,6 +1,6 @@
 """Shared by decoders of isolated processes: refusals, resource limits, the answer format.
 
-`isolated_worker.py` forks processes with these modules; they import nothing else of vlmserve.
+`isolated_worker.py` imports these modules, and nothing else of vlmserve, before it forks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Answer: TypeAlias = tuple[dict[str, Any], Iterable[bytes | memoryview]]
 
 
 class RefusedError(Exception):
-    """A file is not decoded. reason: known to the parent. detail: the library's message."""
+    """reason: known to the parent. detail: the library's message."""
 
     def __init__(self, reason: str, detail: object = "") -> None:
         super().__init__(reason)
@@ -41,7 +41,7 @@ def limit(name: str, value: int, for_good: bool = True) -> None:
         kind = getattr(resource, name)
         resource.setrlimit(kind, (value, value if for_good else resource.getrlimit(kind)[1]))
     except (AttributeError, ValueError, OSError):
-        # Not every system has all limits; the parent ends slow processes in any case.
+        # Not every system has all limits; the parent ends slow processes.
         return
 
 
@@ -55,7 +55,7 @@ def address_space() -> int:
 
 
 def peak_address_space() -> int:
-    """Peak of the mapped bytes of this process; 0: unknown."""
+    """Peak of the mapped bytes; 0: unknown."""
     try:
         with open("/proc/self/status", encoding="ascii") as file:
             return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmPeak:")), 0)
@@ -64,5 +64,5 @@ def peak_address_space() -> int:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Allow `seconds` more of CPU time. SIGXCPU then ends the process, unlike SIGKILL by others."""
+    """Allow `seconds` more of CPU time. SIGXCPU then ends the process."""
     limit("RLIMIT_CPU", math.ceil(sum(os.times()[:2]) + seconds), for_good=False)

@@ -17,7 +17,7 @@ _ENCRYPTED = (4, 5)
 
 
 class PDFDecoder:
-    """Renders pages. A line is a page number, from 0."""
+    """A line is a page number, from 0."""
 
     def __init__(self) -> None:
         try:
@@ -66,7 +66,7 @@ class PDFDecoder:
 
 
 def page_scale(width: float, height: float, dpi: float, max_pixels: int) -> float:
-    """Pixels per point for a page of this size in points: from `dpi`, or less to keep within `max_pixels`."""
+    """Pixels per point for a page in points, at `dpi` or less to keep within `max_pixels`."""
     scale = min(dpi / _POINTS, math.sqrt(max_pixels / (width * height)), _LONGEST_SIDE / max(width, height))
     while math.ceil(width * scale) * math.ceil(height * scale) > max_pixels and scale * max(width, height) > 1:
         scale *= 0.995

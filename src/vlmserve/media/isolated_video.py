@@ -10,7 +10,7 @@ from vlmserve.media.isolated_limits import Answer, RefusedError, address_space, 
 
 
 class VideoDecoder:
-    """Decodes frames. A line is a frame number, from 0. A smaller number restarts from the beginning."""
+    """A line is a frame number, from 0. A smaller number restarts from the beginning."""
 
     def __init__(self) -> None:
         try:
@@ -22,7 +22,7 @@ class VideoDecoder:
         self._number = -1
 
     def open(self, data: bytes, settings: dict[str, Any]) -> dict[str, Any]:
-        """Open a video. Counts frames without decoding them, because the header may be wrong."""
+        """Counts frames without decoding them, because the header may be wrong."""
         limit("RLIMIT_AS", address_space() + settings["memory"])
         limit_cpu(settings["seconds"])
         self._max_pixels = settings["max_pixels"]
@@ -39,8 +39,7 @@ class VideoDecoder:
         return {"frames": count, "rate": rate, "width": stream.width, "height": stream.height}
 
     def answer(self, line: str) -> Answer:
-        """A frame in RGB, not rotated. Numbers after the last frame return the last one: a packet
-        may contain no frame."""
+        """RGB, not rotated. Numbers after the last frame return the last one: a packet may contain no frame."""
         wanted = int(line)
         if wanted < self._number:
             self._restart()

@@ -1,10 +1,10 @@
 """Script that forks a process for each file, and ends it on request (`fork_server.py`).
 
 It imports one library, and forks when it receives two pipes from the socket on standard input. The first pipe brings a
-JSON line with settings, the file, and a line for each page or image. The second takes a JSON line for the file and for
-each of these lines, followed by pixels, if any.
+JSON line with settings, the file, and a line for each page or image. The second takes a JSON line for each, followed by
+pixels, if any.
 
-Some libraries can be interrupted only by ending their process. Separate processes protect files from each other.
+Some libraries can be interrupted only by ending their process, and files cannot affect each other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _write(
     pixels: Iterable[bytes | memoryview] = (),
     memory: memoryview | None = None,
 ) -> None:
-    """Write a line. A single piece of pixels goes into `memory` if it fits."""
+    """A single piece of pixels goes into `memory` if it fits."""
     if memory is not None:
         pixels = list(pixels)
         if len(pixels) == 1 and len(pixels[0]) <= len(memory):
@@ -51,7 +51,7 @@ def _write(
 
 
 def _decode(decoder: Decoder | RefusedError, stdin: BinaryIO, out: BinaryIO, *files: int) -> None:
-    """Answer until standard input ends or the decoder refuses. files: shared memory for pixels, or none."""
+    """Answer until standard input ends or the decoder refuses. files: shared memory for pixels."""
     from vlmserve.media.isolated_limits import LONGEST_DETAIL, RefusedError, limit
     from vlmserve.media.pixel_memory import mapped
 
@@ -76,10 +76,8 @@ def _decode(decoder: Decoder | RefusedError, stdin: BinaryIO, out: BinaryIO, *fi
 
 
 def _fork(decoder: Decoder | RefusedError, pipes: list[int]) -> int:
-    """Fork a process that decodes a file, and return its id. It inherits the pipes, not the socket.
-
-    pipes: two, and optionally memory for pixels.
-    """
+    """Fork a process that decodes a file; return its id. pipes: two, and optionally memory for pixels. It inherits
+    these, not the socket."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -135,7 +133,7 @@ def main() -> None:
 
 
 def _end(pid: int) -> int:
-    """Kill a process unless it has ended; return its exit status. Until then its id is not reused."""
+    """Kill a process unless it has ended; return its exit status. Its id is not reused earlier."""
     os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 

@@ -30,7 +30,7 @@ _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 def without_metadata(data: bytes) -> bytes | None:
     """Drop comments, profiles, previews, later pictures, and EXIF and XMP except for the orientation.
 
-    Does not check the rest. Returns None for a file with more than 4,096 segments, or with a reserved one.
+    Does not check the rest. None: more than 4,096 segments, or a reserved one.
     """
     pieces = [data[:2]]
     exif = xmp = b""
@@ -65,12 +65,12 @@ def without_metadata(data: bytes) -> bytes | None:
 
 
 def has_many_scans(data: bytes, num_pixels: int, limits: MediaConfig) -> bool:
-    """Return whether a file has more scans than encoders write. Each scan is a pass over all pixels.
+    """True if a file has more scans than encoders write. Each scan is a pass over all pixels.
 
-    Raises ImageTooLargeError for too many scans, which would take far longer to decode.
+    Raises ImageTooLargeError if decoding would take far longer.
     """
     most = min(_MOST_SCANS, _FREE_SCANS * max(1, limits.max_image_pixels // max(1, num_pixels)))
-    # Check an upper bound first: following the markers takes longer.
+    # First an upper bound, because following the markers takes longer.
     if _most_scans(data) <= _FREE_SCANS:
         return False
     scans = _num_scans(data, most)
@@ -82,14 +82,14 @@ def has_many_scans(data: bytes, num_pixels: int, limits: MediaConfig) -> bool:
 
 
 def _most_scans(data: bytes) -> int:
-    """Number of byte pairs that look like the start of a scan."""
+    """Byte pairs that look like the start of a scan."""
     array = np.frombuffer(data, np.uint8)
     marks = np.flatnonzero(array[:-1] == _SCAN[0])
     return int(np.count_nonzero(array[marks + 1] == _SCAN[1]))
 
 
 def _num_scans(data: bytes, most: int) -> int:
-    """Number of scans, or more than `most`."""
+    """Stops after `most`."""
     scans, at = 0, 2
     for _ in range(_MOST_MARKERS):
         found = _MARKER.search(data, at)

@@ -11,12 +11,12 @@ from vlmserve.media.images import orientation
 
 
 def image_key(data: bytes, fingerprint: bytes, salt: str = "") -> bytes:
-    """Key of an image file. fingerprint: of the preprocessing. salt: different salts share no cache entries."""
+    """fingerprint: of the preprocessing. salt: different salts share no cache entries."""
     return _digest(b"file", data, fingerprint, salt.encode())
 
 
 def pil_image_key(image: Image.Image, fingerprint: bytes, salt: str = "") -> bytes:
-    """Key of a decoded image, from everything that affects its preprocessed pixels."""
+    """Key of everything that affects the preprocessed pixels."""
     palette = image.palette
     look = (
         image.mode,
@@ -29,17 +29,17 @@ def pil_image_key(image: Image.Image, fingerprint: bytes, salt: str = "") -> byt
 
 
 def video_key(parts: Sequence[bytes], fingerprint: bytes, salt: str = "") -> bytes:
-    """Key of a video. parts: its file, or the keys of its frames in order."""
+    """parts: its file, or the keys of its frames in order."""
     return _digest(b"video", *parts, fingerprint, salt.encode())
 
 
 def page_key(document: bytes, number: int, look: bytes, fingerprint: bytes) -> bytes:
-    """Key of a page. document: digest with salt. number: from 0. look: rendering settings."""
+    """document: digest with salt. number: from 0. look: rendering settings."""
     return _digest(b"page", document, number.to_bytes(4, "little"), look, fingerprint)
 
 
 def frame_key(video: bytes, number: int, fingerprint: bytes) -> bytes:
-    """Key of a frame. video: digest of file and salt. number: from 0."""
+    """video: digest of file and salt. number: from 0."""
     return _digest(b"frame", video, number.to_bytes(4, "little"), fingerprint)
 
 

@@ -17,9 +17,9 @@ from vlmserve.types import MediaKind
 def read_allowed_file(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
     """Read the file at a ``file://`` URL.
 
-    Raises ImageFetchError unless it is in `limits.allowed_media_path` after following links, and the kind's size error
-    for a large file. The error for other paths does not reveal whether they exist. Everyone who can write into the
-    folder is trusted: links let them read other files.
+    Raises ImageFetchError unless it is in `limits.allowed_media_path` after following links, and the kind's size error.
+    Errors do not reveal whether other paths exist. Everyone who can write into the folder is trusted: links let them
+    read other files.
     """
     if limits.allowed_media_path is None:
         raise ImageFetchError(
@@ -45,7 +45,7 @@ def read_allowed_file(url: str, limits: MediaConfig, kind: MediaKind = "image") 
 
 def _read(path: Path, limits: MediaConfig, kind: MediaKind) -> bytes:
     try:
-        # The path was resolved, so a link was created since then. O_NONBLOCK: do not wait for a pipe.
+        # The path was resolved, so a link is new. O_NONBLOCK: do not wait for a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise ImageFetchError(f"the {kind}'s file cannot be read: {error.strerror}") from None

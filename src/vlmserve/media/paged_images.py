@@ -25,7 +25,7 @@ _ANIMATIONS = ("GIF", "WEBP", "PNG")
 
 
 class PagedImage:
-    """An image file with pages or frames to decode. Opening reads only headers.
+    """Pages or frames of an image file. Opening reads only headers.
 
     Raises InvalidImageError, ImageTooLargeError or DocumentTooLargeError as `decode_image` does.
     """

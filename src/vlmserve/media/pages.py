@@ -8,7 +8,7 @@ from vlmserve.errors import InvalidImageError, VLMServeError
 
 
 def check_single(image: Image.Image) -> None:
-    """Raise InvalidImageError for a file with several pages or an animation. Reads only headers."""
+    """Raise InvalidImageError for several pages or an animation. Reads only headers."""
     if not has_several(image):
         return
     count = getattr(image, "n_frames", 0)
@@ -25,10 +25,10 @@ def check_single(image: Image.Image) -> None:
 
 
 def has_several(image: Image.Image) -> bool:
-    """Return whether an opened file has several pages or is an animation. Reads only headers.
+    """True for several pages or an animation. Reads only headers.
 
-    Later pictures of a JPEG do not count: phones write previews, depth or other views of the first. Raises
-    InvalidImageError for broken pages or frames.
+    Later pictures of a JPEG do not count: phones write previews, depth or other views. Raises InvalidImageError for
+    broken pages or frames.
     """
     try:
         return bool(getattr(image, "is_animated", False))

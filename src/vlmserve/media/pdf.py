@@ -19,7 +19,7 @@ _LONGEST_SIDE = 30_000
 
 
 def is_pdf(data: bytes) -> bool:
-    """Return whether a file has the signature of a PDF, which other bytes may precede."""
+    """Other bytes may precede the signature."""
     return b"%PDF-" in data[:1024]
 
 
@@ -35,8 +35,8 @@ class _Page(Answer):
 class PDFProcess:
     """A PDF in a process with limited memory and time.
 
-    Raises InvalidDocumentError if the file is broken, encrypted or empty, and if PDFium is not installed. Raises
-    DocumentTooLargeError if it takes too much memory or time, and CancelledWorkError.
+    Raises InvalidDocumentError if the file is broken, encrypted or empty, or PDFium is missing; DocumentTooLargeError
+    for too much memory or time; CancelledWorkError.
     """
 
     def __init__(self, data: bytes, limits: MediaConfig) -> None:

@@ -1,6 +1,6 @@
 """Memory shared between a decoding process and its parent, so that pixels are copied once.
 
-The memory is sealed against shrinking: otherwise a hostile file could crash the reader.
+It is sealed: a hostile file could crash the reader by shrinking it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 
 
 def make_memory(num_bytes: int) -> int | None:
-    """Create a file in memory; it takes only what is written. None: unsupported by the system or this Python."""
+    """It takes only the memory that is written. None: unsupported by the system or this Python."""
     if not (hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")):
         return None
     try:

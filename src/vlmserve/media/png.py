@@ -25,8 +25,7 @@ _HEADER_END = 33
 def without_metadata(data: bytes) -> bytes | None:
     """Drop ancillary chunks that do not affect pixels, have a wrong size or checksum.
 
-    Keeps only the orientation of EXIF and XMP. Does not check the rest. Returns None for a file with more than 16,384
-    chunks.
+    Keeps only the orientation of EXIF and XMP. Does not check the rest. None: more than 16,384 chunks.
     """
     pieces: list[bytes | memoryview] = []
     view, kept_from, at = memoryview(data), 0, len(SIGNATURE)
@@ -57,7 +56,7 @@ def without_metadata(data: bytes) -> bytes | None:
 
 
 def _is_needed(chunk: memoryview, color_type: int) -> bool:
-    """Return whether a chunk, with length and checksum, is critical, or affects pixels and is valid."""
+    """True if a chunk, with length and checksum, is critical, or affects pixels and is valid."""
     kind = bytes(chunk[4:8])
     if not kind[0] & 0x20 or kind == b"fdAT":
         return True

@@ -1,5 +1,4 @@
-"""Preprocesses images for towers that average squares of patches: an image keeps its shape and fills a budget of
-squares.
+"""Preprocesses images for towers that average squares of patches, within a budget of squares.
 
 Equals Gemma 4's PIL processor in Transformers, except for large JPEGs (`media.processor`).
 """
@@ -50,7 +49,7 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
     """Mean and standard deviation that map levels to the tower's range from -1 to 1."""
 
     def __init__(self, recipe: PooledRecipe, around: tuple[int, int], *, exact_pixels: bool = False) -> None:
-        """around: ids of the tokens before and after an image."""
+        """around: token ids before and after an image."""
         self._around = around
         self._follow(recipe, exact_pixels=exact_pixels)
         mean, deviation = self.levels_of
@@ -82,7 +81,7 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
         return self._following(replace(recipe, budget=allowed[-1]))
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """uint8 ``[1, 3, height, width]`` of an image of any mode. Raises InvalidImageError for a too narrow image."""
+        """Return uint8 ``[1, 3, height, width]``. Raises InvalidImageError for a too narrow image."""
         image = to_rgb(decoded.image)
         return to_pixels([image.resize(self._target(decoded.size), self._recipe.resample, decoded.box)])
 
@@ -108,7 +107,7 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
 
 
 class UnifiedProcessor(PooledProcessor):
-    """Preprocesses images for models without a tower, which take levels from 0 to 1."""
+    """For models without a tower, which take levels from 0 to 1."""
 
     version = "pooled unified v1"
     levels_of = (0.0, 1.0)

@@ -33,7 +33,7 @@ class Preview(NamedTuple):
 def preview_pages(
     data: bytes, pages: str | None, limits: MediaConfig, memory: DecodingMemory
 ) -> tuple[int, list[Preview]]:
-    """Render pages of a document; all if `pages` is None (`parse_pages`). Returns the document's number of pages, too.
+    """Render pages; all if `pages` is None (`parse_pages`). Returns the document's number of pages, too.
 
     Raises as `DocumentReader.pages` does, and InvalidImageError or ImageTooLargeError for a page.
     """

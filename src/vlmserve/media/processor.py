@@ -1,8 +1,7 @@
 """Turns images into pixel tensors for vision towers, equal to Transformers' PIL image processors.
 
-Only JPEGs that shrink to less than a quarter in each direction differ: their decoder omits frequencies that resizing
-removes anyway. Photos differ by 0.2 of 255 levels on average, the most detailed ones by 1.0. `exact_pixels` decodes
-every pixel.
+Only JPEGs that shrink to less than a quarter in each direction differ, by 0.2 of 255 levels on average, the most
+detailed ones by 1.0: their decoder omits frequencies that resizing removes anyway. `exact_pixels` decodes every pixel.
 """
 
 from __future__ import annotations
@@ -100,32 +99,29 @@ class ImageProcessor(Protocol):
     """As in `ImageInput`."""
 
     def within(self, budget: ImageBudget) -> Self:
-        """Reduce the budget. Raises InvalidRequestError for a budget that model or server does not allow."""
+        """Raises InvalidRequestError for a budget that model or server does not allow."""
         ...
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """Ratio of an image's width and height to the wanted size (the smaller); 1.0 decodes every pixel."""
+        """The smaller ratio of width and height to the wanted size; 1.0 decodes every pixel."""
         ...
 
     def prepare(self, decoded: DecodedImage) -> tuple[Pixels, Placeholders]:
-        """Preprocess an image.
+        """Return ``[tiles, 3, height, width]``, uint8 with `levels`, else float32, and its placeholders.
 
-        Returns ``[tiles, 3, height, width]``, uint8 with `levels`, else float32, and its placeholders. Raises
-        InvalidImageError for a shape that the model cannot take.
+        Raises InvalidImageError for a shape that the model cannot take.
         """
         ...
 
-    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        """The part of an image that the model sees. size: its width and height."""
-        ...
+    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View: ...
 
     def label(self, index: int) -> Sequence[int]:
-        """Token ids before an image in a prompt. index: of the image in the prompt, from 0."""
+        """Token ids before the prompt's image `index`, from 0."""
         return ()
 
 
 class PixelProcessor(ImageProcessor, Protocol):
-    """A processor that derives placeholders from pixels."""
+    """Derives placeholders from pixels."""
 
     def prepare(self, decoded: DecodedImage) -> tuple[Pixels, Placeholders]:
         pixels = self.process(decoded)
@@ -136,7 +132,7 @@ class PixelProcessor(ImageProcessor, Protocol):
         ...
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """size: width and height of the image."""
+        """size: the image's width and height."""
         ...
 
 
@@ -182,7 +178,7 @@ class View(NamedTuple):
 
 
 def whole_view(size: tuple[int, int], width: int, height: int) -> View:
-    """size: the image's own width and height. width, height: for the model."""
+    """size: the image's own. width, height: for the model."""
     return View(width, height, (0.0, 0.0, float(size[0]), float(size[1])))
 
 
@@ -201,7 +197,7 @@ class PixelRecipe:
 
 
 class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
-    """Preprocesses images to a fixed size. height, width: of the pixels. num_tokens: placeholders of an image."""
+    """height, width: of the pixels. num_tokens: placeholders of an image."""
 
     version = "pixels v2"
 
@@ -216,7 +212,6 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
         return cls(files.config, files.settings, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
-        """All images have one size."""
         budget = budget.settled(self.height * self.width, self.height * self.width)
         budget.check_least(self.height * self.width, self.num_tokens)
         budget.check_most(self.height * self.width)
@@ -244,7 +239,7 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
         return cropped_view((width, height), dict(recipe.resize or ()), recipe.crop, (left, top))
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """uint8 ``[1, 3, height, width]`` of an image of any size and mode."""
+        """Return uint8 ``[1, 3, height, width]``."""
         decoded = replace(decoded, image=to_rgb(decoded.image))
         if self._recipe.pad_color is not None:
             decoded = self._pad_to_square(decoded, self._recipe.pad_color)
@@ -294,7 +289,7 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
         longest = max(width, height)
         left, upper, right, lower = decoded.box
         across, down = (right - left) / width, (lower - upper) / height
-        # The edge of the padding lies between two pixels; the box keeps the fraction.
+        # The padding's edge lies between two pixels; the box keeps the fraction.
         margin_x, margin_y = (longest - width) // 2 * across, (longest - height) // 2 * down
         x, y = math.ceil(margin_x - left), math.ceil(margin_y - upper)
         left, upper = left + x - margin_x, upper + y - margin_y
@@ -313,7 +308,7 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
         return image if self._recipe.crop is None else _center_crop(image, *self._recipe.crop)
 
     def _resize_cropped(self, decoded: DecodedImage, width: int, height: int) -> Image.Image:
-        """The center crop of the image resized to `width` x `height`, without resizing the rest."""
+        """The center crop of the resized image, without resizing the rest."""
         assert self._recipe.crop is not None
         kept_height, kept_width = (
             min(kept, all_) for kept, all_ in zip(self._recipe.crop, (height, width), strict=True)
@@ -327,7 +322,7 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert to RGB: transparency becomes white, 16-bit gray is scaled to 8-bit."""
+    """Transparency becomes white, 16-bit gray is scaled to 8-bit."""
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         rgba = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba).convert("RGB")
@@ -339,9 +334,10 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _source_range(bounds: tuple[float, float], length: int, resized: int, kept: int) -> tuple[int, int, float, float]:
-    """Source of the middle `kept` of `resized` pixels: a range of pixels with margin, and the exact bounds within it.
+    """Source of the middle `kept` of `resized` pixels: pixels with a margin for the resampling filter, and the exact
+    bounds within them.
 
-    bounds: of the image in its `length` pixels. The margin is for the resampling filter.
+    bounds: of the image in its `length` pixels.
     """
     scale = (bounds[1] - bounds[0]) / resized
     first = bounds[0] + (resized - kept) // 2 * scale
@@ -357,7 +353,7 @@ def cropped_view(
     crop: tuple[int, int] | None,
     start: tuple[int, int] = (0, 0),
 ) -> View:
-    """The view of an image that is resized and then center-cropped.
+    """The view of an image that is resized, then center-cropped.
 
     target: a checkpoint's ``size``; empty: no resizing. crop: height and width. start: origin of the padded image in
     the image's pixels.
@@ -385,7 +381,7 @@ def _resized(size: tuple[int, int], target: dict[str, int]) -> tuple[int, int]:
 
 
 def _center_crop(image: Image.Image, height: int, width: int) -> Image.Image:
-    # As in transformers, rounding differs between images larger and smaller than the crop.
+    # Transformers rounds differently for images smaller than the crop.
     left, top = (image.width - width) // 2, (image.height - height) // 2
     if left >= 0 and top >= 0:
         return image.crop((left, top, left + width, top + height))

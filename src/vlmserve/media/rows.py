@@ -52,9 +52,7 @@ class RowRecipe:
 
 
 class RowProcessor(RecipeProcessor[RowRecipe]):
-    """Preprocesses images for Pixtral: shrinks an image whose longest edge is too long, then resizes to whole
-    squares.
-    """
+    """Shrinks an image whose longest edge is too long, then resizes to whole squares."""
 
     version = "rows v1"
 
@@ -67,7 +65,7 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         sizes: dict[str, Any] | None = None,
         exact_pixels: bool = False,
     ) -> None:
-        """ends: token ids after a row and after an image; None: none. sizes: of processor_config.json."""
+        """ends: token ids after a row and after an image. sizes: of processor_config.json."""
         self._ends = ends
         recipe = replace(_recipe(settings, _side(config, sizes or {})), ends=ends is not None)
         self._follow(recipe, exact_pixels=exact_pixels)
@@ -98,7 +96,7 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         return columns * self._recipe.side, rows * self._recipe.side
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """uint8 ``[1, 3, height, width]`` of an image of any size and mode."""
+        """Return uint8 ``[1, 3, height, width]``."""
         image = to_rgb(decoded.image).resize(self._target(decoded.size), self._recipe.resample, decoded.box)
         return to_pixels([image])
 

@@ -73,7 +73,6 @@ class SlicePlan(NamedTuple):
 
     @property
     def refined(self) -> tuple[int, int]:
-        """Size of all slices together, or of the whole image."""
         if not self.rows:
             return self.whole
         return self.columns * self.piece[0], self.rows * self.piece[1]
@@ -105,10 +104,9 @@ class SliceWords:
 
 
 class SliceProcessor(RecipeProcessor[SliceRecipe]):
-    """Preprocesses images for MiniCPM-V.
+    """A large image becomes a small whole image plus a grid of equal slices of about its shape.
 
-    A large image becomes a small whole image plus a grid of equal slices of about its shape. Pixels of a cut image are
-    patches side by side, ``[1, 3, patch, patches * patch]``.
+    Pixels of a cut image are patches side by side, ``[1, 3, patch, patches * patch]``.
     """
 
     version = "slices v1"
@@ -152,7 +150,7 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
         return max(plan.whole[0], plan.refined[0]), max(plan.whole[1], plan.refined[1])
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """uint8 pixels of an image of any size and mode: ``[1, 3, height, width]`` if it is not cut."""
+        """Return uint8 ``[1, 3, height, width]`` of an image that is not cut."""
         plan, resample = self._plan(decoded.size), self._recipe.resample
         image = to_rgb(decoded.image)
         whole = to_pixels([image.resize(plan.whole, resample, decoded.box)])
@@ -163,7 +161,7 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
         return np.concatenate([self._patches(piece) for piece in pieces], 2)[None]
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """The tokens of each piece between two tokens, with a newline between rows of slices."""
+        """Newlines separate rows of slices."""
         plan = self._plan(size)
         text: list[tuple[int, int]] = []
         place = 0
@@ -201,7 +199,7 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
         return Pieces((whole, *[piece] * (plan.rows * plan.columns)))
 
     def _patches(self, piece: Pixels) -> Pixels:
-        """Reshape ``[3, height, width]`` to ``[3, patch, patches * patch]``, row by row."""
+        """``[3, height, width]`` to ``[3, patch, patches * patch]``, row by row."""
         channels, height, width = piece.shape
         patch = self._recipe.patch
         rows = piece.reshape(channels, height // patch, patch, width)
@@ -301,7 +299,7 @@ def _recipe(settings: dict[str, Any]) -> SliceRecipe:
 
 
 def _check_model(config: dict[str, Any], recipe: SliceRecipe) -> None:
-    """Raise ModelLoadError unless the image processor's patches fit the vision tower."""
+    """Raise ModelLoadError unless the patches fit the vision tower."""
     vision = config.get("vision_config") or {}
     patch, merge = vision.get("patch_size", 16), _MERGES.get(config.get("downsample_mode", "16x"))
     if (patch, merge) != (recipe.patch, recipe.merge):

@@ -123,7 +123,7 @@ def is_url(source: str) -> bool:
 
 
 def source_name(source: object) -> str | None:
-    """The path or URL of a source, or of a PIL image's file; None: it has none."""
+    """The path or URL of a source, or of a PIL image's file."""
     if isinstance(source, Image.Image):
         source = getattr(source, "filename", "")
     if not isinstance(source, str | os.PathLike):
@@ -138,7 +138,7 @@ def check_source(source: object) -> None:
 
 
 def read_url(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
-    """Read the file at an http, https, data or file URL. Raises ImageFetchError for others, and as fetching does."""
+    """Raises ImageFetchError unless the URL is http, https, data or file, and as fetching does."""
     if url[:5].lower() == "data:":
         return decode_data_url(url, limits, kind)
     if not is_url(url):

@@ -1,8 +1,8 @@
 """Splits images into squares of pixels, one per embedding, as LFM2-VL does.
 
-Small images stay whole. Large images become tiles and a whole image of another size. Grids and tokens equal
-Transformers' `Lfm2VlImageProcessor`; levels differ by at most 1, because it resizes with torch. Large JPEGs differ as
-in `media.processor`.
+Large images become tiles and a whole image of another size. Grids and tokens equal Transformers'
+`Lfm2VlImageProcessor`; levels differ by at most 1, because it resizes with torch. Large JPEGs differ as in
+`media.processor`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ class SquareRecipe:
 
     @property
     def most_pixels(self) -> int:
-        """Maximum area of an image."""
         return max(self.most * self.side**2, self.most_tiles * self.tile_pixels if self.most_tiles > 1 else 0)
 
 
@@ -99,8 +98,6 @@ class SquarePlan(NamedTuple):
 
 
 class SquareProcessor(RecipeProcessor[SquareRecipe]):
-    """Preprocesses images for LFM2-VL."""
-
     version = "squares v1"
 
     def __init__(
@@ -142,7 +139,7 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return self._following(replace(recipe, least=math.ceil(wanted / square) or min(recipe.least, most)))
 
     def _fits(self, tiles: int, most: int, budget: ImageBudget) -> bool:
-        """True if the budget allows this many tiles. most: squares of the overview."""
+        """most: squares of the overview."""
         recipe = self._recipe
         written = max(len(self._written(*grid, recipe.overview)) for grid in ((1, tiles), (tiles, 1)))
         words = written - tiles - recipe.overview
@@ -153,7 +150,7 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return self._largest(self._plan(size))
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """uint8 ``[squares, 3, side, side]`` of an image of any size and mode.
+        """Return uint8 ``[squares, 3, side, side]``.
 
         Squares of a part are in rows. Tiles come first, in rows, then the whole image.
         """
@@ -173,7 +170,7 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return np.concatenate(parts)
 
     def _squares(self, levels: Pixels) -> Pixels:
-        """Reshape ``[height, width, 3]`` to ``[squares, 3, side, side]``."""
+        """``[height, width, 3]`` to ``[squares, 3, side, side]``."""
         side, (height, width, _) = self._recipe.side, levels.shape
         squares = levels.reshape(height // side, side, width // side, side, 3).transpose(0, 2, 4, 1, 3)
         return squares.reshape(-1, 3, side, side)
@@ -230,7 +227,7 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return rows, columns
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Columns and rows of tiles with the aspect ratio nearest to the image's.
+        """Columns and rows with the aspect ratio nearest to the image's.
 
         Among equally near grids, the last one with less than twice the image's area wins.
         """
@@ -246,7 +243,7 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
 
 @lru_cache(64)
 def _grids(least: int, most: int) -> list[tuple[int, int]]:
-    """Columns and rows of all grids with `least` to `most` tiles, the smallest first.
+    """Columns and rows of grids with `least` to `most` tiles, the smallest first.
 
     As in transformers, Python's set order decides between equal areas.
     """

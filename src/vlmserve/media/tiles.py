@@ -42,11 +42,10 @@ _LARGEST_EDGE = 4096
 class AnyResolutionProcessor(PixelProcessor):
     """Preprocesses images for LLaVA-NeXT.
 
-    An image gets the resolution that keeps the most pixels. It is resized to fit, padded in black, and cut into tiles.
-    The whole image precedes as one tile; with low detail it is the only one.
+    Fits an image into the resolution that keeps the most pixels, pads it in black, and cuts it into tiles. The whole
+    image precedes as one tile; with low detail it is the only one.
 
-    Constructors take `config` and `settings` as in `ImageFiles`, and raise UnsupportedModelError for an unsupported
-    processor or tower.
+    Raises as `RecipeProcessor` does.
     """
 
     def __init__(self, config: dict[str, Any], settings: dict[str, Any], *, exact_pixels: bool = False) -> None:
@@ -96,7 +95,7 @@ class AnyResolutionProcessor(PixelProcessor):
         return self._side**2 + rows * (columns + 1)
 
     def _set_resolutions(self, resolutions: list[tuple[int, int]]) -> None:
-        """Set the allowed widths and heights before cutting; empty: images are not cut."""
+        """Allow these widths and heights before cutting; empty: images are not cut."""
         self._resolutions = resolutions
         described = json.dumps(["any resolution v1", self._edge, self._tile, self._resample, resolutions])
         self.fingerprint = blake3(described.encode() + self._tile_processor.fingerprint).digest()
@@ -108,7 +107,7 @@ class AnyResolutionProcessor(PixelProcessor):
         return min(own / max(new, self._edge) for own, new in zip(size, resized, strict=True))
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """uint8 ``[1 + tiles, 3, height, width]`` of an image of any size and mode, or one tile if it is not cut."""
+        """Return uint8 ``[1 + tiles, 3, height, width]``, or one tile if the image is not cut."""
         image = to_rgb(decoded.image)
         whole = image.resize((self._edge, self._edge), self._resample, decoded.box)
         if not self._resolutions:
@@ -123,8 +122,7 @@ class AnyResolutionProcessor(PixelProcessor):
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
         """The whole image's embeddings, then the tiles' embeddings of its area, with a newline after each row. An uncut
-        image has one newline.
-        """
+        image has one newline."""
         if len(pixels) == 1:
             return Placeholders(self._side**2 + 1)
         width, height = size
@@ -139,7 +137,6 @@ class AnyResolutionProcessor(PixelProcessor):
         return Placeholders(num_tokens, tiling=Tiling(rows, columns, down, across))
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        """The whole image, in its size within the tiles. Padding has no embeddings."""
         if len(pixels) > 1:
             return whole_view(size, *_fitted(size, self._resolution(size)))
         width, height, box = self._tile_processor.view((self._edge, self._edge), pixels, placeholders)
@@ -148,7 +145,7 @@ class AnyResolutionProcessor(PixelProcessor):
         return View(width, height, (box[0] * across, box[1] * down, box[2] * across, box[3] * down))
 
     def _resolution(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height of all tiles together: keeps the most pixels of the image, with the smallest area."""
+        """Keep the most pixels of the image, with the smallest area."""
         width, height = size
 
         def kept(resolution: tuple[int, int]) -> tuple[int, int]:
@@ -188,10 +185,7 @@ class SplitPlan(NamedTuple):
 
 
 class SplitProcessor(RecipeProcessor[SplitRecipe]):
-    """Preprocesses images for Idefics3 and SmolVLM.
-
-    Resizes an image to whole tiles and cuts it. The whole image follows as one tile. The prompt names each tile.
-    """
+    """Resizes an image to whole tiles and cuts it. The whole image follows as one tile. The prompt names each tile."""
 
     version = "split v1"
 
@@ -223,7 +217,6 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
         return cls(files.config, files.settings, words, tile_tokens=count, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
-        """A processor with fewer tiles."""
         recipe, least = self._recipe, self._recipe.tile**2
         budget = budget.settled(least, self._most_pixels)
         budget.check_least(least, self._written(0, 0).num_tokens)
@@ -236,7 +229,6 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
 
     @property
     def _most_pixels(self) -> int:
-        """Maximum pixels of all tiles of an image."""
         tile, size = self._recipe.tile, self._recipe.size
         if not self._recipe.split:
             return tile**2
@@ -248,7 +240,7 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
         return size if self._recipe.size is None else self._plan(size).size
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """uint8 ``[tiles + 1, 3, height, width]`` of an image of any size and mode, or one tile if it is not cut."""
+        """Return uint8 ``[tiles + 1, 3, height, width]``, or one tile if the image is not cut."""
         tile, resample, plan = self._recipe.tile, self._recipe.resample, self._plan(decoded.size)
         image = to_rgb(decoded.image).resize(plan.size, resample, decoded.box)
         if not plan.rows:
@@ -257,17 +249,15 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
         return to_pixels([*cut_tiles(image, tile), image.resize((tile, tile), resample)])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """The tokens of each tile, with text between them."""
         plan = self._plan(size)
         return self._written(plan.rows, plan.columns)
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        """The whole image, in the size before cutting."""
         plan, tile = self._plan(size), self._recipe.tile
         return whole_view(size, (plan.columns or 1) * tile, (plan.rows or 1) * tile)
 
     def _plan(self, size: tuple[int, int]) -> SplitPlan:
-        """Cut an image of this size into as many tiles as the budget allows."""
+        """As many tiles as the budget allows."""
         tile, budget = self._recipe.tile, self._recipe.budget
         own = self._first_size(size, self._recipe.size)
         uncut = SplitPlan(own, 0, 0)
@@ -294,7 +284,7 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
         return Placeholders(place, text=tuple(text))
 
     def _first_size(self, size: tuple[int, int], target: int | tuple[int, int] | None) -> tuple[int, int]:
-        """Width and height of an image before it is fitted to tiles. target: as `SplitRecipe.size`."""
+        """Width and height before the image is fitted to tiles. target: as `SplitRecipe.size`."""
         if target is None:
             return size
         if not isinstance(target, int):
@@ -337,8 +327,7 @@ class SplitWords:
         )
 
     def tokens(self, rows: int, columns: int) -> Sequence[int]:
-        """Token ids of an image with these tiles, with one placeholder for each; 0 rows and columns: only the whole
-        image."""
+        """Token ids with one placeholder for each tile; 0 rows and columns: only the whole image."""
         lines = [
             "".join(f"{self.around}<row_{row + 1}_col_{column + 1}>{self.image_token}" for column in range(columns))
             for row in range(rows)
@@ -348,7 +337,6 @@ class SplitWords:
 
 
 def cut_tiles(image: Image.Image, tile: int) -> list[Image.Image]:
-    """Cut an image into squares, row by row."""
     return [
         image.crop((x, y, x + tile, y + tile))
         for y in range(0, image.height, tile)
@@ -357,7 +345,7 @@ def cut_tiles(image: Image.Image, tile: int) -> list[Image.Image]:
 
 
 def _fitted(size: tuple[int, int], bounds: tuple[int, int]) -> tuple[int, int]:
-    """Width and height of an image that is resized to fit into `bounds`."""
+    """Width and height of an image that fits into `bounds`."""
     (width, height), (most_width, most_height) = size, bounds
     across, down = most_width / width, most_height / height
     if across < down:
@@ -372,7 +360,7 @@ def _with_longest_edge(size: tuple[int, int], longest: int) -> tuple[int, int]:
 
 
 def _whole_tiles(size: tuple[int, int], tile: int) -> tuple[int, int]:
-    """Width and height in whole tiles: no smaller, and with about the same shape."""
+    """No smaller, and with about the same shape."""
     width, height = size
     longest = math.ceil(max(size) / tile) * tile
     width, height = _with_longest_edge(size, longest)
@@ -380,7 +368,7 @@ def _whole_tiles(size: tuple[int, int], tile: int) -> tuple[int, int]:
 
 
 def square_edge(value: Any) -> int:
-    """The side of a square in a checkpoint's settings: a number, or equal height and width."""
+    """A number, or equal height and width."""
     edges = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
     edges = [edge for edge in edges if edge is not None]
     if not edges or not all(isinstance(edge, int) and edge == edges[0] > 0 for edge in edges):

@@ -22,7 +22,7 @@ def settings_within(processor: Any, budget: ImageBudget) -> Sequence[Settings]:
     """Settings for an image processor, from the smallest result to the largest.
 
     Unknown kinds and fixed sizes get only their own settings; processors of any size get the budget's bounds. The
-    caller must check other bounds on the result.
+    caller checks other bounds.
     """
     size = _fields(getattr(processor, "size", None))
     if largest_area(processor, budget) is not None:
@@ -46,7 +46,7 @@ def settings_within(processor: Any, budget: ImageBudget) -> Sequence[Settings]:
 
 
 def largest_area(processor: Any, budget: ImageBudget) -> int | None:
-    """Maximum pixels of an image for a processor of any size; None: another kind. budget: overrides the checkpoint."""
+    """Maximum pixels for a processor of any size; None: another kind. budget: overrides the checkpoint."""
     size = _fields(getattr(processor, "size", None))
     if not (hasattr(processor, "merge_size") and {"shortest_edge", "longest_edge"} <= size.keys()):
         return None
@@ -54,10 +54,9 @@ def largest_area(processor: Any, budget: ImageBudget) -> int | None:
 
 
 def low_detail(processor: Any, own: ImageBudget, wanted: ImageBudget) -> ImageBudget:
-    """A budget for low detail.
+    """Limit an image of any size to 512 x 512 pixels, unless `wanted` has bounds.
 
-    An image of any size has at most 512 x 512 pixels, unless `wanted` has bounds. A cut image gets the processor's
-    minimum, unless `wanted` has `min_pixels`. own: the processor's budget.
+    A cut image gets the processor's minimum, unless `wanted` has `min_pixels`. own: the processor's budget.
     """
     whole = replace(wanted, low_detail=False)
     size = _fields(getattr(processor, "size", None))
@@ -71,10 +70,7 @@ def low_detail(processor: Any, own: ImageBudget, wanted: ImageBudget) -> ImageBu
 
 
 def view_of(processor: Any, size: tuple[int, int], tiles: int, tile: tuple[int, int]) -> View:
-    """The part of an image of this width and height that a model sees.
-
-    tiles: number of tiles; if there are several, one shows the whole image. tile: width and height of a tile.
-    """
+    """size, tile: width and height. tiles: number; if there are several, one shows the whole image."""
     if tiles > 1:
         columns, rows = _arrangement(processor, size, tiles - 1, tile)
         return whole_view(size, columns * tile[0], rows * tile[1]) if columns else View(None, None, None)
@@ -94,7 +90,7 @@ def _areas(processor: Any, size: dict[str, int], budget: ImageBudget) -> list[Se
     most = max(most, budget.min_pixels or 1)
     frames = getattr(processor, "temporal_patch_size", None) or 1
     least = budget.min_pixels or min(size["shortest_edge"], most)
-    # In whole squares the lower bound may exceed the upper one, so relax the lower bound first.
+    # In whole squares the lower bound may exceed the upper one, so relax it first.
     bounds = [(max(1, least * step // _STEPS), most) for step in range(1, _STEPS + 1)]
     bounds.append((least, max(most, min(most * frames, size["longest_edge"]))))
     return [{"size": {"shortest_edge": shortest, "longest_edge": longest}} for shortest, longest in bounds]
@@ -111,7 +107,7 @@ def _longest_edges(size: dict[str, int], step: int, first: int = 1) -> list[Sett
 
 
 def _arrangement(processor: Any, size: tuple[int, int], tiles: int, tile: tuple[int, int]) -> tuple[int, int]:
-    """Columns and rows of tiles from the processor's own function; 0: it has none."""
+    """Columns and rows from the processor's own function; 0: it has none."""
     arrange = getattr(sys.modules[type(processor).__module__], "get_optimal_tiled_canvas", None)
     if arrange is None:
         return 0, 0
@@ -120,7 +116,7 @@ def _arrangement(processor: Any, size: tuple[int, int], tiles: int, tile: tuple[
 
 
 def edge_of(processor: Any, name: str) -> int:
-    """A processor's setting that is a number or a square; 0: none."""
+    """A setting that is a number or a square; 0: none."""
     value = getattr(processor, name, None)
     return value if isinstance(value, int) else next(iter(_fields(value).values()), 0)
 

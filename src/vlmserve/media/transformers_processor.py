@@ -31,8 +31,8 @@ _FILES = ("preprocessor_config.json", "processor_config.json", "tokenizer.json")
 class TransformersProcessor(ImageProcessor):
     """A checkpoint's own processor.
 
-    image_token_id: placeholder of an image's embedding. mark: stands for an image in a text. budget: of every image.
-    Raises UnsupportedModelError for a checkpoint without a processor in transformers.
+    image_token_id: placeholder of an image's embedding. mark: stands for an image in a text. Raises
+    UnsupportedModelError for a checkpoint without a processor in transformers.
     """
 
     levels = None
@@ -64,7 +64,7 @@ class TransformersProcessor(ImageProcessor):
         self._budget = budget
 
     def within(self, budget: ImageBudget) -> Self:
-        """Reduce the budget, which `prepare` applies. Raises InvalidRequestError for pixels above the limit."""
+        """`prepare` applies the budget. Raises InvalidRequestError for pixels above the limit."""
         budget.check_limit(largest_area(self._processor.image_processor, self._budget) or sys.maxsize)
         if budget.low_detail:
             budget = low_detail(self._processor.image_processor, self._budget, budget)
@@ -96,14 +96,13 @@ class TransformersProcessor(ImageProcessor):
         return self._view(size, pixels, {named.name: _array(named) for named in arrays})
 
     def token_types(self, decoded: DecodedImage) -> dict[str, int]:
-        """The type of an image's placeholders in each of the model's type inputs, by input name; other tokens have type
-        0."""
+        """The type of an image's placeholders by name of the model's type inputs; other tokens have type 0."""
         inputs = self._process(decoded)
         place = int(np.flatnonzero(np.asarray(inputs["input_ids"])[0] == self._image_token_id)[0])
         return {name: int(np.asarray(inputs[name])[0, place]) for name in _TYPES_OF_TOKENS if name in inputs}
 
     def _within_budget(self, decoded: DecodedImage) -> Mapping[str, Any]:
-        """Run the processor with the largest settings within the budget (by bisection), else the smallest."""
+        """Bisect for the largest settings within the budget; else use the smallest."""
         if self._budget == NO_BUDGET:
             return self._process(decoded)
         choices = settings_within(self._processor.image_processor, self._budget)

@@ -9,7 +9,7 @@ _ALLOWED = "%:/?#[]@!$&'()*+,;=~"
 
 
 def ascii_url(url: str) -> str:
-    """An http(s) URL in ASCII: IDNA host, the rest percent-encoded UTF-8. Raises ValueError."""
+    """IDNA host, the rest percent-encoded UTF-8. Raises ValueError."""
     parts = urlsplit(url.strip())
     if any(char < " " or char == "\x7f" for char in url.strip(" \t\r\n")):
         raise ValueError("it contains a control character")

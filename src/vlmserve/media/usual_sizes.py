@@ -27,26 +27,26 @@ class UsualSizes:
 
     @classmethod
     def of(cls, media: MediaConfig, cost: ImageCost | None) -> UsualSizes | None:
-        """The sizes for these settings; None: checkpoint and settings determine sizes."""
+        """None: checkpoint and settings determine sizes."""
         own = media.mm_processor_kwargs
         if cost is None or own.max_pixels is not None or own.max_tokens is not None:
             return None
         return cls(cost, media.image_seconds or math.inf, media.video_seconds or math.inf)
 
     def for_images(self, budget: ImageBudget, count: int = 1) -> ImageBudget:
-        """The budget of an image, or of each of `count` pages. Keeps a usual size that is set."""
+        """The budget of each of `count` pages. Keeps a usual size that is set."""
         if not budget.is_open or budget.usual_pixels is not None:
             return budget
         seconds = self.image_seconds if count == 1 else min(self.image_seconds, self.video_seconds / count)
         return replace(budget, usual_pixels=None if math.isinf(seconds) else self._pixels(seconds, LEAST_PIXELS))
 
     def frame_budget(self, num_groups: int) -> ImageBudget:
-        """The budget of each video frame. num_groups: groups of frames that share embeddings."""
+        """num_groups: groups of frames that share embeddings."""
         seconds = self.video_seconds / num_groups
         return ImageBudget(usual_pixels=None if math.isinf(seconds) else self._pixels(seconds, LEAST_FRAME_PIXELS))
 
     def max_groups(self, pixels: int | None = None) -> float:
-        """Maximum frame groups of a video. pixels: area of a frame; None: the minimum."""
+        """pixels: area of a frame; None: the minimum."""
         return max(LEAST_GROUPS, self.video_seconds / self.cost.seconds(pixels or LEAST_FRAME_PIXELS))
 
     def described(self, *, limits: bool) -> str:

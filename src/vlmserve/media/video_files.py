@@ -82,17 +82,14 @@ class VideoFile:
             raise
 
     def ask(self, number: int) -> None:
-        """Start to decode a frame, from 0; `frame` returns it. Ascending numbers decode each frame once."""
+        """Start to decode a frame, from 0, for `frame`. Ascending numbers decode each frame once."""
         if self._asked is None:
             self.process.send(str(number))
             self._asked = number
 
     @contextmanager
     def frame(self, number: int, memory: DecodingMemory, ahead: int | None = None) -> Iterator[Image.Image]:
-        """An upright RGB frame; it takes memory during the block.
-
-        ahead: number of the next frame, which the process decodes during the block.
-        """
+        """An upright RGB frame; it takes memory during the block. ahead: the frame to decode meanwhile."""
         self.ask(number)
         assert self._asked == number
         answer = self.process.receive(_Frame)

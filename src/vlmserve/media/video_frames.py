@@ -60,7 +60,7 @@ class FrameReader:
         self._opened: tuple[bytes, VideoFile] | None = None
 
     def of_list(self, frames: Sequence[ImageSource], processor: ImageProcessor, fps: float) -> FrameSequence:
-        """A video from images, with `fps` frames per second. Raises as `open_frames` does."""
+        """Raises as `open_frames` does."""
         opened = open_frames(frames, processor, self._limits, self._salt)
         seconds = [index / fps for index in range(len(opened))]
         return FrameSequence([Frame(one, processor) for one in opened], seconds, seconds[-1])

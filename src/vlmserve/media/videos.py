@@ -65,7 +65,7 @@ class Timing:
     """`fps` depends on the length, as for GLM-V."""
 
     def sample(self, num_frames: int, rate: float) -> list[int]:
-        """Sample frame numbers evenly, in multiples of `depth` if possible. rate: frames per second of the file."""
+        """Sample evenly, in multiples of `depth` if possible. rate: frames per second of the file."""
         if self.by_length:
             return self._sample_by_length(num_frames, rate)
         if self.to_the_end:
@@ -106,11 +106,10 @@ class Timing:
 
 
 class VideoProcessor:
-    """Preprocesses videos for one checkpoint. fingerprint: 32-byte digest of everything that affects pixels and
-    positions.
+    """Preprocesses a checkpoint's videos. fingerprint: 32-byte digest of everything that affects pixels and positions.
 
-    bounds: minimum and maximum pixels of all frames together; None: only frames have bounds. times: writes timestamps;
-    None: positions encode time. usual: limits sizes by the cost of frames.
+    bounds: minimum and maximum pixels of all frames together. times: writes timestamps; None: positions encode time.
+    usual: limits sizes by the cost of frames.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class VideoProcessor:
         max_frames: int = MAX_FRAMES,
         times: FrameTimes | None = None,
     ) -> Self:
-        """Read the settings of a checkpoint.
+        """Read a checkpoint's settings.
 
         settings: of its video processor. vision_config: of its config.json. max_frames: the server's limit. times:
         writes timestamps; such models also bound the pixels of all frames together.
@@ -172,7 +171,7 @@ class VideoProcessor:
         return cls(frames, timing, bounds, times)
 
     def within(self, budget: ImageBudget, fps: float | None, usual: UsualSizes | None = None) -> VideoProcessor:
-        """A processor with a smaller budget and another `Timing.fps`.
+        """Reduce the budget, and set `Timing.fps`.
 
         usual: limits the area of frames unless `budget` does, and the number of frames unless `fps` is set. Raises
         InvalidRequestError for a larger budget.
@@ -190,8 +189,7 @@ class VideoProcessor:
     def process(
         self, frames: Iterator[DecodedImage], num_frames: int, limits: MediaConfig
     ) -> tuple[Pixels, tuple[int, int]]:
-        """Preprocess frames one by one. Returns uint8 ``[frames, 3, height, width]``, and the original width and
-        height.
+        """Return uint8 ``[frames, 3, height, width]``, and the original width and height.
 
         Raises InvalidVideoError for frames of different sizes, VideoTooLargeError for too many pixels, and as
         `AnySizeProcessor.process` does.
@@ -222,8 +220,7 @@ class VideoProcessor:
     def finish(
         self, key: bytes, pixels: Pixels, own_size: tuple[int, int], rate: float, seconds: Sequence[float]
     ) -> ImageInput:
-        """Make the input of a video. own_size: original width and height. rate: frames per second. seconds: time of
-        each frame."""
+        """own_size: original width and height. rate: frames per second. seconds: time of each frame."""
         pixels.flags.writeable = False  # other requests may share the video
         frames, rows, columns = self._frames.grid(pixels)
         depth = self.timing.depth
@@ -241,8 +238,8 @@ def prepare_video(
 ) -> ImageInput:
     """Prepare a video for the vision tower, unless it is in `cache`.
 
-    Trusts `source`: reads paths. salt: part of the video's key. Raises InvalidVideoError or VideoTooLargeError, and for
-    the frames of a list as `prepare_image` does.
+    Trusts `source`: reads paths. salt: part of the key. Raises InvalidVideoError or VideoTooLargeError, and as
+    `prepare_image` does for the frames of a list.
     """
     if isinstance(source, list | tuple):
         return _of_frames(source, processor, limits, cache, salt)
@@ -269,8 +266,7 @@ def _frames_of(file: VideoFile, indices: Sequence[int], memory: DecodingMemory) 
 
 
 def read_video(source: Any, limits: MediaConfig) -> bytes:
-    """Read a video file. Trusts `source`: reads paths. Raises InvalidVideoError for other types, and as `read_source`
-    does."""
+    """Trusts `source`: reads paths. Raises InvalidVideoError for other types, and as `read_source` does."""
     if not isinstance(source, str | bytes | os.PathLike):
         raise InvalidVideoError(
             f"a video cannot be made from a {type(source).__name__}; give a file or a list of frames"
