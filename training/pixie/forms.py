@@ -32,7 +32,7 @@ from training.pixie.segments import SegmentDecoder
 from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.skills import SKILLS
 
-RATE = 8e-4
+RATE = 1.2e-3
 WARM_UP_STEPS = 40
 AVERAGE_DECAY = 0.99
 SAVE_SECONDS = 180.0
@@ -159,14 +159,14 @@ def train(stage: Stage, options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m training.pixie.forms", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "runs" / "forms")
-    parser.add_argument("--images", type=int, default=9000, help="images to ask about, with three rows each")
-    parser.add_argument("--skill-images", type=int, default=1200, help="images for each adapter")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--images", type=int, default=8000, help="images to ask about, with three rows each")
+    parser.add_argument("--skill-images", type=int, default=900, help="images for each adapter")
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--batch", type=int, default=16, help="rows of a step")
     parser.add_argument("--parts", type=int, default=2, help="in which a step computes its rows, to fit caches")
     parser.add_argument("--skill-batch", type=int, default=2, help="and rows of an adapter's questions")
     parser.add_argument("--rate", type=float, default=RATE, help="learning rate")
-    parser.add_argument("--decay", type=float, default=0.8, help="last share of the steps in which the rate falls")
+    parser.add_argument("--decay", type=float, default=0.6, help="last share of the steps in which the rate falls")
     options = parser.parse_args()
     stage = Stage(options)
     train(stage, options)
