@@ -1,4 +1,4 @@
-"""Chooses a model's device. A new kind of device is a module and a row in `KINDS`."""
+"""Chooses a model's device by `KINDS`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ class Open(Protocol):
 
 
 def _of_any_type(device: Callable[[torch.device], Device]) -> Open:
-    """A device that computes in any type and has one kind of kernels."""
-
     def opened(
         torch_device: torch.device, kernels: str, stated: torch.dtype, *, automatic: bool
     ) -> tuple[Device, torch.dtype]:
@@ -43,10 +41,10 @@ KINDS: dict[str, Open] = {
 def open_device(
     torch_device: torch.device, kernels: str, stated: torch.dtype, *, automatic: bool
 ) -> tuple[Device, torch.dtype]:
-    """Open a device; return it and the type that the model runs in.
+    """Return the device and the model's type.
 
-    stated: the type in the settings or, if `automatic`, the checkpoint's, which the device may replace by a faster one.
-    Raises ConfigurationError for kernels that this machine lacks, and for unsupported devices.
+    stated: the type in the settings or, if `automatic`, the checkpoint's, which may become a faster one. Raises
+    ConfigurationError for missing kernels and unsupported devices.
     """
     if torch_device.type not in KINDS:
         raise ConfigurationError(f"--device {torch_device}: implemented are {', '.join(KINDS)}")
@@ -54,23 +52,20 @@ def open_device(
 
 
 def type_for_torch(torch_device: torch.device, stated: torch.dtype) -> torch.dtype:
-    """The type of a model on the Transformers backend.
-
-    A CPU without 16-bit instructions computes 16-bit types up to a hundred times slower than float32.
-    """
+    """Without 16-bit instructions, 16-bit types are up to 100x slower."""
     fast = torch_device.type != "cpu" or stated not in (torch.bfloat16, torch.float16) or multiplies_bfloat16()
     return stated if fast else torch.float32
 
 
 def free_device_memory(device: torch.device) -> int | None:
-    """Bytes that a model may take on a device; None for main memory."""
+    """None for main memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return torch.mps.recommended_max_memory() if device.type == "mps" else None
 
 
 def find_device(name: str) -> torch.device:
-    """Find a device; "auto" prefers a GPU. Raises ConfigurationError if the machine lacks it."""
+    """Find a device. Raises ConfigurationError if it is missing."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     device = torch.device(name)

@@ -1,4 +1,4 @@
-"""CPUs, with the native kernels for an instruction set or with torch's operations."""
+"""CPUs, with native kernels or torch's operations."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ CACHE_SHARE = 0.5
 def open_cpu(
     torch_device: torch.device, kernels: str, stated: torch.dtype, *, automatic: bool
 ) -> tuple[CpuDevice, torch.dtype]:
-    """Open a CPU; see `open_device`.
+    """See `open_device`. Never runs float16.
 
-    A CPU never runs float16. Without bfloat16 instructions, the native kernels read bfloat16 weights and compute in
-    float32: about as fast for prompts, faster for decodes. torch's bfloat16 matmuls take several times longer there.
+    Without bfloat16 instructions, native kernels read bfloat16 weights and compute in float32, because torch's bfloat16
+    matmuls take several times longer.
     """
     if stated == torch.float32:
         return _with_kernels(torch_device, choose_kernels(kernels, stated)), stated
@@ -88,8 +88,6 @@ def _with_kernels(torch_device: torch.device, isa: str | None) -> CpuDevice:
 
 
 class CpuDevice(TorchDevice):
-    """A CPU with torch's operations."""
-
     overcommits = True
     images_per_step = 4
     stage_products = 2**28
@@ -97,7 +95,7 @@ class CpuDevice(TorchDevice):
     bucket_cost = BUCKET_COST
 
     def work_clock(self) -> Clock:
-        """CPU time of this process, divided by its threads."""
+        """CPU time of the process, divided by its threads."""
         threads = torch.get_num_threads()
         return HostClock(lambda: time.process_time() / threads)
 
@@ -107,13 +105,11 @@ class CpuDevice(TorchDevice):
         return torch_linear(weight, bias, epilogue, dtype)
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
-        """Keep unquantized tables unpacked: oneDNN cannot return single rows of a packed table."""
+        """oneDNN cannot return single rows of a packed table."""
         return torch_linear(weight, None, Epilogue(float_output=True), dtype)
 
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
-        """A fraction of free memory, whatever `fraction` says. Unwritten pages take no memory, so nothing is
-        reserved.
-        """
+        """Ignores `fraction`. Unwritten pages take no memory, so nothing is reserved."""
         return self.expected_cache(fraction, self.mapped_bytes)
 
     def expected_cache(self, fraction: float, weights: int) -> int:
@@ -121,14 +117,14 @@ class CpuDevice(TorchDevice):
 
 
 def can_reorder(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether oneDNN packs weights of this type on this device."""
+    """Return whether oneDNN packs weights of this type."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16())
 
 
 class NativeCpuDevice(CpuDevice):
-    """A CPU with the native kernels, and torch for what they do not support. kernels: their instruction set."""
+    """kernels: their instruction set."""
 
     keeps_packed = True
     chooses_experts = True
@@ -217,7 +213,6 @@ class NativeCpuDevice(CpuDevice):
         *,
         cache_type: CacheType = "auto",
     ) -> AttentionBackend:
-        """The native backend, if it serves all layers."""
         if cache_type == "fp8":
             raise ConfigurationError(
                 "--kv-cache-dtype fp8: native CPU kernels store no 8-bit floats; use int8, or add --kernels torch"
@@ -233,14 +228,14 @@ class NativeCpuDevice(CpuDevice):
         return ProgramExecutor()
 
     def logits_buffer(self, rows: int, vocab_size: int) -> Tensor | None:
-        """One buffer for all steps: page faults of fresh memory would take longer than sampling."""
+        """Page faults of fresh memory would take longer than sampling."""
         if rows * vocab_size > len(self._logits):
             self._logits = torch.empty(rows * vocab_size)
         return self._logits[: rows * vocab_size].view(rows, vocab_size)
 
 
 class ProgramExecutor:
-    """Runs all layers in one call if native kernels support every operation. A `LayerExecutor`."""
+    """Runs all layers in one call if native kernels support them."""
 
     def __init__(self) -> None:
         self._recorded: tuple[weakref.ref[LayerCache], weakref.ref[LayerCache | StateCache], Program | None] | None = (
@@ -248,7 +243,7 @@ class ProgramExecutor:
         )
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
-        # A program supports neither query scales nor adapters that its kernels do not compute.
+        # programs support neither query scales nor adapters without kernels
         beside = step.adapters is not None and step.adapters.has_unpacked
         program = None if beside or step.query_scale is not None else self.program(layers, x, caches, step)
         if program is None:
@@ -262,7 +257,7 @@ class ProgramExecutor:
         return ProgramExecutor()
 
     def program(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:
-        """Record the layers over these caches as one program; None if an operation has no native kernel."""
+        """None if an operation has no native kernel."""
         first = caches[0] if not step.states else step.states[0]
         if self._recorded is None or self._recorded[0]() is not caches[0] or self._recorded[1]() is not first:
             self._recorded = weakref.ref(caches[0]), weakref.ref(first), record(layers, x, caches, step)

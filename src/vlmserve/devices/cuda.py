@@ -77,10 +77,7 @@ OVERLAP_CAPABILITY = (9, 0)
 def open_cuda(
     torch_device: torch.device, kernels: str, stated: torch.dtype, *, automatic: bool
 ) -> tuple[CudaDevice, torch.dtype]:
-    """Open a GPU, in the stated type; see `open_device`.
-
-    Uses Triton kernels unless torch's were chosen or Triton cannot run. The log says which.
-    """
+    """See `open_device`. Uses Triton kernels unless torch's were chosen or Triton cannot run."""
     if torch_device.index is not None:
         torch.cuda.set_device(torch_device)
     reason = "--kernels torch" if kernels == "torch" else no_triton(torch_device)
@@ -94,7 +91,7 @@ def open_cuda(
 
 
 def no_triton(torch_device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on a GPU; None if they can."""
+    """Return why Triton cannot run."""
     if torch.version.hip is not None:
         return "those in Triton were made for NVIDIA's GPUs"
     if importlib.util.find_spec("triton") is None:
@@ -106,7 +103,6 @@ def no_triton(torch_device: torch.device) -> str | None:
 
 
 def no_int4(torch_device: torch.device) -> str | None:
-    """Why torch's 4-bit matmul cannot run on a GPU; None if it can."""
     if torch.version.hip is not None:
         return "torch's product of 4 bits was made for NVIDIA's GPUs"
     capability = torch.cuda.get_device_capability(torch_device)
@@ -116,10 +112,10 @@ def no_int4(torch_device: torch.device) -> str | None:
 
 
 class CudaDevice(TorchDevice):
-    """A GPU with torch's operations. It computes asynchronously."""
+    """It computes asynchronously."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        """Make it before the model is loaded: it measures the free memory."""
+        """Measures free memory, so make it before the model is loaded."""
         super().__init__(torch_device)
         self._free_before = torch.cuda.mem_get_info(torch_device)[0]
         self._allocated_before = torch.cuda.memory_allocated(torch_device)
@@ -154,13 +150,12 @@ class CudaDevice(TorchDevice):
         return torch.cuda.get_device_capability(self.torch_device) >= torch_float8.ROWS_CAPABILITY
 
     def product_inputs(self, in_features: int, dtype: torch.dtype) -> int:
-        """Rows start at multiples of 16 bytes, as cuBLAS's fast kernels require."""
+        """cuBLAS's fast kernels need rows at multiples of 16 bytes."""
         if in_features * dtype.itemsize % ROW_BYTES == 0:
             return in_features
         return -(-in_features // PADDED_INPUTS) * PADDED_INPUTS
 
     def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
-        """Use torch's 4-bit matmul for layers that it supports."""
         if not isinstance(weight, QuantizedWeight):
             return super().linear(weight, bias, epilogue, dtype)
         if weight.is_float8:
@@ -182,27 +177,25 @@ class CudaDevice(TorchDevice):
         return super().table(weight, dtype)
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """Copies asynchronously from pinned memory."""
         if self._staging is None:
             self._staging = Staging(self.torch_device, reserve=STAGED_BYTES)
         return self._staging.upload(arrays)
 
     def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype, levels: Levels | None = None) -> Tensor:
-        """Copies asynchronously from pinned memory, then converts on the device."""
+        """Asynchronous, from pinned memory."""
         if self._pixels is None:
             self._pixels = PixelRing(self._copies)
         uploaded = self._pixels.upload(pixels)
         return uploaded.to(dtype) if levels is None else self._normalize(uploaded, levels, dtype)
 
     def host_blocks(self, layers: Sequence[Blocks], count: int, allocate: AllocateBlocks) -> HostBlocks:
-        """In pinned memory."""
         memory = allocate_zeros((count, block_bytes(layers)), torch.uint8, torch.device("cpu"))
         blocks = PinnedBlocks(layers, memory, self._copies)
         error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
         if error:
             logger.warning("--kv-offload-memory: the memory is not pinned (CUDA error %d), so steps wait for it", error)
         else:
-            # If the system frees registered memory, unrelated CUDA calls fail.
+            # if the system frees registered memory, unrelated CUDA calls fail
             weakref.finalize(blocks, _unregister, memory, self.torch_device).atexit = False
         return blocks
 
@@ -223,17 +216,13 @@ class CudaDevice(TorchDevice):
         return values
 
     def clock(self) -> Clock:
-        """Each step makes a clock, so this also selects the device for all launches of the step, in any thread. Triton
-        and CUDA graphs use the thread's current device, whatever memory they read.
-        """
+        """Also selects the device: Triton and CUDA graphs use the thread's current device."""
         if self.torch_device.index is not None:
             torch.cuda.set_device(self.torch_device)
         return EventClock(self.torch_device)
 
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
-        """Weights, activations and caches together take `fraction` of the GPU's memory, as in vLLM. Memory of other
-        processes matters only if less than that is free.
-        """
+        """Weights, activations and caches take `fraction` of the memory, as in vLLM, or what is free."""
         device = self.torch_device
         torch.cuda.reset_peak_memory_stats(device)
         largest_step()
@@ -257,7 +246,7 @@ class CudaDevice(TorchDevice):
 
 
 class TritonDevice(CudaDevice):
-    """A GPU with Triton kernels where they support a layer, and CUDA graphs for small steps."""
+    """Triton kernels where possible, and CUDA graphs for small steps."""
 
     kernels = "triton"
     padding_blocks = 1
@@ -339,7 +328,7 @@ class TritonDevice(CudaDevice):
     def experts(
         self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertProducts]
     ) -> ExpertsKernel | None:
-        """Without these kernels, the host routes tokens, and no graph holds the layer."""
+        """Otherwise the host routes tokens, and no graph holds the layer."""
         from vlmserve.kernels.triton.experts import TritonExperts, unsupported_reason
 
         reason = NOT_AS_STORED if router is None else unsupported_reason(router, experts)
@@ -364,7 +353,6 @@ class TritonDevice(CudaDevice):
         *,
         cache_type: CacheType = "auto",
     ) -> AttentionBackend:
-        """The Triton backend, if it serves all layers."""
         from vlmserve.kernels.triton.attention import TritonAttention, unsupported_reason
 
         reason = unsupported_reason(layers, dtype)
@@ -376,7 +364,7 @@ class TritonDevice(CudaDevice):
         return TritonAttention(cache_type=cache_type)
 
     def executor(self) -> LayerExecutor:
-        """Layers whose attention reads lengths on the host run one by one."""
+        """Layers that read lengths on the host run one by one."""
         if not self._captures_layers:
             return EagerExecutor()
         self._repeats = True
@@ -395,7 +383,7 @@ class TritonDevice(CudaDevice):
         return captured_decodes(most) if self._captures.is_on and self._repeats else []
 
     def graph_bytes(self, run: Callable[[], None]) -> int:
-        """Measures on the capture stream, where libraries allocate another workspace."""
+        """Libraries allocate another workspace on the capture stream."""
         if not self._captures.is_on:
             return 0
         device = self.torch_device
@@ -410,14 +398,14 @@ class TritonDevice(CudaDevice):
 
 
 class CudaCapture:
-    """Captures calls as CUDA graphs that share memory for activations and results. A `Capture`."""
+    """CUDA graphs that share memory for activations and results."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     @cached_property
     def stream(self) -> torch.cuda.Stream:
-        """The stream of all captures: graphs share a pool's memory only if the same stream allocated it."""
+        """Graphs share a pool only if one stream allocated it."""
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     @cached_property
@@ -427,15 +415,15 @@ class CudaCapture:
     def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         self.stream.wait_stream(current)
-        # Unlike `torch.cuda.graph`, this also restores the current stream if ending the capture fails.
+        # unlike `torch.cuda.graph`, this restores the stream if ending the capture fails
         with torch.cuda.stream(self.stream):
-            # Run once first: a capture cannot record what the first call compiles or allocates.
+            # a capture cannot record what the first call compiles or allocates
             try:
                 run()
             finally:
-                # If capturing fails, the step runs without a graph, after everything launched here.
+                # if capturing fails, the step runs after everything launched here
                 current.wait_stream(self.stream)
-            # Other threads may allocate memory and wait for events meanwhile.
+            # other threads may allocate memory and wait for events
             with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
                 owned = run().contiguous()
         result = unowned(owned)
@@ -448,8 +436,6 @@ class CudaCapture:
 
 
 class _Bytes:
-    """GPU memory in the form that libraries exchange."""
-
     def __init__(self, tensor: Tensor) -> None:
         self.__cuda_array_interface__ = {
             "shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 2
@@ -457,19 +443,17 @@ class _Bytes:
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """A contiguous view that does not own its memory, so that other graphs of the pool may reuse it."""
+    """It owns no memory, so other graphs of the pool may reuse it."""
     return torch.as_tensor(_Bytes(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
 def _unregister(memory: Tensor, device: torch.device) -> None:
-    """Undo `cudaHostRegister` once all copies have ended."""
+    """Waits for all copies."""
     torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
 
 class EventClock:
-    """Times of CUDA events. A `Clock`."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events: list[torch.cuda.Event] = []

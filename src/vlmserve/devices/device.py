@@ -30,56 +30,50 @@ LayerStack = Callable[[Tensor, Sequence[LayerCache], StepContext], Tensor]
 
 
 class LayerExecutor(Protocol):
-    """Runs the layers of one decoder: one by one, as a fused program, or as a graph."""
-
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
-        """Return the result of `layers`, which must do the same in each call."""
+        """`layers` must do the same in each call."""
         ...
 
     def for_part(self) -> LayerExecutor:
-        """An executor for steps that run some of the layers at a time, because images add features to single layers."""
+        """For steps that run some layers at a time, as images may add features to layers."""
         ...
 
 
 @runtime_checkable
 class LaidOutTower(Protocol):
-    """A vision tower that reads patch positions from a layout, which depends on image sizes only."""
+    """A tower whose patch positions come from a layout, which depends on image sizes only."""
 
     def lay_out(self, shapes: Sequence[tuple[int, ...]]) -> Any:
-        """The layout of images whose pixels have these shapes."""
+        """shapes: of the images' pixels."""
         ...
 
     def encode_laid_out(self, pixels: Sequence[Tensor], layout: Any) -> Tensor:
-        """The images' embeddings, concatenated. Reads only pixels, layout and weights, so that a graph may replay
-        it.
-        """
+        """Concatenated embeddings. Reads only pixels, layout and weights, so that a graph may replay it."""
         ...
 
 
 class TowerExecutor(Protocol):
-    """Runs a vision tower call by call or as a graph."""
-
     tile_counts: Sequence[int]
     """Numbers of tiles to capture at start, largest first."""
 
     def run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
-        """Return `encode(tiles)`. `encode` must do the same in each call and compute each tile separately."""
+        """`encode` must do the same in each call and compute tiles separately."""
         ...
 
     def run_images(self, tower: LaidOutTower, pixels: Sequence[Tensor]) -> Tensor | None:
-        """Encode images of any size by a graph, concatenated; None without a graph for them."""
+        """Images of any size, concatenated; None without a graph."""
         ...
 
 
 class Clock(Protocol):
-    """Measures the seconds of a step's parts on the device. It starts when made."""
+    """Seconds of a step's parts, from creation on."""
 
     def mark(self) -> None:
         """End a part and begin the next."""
         ...
 
     def seconds(self) -> list[float]:
-        """Seconds of each ended part. May wait for the device."""
+        """May wait for the device."""
         ...
 
 
@@ -109,21 +103,19 @@ class Device(Operations, Protocol):
 
     @property
     def gpu_uuid(self) -> str | None:
-        """NVML's name of the device; None if NVML does not know it."""
+        """NVML's name."""
         ...
 
     @property
-    def draw(self) -> Draw:
-        """Samples tokens."""
-        ...
+    def draw(self) -> Draw: ...
 
     @property
     def draw_later(self) -> DrawLater | None:
-        """Samples tokens that stay on the device; None: each step waits for its tokens."""
+        """Tokens stay on the device; None: each step waits for its tokens."""
         ...
 
     def download(self, tensor: Tensor) -> Callable[[], list[int]]:
-        """Start copying integers to the host; the returned function waits for them."""
+        """The returned function waits for the copy."""
         ...
 
     def attention(
@@ -132,36 +124,32 @@ class Device(Operations, Protocol):
         dtype: torch.dtype,
         *,
         cache_type: CacheType = "auto",
-    ) -> AttentionBackend:
-        """A backend that serves all of these layers."""
-        ...
+    ) -> AttentionBackend: ...
 
     def executor(self) -> LayerExecutor:
-        """Make an executor for the layers of another decoder."""
+        """Make an executor for another decoder."""
         ...
 
     def tower_executor(self) -> TowerExecutor: ...
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """Copy arrays in one transfer; valid until the next upload. The copies may share the arrays' memory, which must
-        not change before the step has ended.
-        """
+        """Arrays must not change before the step has ended. Valid until the next upload."""
         ...
 
     def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype, levels: Levels | None = None) -> Tensor:
-        """Copy an image to the device in another type. levels: pixel normalization of uint8 values."""
+        """levels: pixel normalization of uint8 values."""
         ...
 
     def host_blocks(self, layers: Sequence[Blocks], count: int, allocate: AllocateBlocks) -> HostBlocks:
-        """Make `count` blocks in host memory for copies of blocks, or state slots, of `layers`."""
+        """Make host memory for copies of blocks, or state slots."""
         ...
 
     def staged_bytes(self, block: int) -> int:
-        """Bytes on the device that copies from and to `host_blocks` take, for blocks of `block` bytes."""
+        """Device bytes for copies of `host_blocks`. block: bytes."""
         ...
 
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
-        """Rows to pad a step to, so that a graph can replay it; None if no graph can."""
+        """None if no graph can replay the step."""
         ...
 
     def enforce_eager(self) -> None:
@@ -169,45 +157,38 @@ class Device(Operations, Protocol):
         ...
 
     def decode_sizes(self, most: int) -> list[int]:
-        """Batch sizes of up to `most` decodes to capture at start, largest first."""
+        """Return batch sizes to capture at start, largest first."""
         ...
 
     def capturing(self, time: CaptureTime) -> AbstractContextManager[None]:
-        """Capture steps at this time within the context. Graphs captured at "first" are never dropped."""
+        """Graphs captured at "first" are never dropped."""
         ...
 
-    def graph_bytes(self, run: Callable[[], None]) -> int:
-        """Extra bytes that graphs of `run` take; 0 without graphs."""
-        ...
+    def graph_bytes(self, run: Callable[[], None]) -> int: ...
 
     def logits_buffer(self, rows: int, vocab_size: int) -> Tensor | None:
-        """A float32 ``[rows, vocab_size]`` buffer for logits, reused by each step; None if fresh memory is as good."""
+        """A float32 ``[rows, vocab_size]`` buffer for all steps; None if fresh memory is as good."""
         ...
 
-    def clock(self) -> Clock:
-        """A clock that starts now."""
-        ...
+    def clock(self) -> Clock: ...
 
     def work_clock(self) -> Clock:
-        """A clock that starts now and, if possible, ignores the time of other processes."""
+        """If possible, ignores the time of other processes."""
         ...
 
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
-        """Bytes left for the KV cache after loading the model; may be negative.
+        """Bytes for the KV cache after loading the model; may be negative.
 
-        fraction: `memory_fraction` of the settings. largest_step: runs the largest step, to measure its activations.
-        reserved: bytes of other caches.
+        fraction: `memory_fraction` of the settings. largest_step: measures activations. reserved: for other caches.
         """
         ...
 
     def expected_cache(self, fraction: float, weights: int) -> int:
-        """Like `cache_budget`, before `weights` bytes are loaded and without activations."""
+        """Before `weights` bytes are loaded, without activations."""
         ...
 
 
 class EagerExecutor:
-    """Runs layers one by one. A `LayerExecutor`."""
-
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
         return layers(x, caches, step)
 
@@ -216,8 +197,6 @@ class EagerExecutor:
 
 
 class EagerTower:
-    """Runs towers call by call. A `TowerExecutor`."""
-
     tile_counts: Sequence[int] = ()
 
     def run_images(self, tower: LaidOutTower, pixels: Sequence[Tensor]) -> Tensor | None:

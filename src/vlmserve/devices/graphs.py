@@ -42,7 +42,7 @@ MOST_GRAPHS, MOST_GRAPH_ROWS = 96, 32768
 
 
 def captured_rows(num_rows: int, num_decodes: int) -> int | None:
-    """Rows to pad a step to before capturing it; None: do not capture it.
+    """Rows to pad a step to; None: do not capture it.
 
     Decodes are padded to 1, 2, 4, 8 or a multiple of 16; other steps to a power of two or a multiple of 64.
     """
@@ -56,18 +56,18 @@ def captured_rows(num_rows: int, num_decodes: int) -> int | None:
 
 
 def captured_decodes(most: int) -> list[int]:
-    """Padded sizes of batches of 1 to `most` decodes, in descending order."""
+    """Padded sizes, in descending order."""
     sizes = {captured_rows(count, count) for count in range(1, most + 1)}
     return sorted((size for size in sizes if size is not None), reverse=True)
 
 
 def captured_sequences(num_sequences: int) -> int:
-    """Sequences to pad a captured step to; the padding sequences have no rows."""
+    """Padding sequences have no rows."""
     return _padded(num_sequences, 4)
 
 
 def captured_width(width: int, *, is_mixed: bool) -> int:
-    """Columns to pad block tables to before capturing: a power of two, or of four with both chunks and decodes."""
+    """Columns of block tables: a power of two, or of four with both chunks and decodes."""
     bits = (width - 1).bit_length()
     return 1 << (bits + bits % 2 if is_mixed else bits)
 
@@ -78,9 +78,9 @@ def _padded(count: int, least: int) -> int:
 
 @runtime_checkable
 class CapturablePlan(Protocol):
-    """An attention plan that reads all lengths on the device.
+    """Reads all lengths on the device.
 
-    capture_key: what a step depends on besides its tensors' addresses and shapes; None: not capturable.
+    capture_key: what a step depends on besides addresses and shapes; None: not capturable.
     """
 
     @property
@@ -111,7 +111,7 @@ class Captures:
         return padded if self.is_on or (num_decodes == num_rows and padded in self.decodes) else None
 
     def __call__(self, run: Callable[[], Tensor], what: str) -> Callable[[], Tensor] | None:
-        """Capture `run`; None if memory runs out, which ends all capturing. what: for the log."""
+        """None if memory runs out, which ends all capturing. what: for the log."""
         try:
             repeat = self._capture(run)
         except MEMORY_ERRORS as error:
@@ -136,7 +136,7 @@ class Captures:
 
 
 def repeat_by_calls(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A `Capture` for devices without graphs: calls the function again."""
+    """Call the function again, for devices without graphs."""
     result = torch.empty(0)
 
     def again() -> Tensor:
@@ -150,13 +150,13 @@ def repeat_by_calls(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 class SharedInput:
-    """One input buffer for all captured calls of a kind."""
+    """One buffer for all captured calls of a kind."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
 
     def copy(self, x: Tensor) -> Tensor:
-        """Copy ``[rows, ...]`` into the buffer. Larger inputs and other row shapes get new memory."""
+        """Larger inputs and other row shapes get new memory."""
         memory = self._memory
         if len(memory) < len(x) or (memory.shape[1:], memory.dtype) != (x.shape[1:], x.dtype):
             self._memory = torch.empty_like(x)
@@ -172,13 +172,11 @@ class _Graph(NamedTuple):
 
 
 class GraphExecutor:
-    """Captures the layers of decode batches at start and replays them. A `LayerExecutor`.
+    """Captures decode batches at start and, with `Captures.repeats`, other steps when they repeat.
 
-    Other steps run layer by layer. With `Captures.repeats`, they are captured when they come a second time.
-
-    A graph fits a step if everything it reads has the same shapes and addresses. Adapter slots may hold other adapters
-    up to the reserved rank. Steps with query scales, cross-attention, adapters without kernels, or sizes other than
-    `captured_rows` run layer by layer.
+    A graph fits the same shapes and addresses. Adapter slots may hold other adapters up to the reserved rank. Steps
+    with query scales, cross-attention, adapters without kernels, or sizes other than `captured_rows` run layer by
+    layer.
     """
 
     def __init__(self, captures: Captures) -> None:
@@ -206,7 +204,7 @@ class GraphExecutor:
     def _repeated(
         self, key: Hashable, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext
     ) -> _Graph | None:
-        """The graph of a step that was not captured at start; None: run it layer by layer."""
+        """Return the graph of a step that was not captured at start."""
         if self._captures.time == "never":
             return None
         if self._captures.time == "first":
@@ -233,8 +231,7 @@ class GraphExecutor:
         if not self._captures.is_on:
             return None
         own, slots, states = self._input.copy(x), step.metadata.slot_mapping, step.metadata.states
-        # A capture first runs the step. It writes to the padding block (the last one) and the padding slot, so
-        # that only the replay changes sequences.
+        # A capture runs the step first, on the last (padding) block and slot, so only replays change sequences.
         padding = [(slots, (len(caches[0].keys) - 1) * caches[0].block_size)]
         padding += [] if states is None else [(states.sources, PADDING_SLOT), (states.targets, PADDING_SLOT)]
         kept = [tensor.clone() for tensor, _ in padding]
@@ -266,10 +263,9 @@ class _ImageGraph(NamedTuple):
 
 
 class TowerGraphs:
-    """Captures a tower over 1, 2, 4, 8 and 16 tiles at start. A `TowerExecutor`.
+    """Captures 1, 2, 4, 8 and 16 tiles at start. Up to `MOST_TILES` are composed of these.
 
-    Up to `MOST_TILES` are composed of these; more run call by call. With `Captures.repeats`, other tile counts and the
-    any-size images of a step are captured when they repeat.
+    With `Captures.repeats`, other tile counts and any-size images are captured when they repeat.
     """
 
     tile_counts: Sequence[int] = tuple(1 << power for power in reversed(range(MOST_TILES.bit_length())))
@@ -303,7 +299,7 @@ class TowerGraphs:
             return None
         for place, image in zip(graph.pixels, pixels, strict=True):
             place.copy_(image)
-        # A copy: graphs share their memory.
+        # graphs share their memory
         return graph.repeat().clone()
 
     def run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
@@ -327,7 +323,7 @@ class TowerGraphs:
             return encode(tiles)
         own, repeat = graph
         own.copy_(tiles)
-        # A copy: graphs share their memory.
+        # graphs share their memory
         return repeat().clone()
 
     def _captured(
@@ -351,7 +347,7 @@ def _key(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable
         return None
     if captured_rows(len(x), metadata.num_decodes) != len(x):
         return None
-    # The plan's key says whether the block tables' width matters.
+    # the plan's key says whether the tables' width matters
     tensors = [metadata.query_starts, metadata.context_lens, metadata.slot_mapping]
     tensors += [] if metadata.decodes is None else [metadata.decodes]
     tensors += [tensor for rope in step.ropes for tensor in rope.sources]
@@ -370,5 +366,5 @@ def _reserving(adapters: AdapterRows | None) -> AbstractContextManager[None]:
 
 
 def _afresh(step: StepContext) -> StepContext:
-    """The step without cached values: what layers share belongs into the capture."""
+    """Values that layers share belong into the capture."""
     return dataclasses.replace(step, ropes=[rope.afresh() for rope in step.ropes])

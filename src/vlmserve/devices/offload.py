@@ -21,7 +21,7 @@ STAGED_BYTES = 2**25
 
 
 class HostBlocks(Protocol):
-    """Copies blocks of all layers to host memory and back. A call names each block at most once."""
+    """A call names each block at most once."""
 
     def save(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy device blocks to host blocks."""
@@ -33,10 +33,10 @@ class HostBlocks(Protocol):
 
 
 class PlainBlocks:
-    """Blocks in host memory, copied synchronously. A `HostBlocks`."""
+    """Copies synchronously."""
 
     def __init__(self, layers: Sequence[Blocks], host: Sequence[Blocks]) -> None:
-        """layers, host: the model's layers on its device and in host memory."""
+        """host: in host memory."""
         self._layers, self._host = layers, host
 
     def save(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -50,7 +50,7 @@ class PlainBlocks:
 
 @dataclass(slots=True)
 class _Staged:
-    """Device memory for blocks in flight. computed, copied: events after its last uses."""
+    """computed, copied: events after its last uses."""
 
     memory: Tensor
     computed: CopyEvent | None = None
@@ -58,11 +58,10 @@ class _Staged:
 
 
 class PinnedBlocks:
-    """Blocks copied while the device computes. A `HostBlocks`.
+    """Copies while the device computes. A host block holds all layers.
 
-    A host block holds all layers, concatenated. Saving gathers blocks on the device, which may then be overwritten, and
-    copies them; loading copies and scatters. One stream makes all copies in order, so that none reads a host block that
-    is still being written. The host never reads them.
+    Saving gathers blocks on the device, which may then be overwritten, and copies them; loading copies and scatters.
+    One stream orders all copies, so none reads a host block that is being written.
     """
 
     def __init__(self, layers: Sequence[Blocks], memory: Tensor, stream: CopyStream) -> None:
@@ -71,7 +70,7 @@ class PinnedBlocks:
         self._starts = _starts(layers)
         self._memory, self._stream = memory, stream
         self._at_once = max(1, STAGED_BYTES // self._starts[-1])
-        # Allocated now, because a copy must not fail: the scheduler counts on its content.
+        # a later copy must not fail: the scheduler counts on its content
         self._staged = [_Staged(stream.empty((self._at_once, self._starts[-1]), torch.uint8)) for _ in range(2)]
 
     def save(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -105,7 +104,6 @@ class PinnedBlocks:
             yield one[start : start + self._at_once], other[start : start + self._at_once]
 
     def _next(self) -> _Staged:
-        """The least recently used buffer."""
         self._staged.reverse()
         return self._staged[-1]
 
@@ -139,37 +137,35 @@ class PinnedBlocks:
         return to_device(torch.tensor(blocks), self._parts[0].device)
 
     def _slices(self, staged: _Staged, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each cache tensor, ``[blocks, words]``, with its staging memory for `count` blocks."""
+        """Cache tensors, ``[blocks, words]``, with staging memory."""
         for part, start in zip(self._parts, self._starts, strict=False):
             num_bytes = part.shape[1] * part.element_size()
             yield part, staged.memory[:count, start : start + num_bytes].view(part.dtype)
 
 
 def staged_bytes(block: int) -> int:
-    """Bytes of the device's memory that `PinnedBlocks` takes for blocks of `block` bytes."""
     return 2 * max(1, STAGED_BYTES // block) * block
 
 
 def block_bytes(layers: Sequence[Blocks]) -> int:
-    """Bytes of a block of all layers in `PinnedBlocks`."""
     return _starts(layers)[-1]
 
 
 def _starts(layers: Sequence[Blocks]) -> list[int]:
-    """Offsets of each tensor in a block, and the block's size."""
+    """Offsets of tensors, and the block's size."""
     sizes = (tensor[:1].nbytes for layer in layers for tensor in layer.tensors)
     return list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
 
 
 def _in_words(tensor: Tensor) -> Tensor:
-    """View as ``[blocks, words]`` of the widest integers that divide a block."""
+    """``[blocks, words]`` of the widest integers that divide a block."""
     flat = tensor.view(len(tensor), -1).view(torch.uint8)
     kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
     return flat.view(next(kind for kind in kinds if flat.shape[1] % kind.itemsize == 0))
 
 
 def runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of indices with consecutive places."""
+    """Yield ranges of indices with consecutive places."""
     first = 0
     for index in range(1, len(places) + 1):
         if index == len(places) or places[index] != places[index - 1] + 1:

@@ -10,22 +10,22 @@ MEMORY_ERRORS = (RuntimeError, MemoryError)
 """Types of errors that `is_out_of_memory` recognizes."""
 _PHRASES = (
     "out of memory",  # torch's allocators, and CUDA when it loads a kernel or instantiates a graph
-    "out_of_memory",  # the driver's name of the error
+    "out_of_memory",  # the driver
     "cudaerrormemoryallocation",
     "alloc_failed",  # cuBLAS, cuSOLVER
     "allocation_failed",  # cuDNN
-    "`cublascreate(handle)`",  # with too little memory, it often says that CUDA is not initialized
-    "allocate memory",  # torch's allocator on a CPU, the system
+    "`cublascreate(handle)`",  # CUDA claims not to be initialized
+    "allocate memory",  # torch on a CPU, the system
     "not enough memory",
     "bad_alloc",
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the error, its cause or its context reports too little memory.
+    """Reads the error, its cause and its context.
 
-    torch raises `OutOfMemoryError` only from its allocator. CUDA's own failures are `AcceleratorError` or
-    `RuntimeError`, and the end of a failed capture raises another error.
+    torch raises `OutOfMemoryError` only from its allocator, and CUDA `AcceleratorError` or `RuntimeError`. The end of a
+    failed capture raises another error.
     """
     seen: set[int] = set()
     current: BaseException | None = error
@@ -38,7 +38,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def with_less_memory(run: Callable[[], None], otherwise: Callable[[], None]) -> None:
-    """Call `otherwise`, which allocates nothing on the device, if memory runs out in `run`."""
+    """`otherwise` must not allocate device memory."""
     try:
         run()
     except MEMORY_ERRORS as error:

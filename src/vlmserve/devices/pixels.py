@@ -18,7 +18,7 @@ FIRST_BYTES = 2**22
 
 
 class Normalizer:
-    """Normalizes pixels by lookup tables, so that all devices get exactly the numbers of Transformers' processors."""
+    """Lookup tables give Transformers' numbers on all devices."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -26,7 +26,7 @@ class Normalizer:
         self._channels: Tensor | None = None
 
     def __call__(self, pixels: Tensor, levels: Levels, dtype: torch.dtype) -> Tensor:
-        """Normalize uint8 ``[tiles, 3, height, width]`` on the device."""
+        """Normalize uint8 ``[tiles, 3, height, width]``."""
         if self._channels is None:
             self._channels = torch.arange(0, 3 * 256, 256, dtype=torch.int32, device=self._device).view(3, 1, 1)
         if (levels, dtype) not in self._tables:
@@ -40,9 +40,7 @@ class Normalizer:
 
 
 class PixelRing:
-    """Uploads images through a ring of pinned buffers, on a separate stream: the next step's images arrive while the
-    device computes.
-    """
+    """Pinned buffers and a separate stream, for the next step's images."""
 
     def __init__(self, stream: CopyStream, *, count: int = RING_BUFFERS, pinned: bool = True) -> None:
         """count: buffers. pinned: False without a GPU."""
@@ -50,7 +48,7 @@ class PixelRing:
         self._buffers: list[tuple[Tensor, CopyEvent | None]] = [(torch.empty(0, dtype=torch.uint8), None)] * count
 
     def upload(self, pixels: np.ndarray) -> Tensor:
-        """Copy an array for work launched after this call."""
+        """Copy for work launched after this call."""
         buffer, copied = self._buffers.pop(0)
         if copied is not None:
             copied.synchronize()

@@ -1,4 +1,4 @@
-"""Communication between ranks through `torch.distributed`: gloo on CPUs, NCCL on NVIDIA GPUs."""
+"""Ranks through `torch.distributed`: gloo on CPUs, NCCL on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TIMEOUT = timedelta(minutes=30)
 
 
 class ProcessRanks:
-    """Ranks as processes on one machine. A `Ranks`. Does not use torch's global group."""
+    """Processes on one machine, without torch's global group."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
-        """group: a `ProcessGroupGloo` or `ProcessGroupNCCL`, whose methods torch's stubs lack."""
+        """group: a `ProcessGroupGloo` or `ProcessGroupNCCL`; torch's stubs lack their methods."""
         self._group = group
         self.rank, self.size = rank, size
 
@@ -39,7 +39,7 @@ class ProcessRanks:
 
 
 def device_of_rank(device: torch.device, rank: int, size: int) -> torch.device:
-    """The device of a rank: its own GPU, or the CPU that all share. Raises ConfigurationError for too few GPUs."""
+    """A GPU, or the CPU that all share. Raises ConfigurationError for too few GPUs."""
     if device.type == "cpu":
         return device
     if str(device) != "cuda":
@@ -52,12 +52,11 @@ def device_of_rank(device: torch.device, rank: int, size: int) -> torch.device:
 
 
 def meeting_place(file: Path, size: int) -> Any:
-    """A torch store in a file through which ranks find each other."""
+    """A torch store in a file."""
     return dist.FileStore(str(file), size)  # type: ignore[attr-defined]
 
 
 def join(store: Any, rank: int, size: int, device: torch.device) -> ProcessRanks:
-    """Wait for all ranks. device: this rank's."""
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT

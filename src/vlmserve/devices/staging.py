@@ -17,8 +17,8 @@ FIRST_BYTES = 2**16
 class Staging:
     """Two alternating host buffers and one device buffer.
 
-    Arrays of the same shapes and types get the same addresses until larger arrays come, so that captured steps read the
-    next step's values. An upload is valid until the next one, in stream order.
+    Addresses stay the same until larger arrays come, for captured steps. An upload is valid until the next one, in
+    stream order.
     """
 
     def __init__(self, device: torch.device, *, reserve: int = FIRST_BYTES) -> None:
@@ -27,7 +27,7 @@ class Staging:
         self._reserve(reserve)
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """Upload arrays. The caller may change them as soon as this returns."""
+        """Arrays may change as soon as this returns."""
         ends = list(itertools.accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays))
         total = ends[-1] if ends else 0
         if total > len(self._on_device):
@@ -35,7 +35,7 @@ class Staging:
         host, copied = self._hosts[0]
         self._hosts.reverse()
         if copied is not None:
-            copied.synchronize()  # the upload before the last one, which has long arrived
+            copied.synchronize()  # it has long arrived
         tensors = []
         bytes_of_host = host.numpy()
         for start, array in zip([0, *ends], arrays, strict=False):
@@ -50,7 +50,7 @@ class Staging:
 
     def _reserve(self, size: int) -> None:
         on_gpu = self._device.type == "cuda"
-        # Nothing changes if memory runs out for any of these.
+        # nothing changes if memory runs out here
         on_device = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._hosts: list[tuple[Tensor, torch.cuda.Event | None]] = [
             (torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu), torch.cuda.Event() if on_gpu else None)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Copies between host and device on a separate stream, while the device computes."""
+"""Copies between host and device on a separate stream."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from torch import Tensor
 
 class CopyEvent(Protocol):
     def synchronize(self) -> None:
-        """Make the host wait until the device has passed this point."""
+        """The host waits until the device has passed this point."""
         ...
 
 
 class CopyStream(Protocol):
-    """A stream for ordered copies, synchronized with the compute stream."""
+    """Ordered copies, synchronized with the compute stream."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate device memory that copies write and the compute stream reads."""
+        """For copies that the compute stream reads."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy. Host memory must be pinned, and unchanged until the copy runs."""
+        """Host memory must be pinned, and unchanged until the copy runs."""
         ...
 
     def record(self) -> CopyEvent:
-        """An event after all copies so far."""
+        """Return an event after all copies so far."""
         ...
 
     def record_computed(self) -> CopyEvent:
-        """An event after all computation so far."""
+        """Return an event after all computation so far."""
         ...
 
     def wait(self, computed: CopyEvent) -> None:
-        """Delay further copies until the computation has passed the event."""
+        """Delay copies until the computation has passed the event."""
         ...
 
     def let_compute_wait(self, copied: CopyEvent) -> None:
-        """Delay further computation until the copies have passed the event."""
+        """Delay computation until the copies have passed the event."""
         ...
 
 
@@ -48,7 +48,7 @@ class CudaCopyStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The memory is not reused before the compute stream has read it."""
+        """Not reused before the compute stream has read it."""
         with torch.cuda.stream(self._stream):
             memory = torch.empty(shape, dtype=dtype, device=self._device)
         memory.record_stream(torch.cuda.current_stream(self._device))

@@ -52,8 +52,6 @@ from vlmserve.levels import Levels
 
 
 class TorchDevice:
-    """A `Device` with torch's operations only; subclasses override some."""
-
     kernels = "torch"
     keeps_packed = False
     chooses_experts = False
@@ -153,7 +151,7 @@ class TorchDevice:
         return [torch.from_numpy(array).to(self.torch_device) for array in arrays]
 
     def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype, levels: Levels | None = None) -> Tensor:
-        # Not from_numpy: it warns about read-only arrays, such as pixels that requests share.
+        # from_numpy warns about read-only arrays, such as shared pixels
         if levels is None:
             return torch.tensor(pixels, device=self.torch_device, dtype=dtype)
         return self._normalize(torch.tensor(pixels, device=self.torch_device), levels, dtype)
@@ -203,7 +201,7 @@ class MpsDevice(TorchDevice):
         return super().attention(layers, dtype, cache_type=cache_type)
 
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
-        """Metal's driver allocation after the largest step is its peak: torch keeps freed memory."""
+        """The driver's allocation after the largest step is its peak: torch keeps freed memory."""
         largest_step()
         torch.mps.synchronize()
         held = torch.mps.driver_allocated_memory()

@@ -1,4 +1,4 @@
-"""Ban tokens that complete a bad word."""
+"""Bans tokens that complete a bad word."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class BadWords:
-    """Finds the tokens that complete a bad word. words: token ids of each word, at least one."""
+    """words: token ids of each word, at least one."""
 
     __slots__ = ("_longer", "_single", "longest")
 
@@ -21,6 +21,5 @@ class BadWords:
                 self._longer.setdefault(prefix[-1], []).append((prefix, last))
 
     def completing(self, answer: Sequence[int]) -> frozenset[int]:
-        """Return the tokens that complete a bad word after `answer`."""
         longer = self._longer.get(answer[-1], ()) if answer else ()
         return self._single.union(last for prefix, last in longer if answer[-len(prefix) :] == prefix)

@@ -1,4 +1,4 @@
-"""Find a few tokens that complete an answer by its grammar. Imports no torch."""
+"""Completes an answer by its grammar with few tokens. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ _ORDERS = ((*_BRACKETS, *_VALUES, *_DIGITS, *_OPENERS), (_QUOTE, *_BRACKETS, *_V
 
 
 class ClosingTokens:
-    """The tokens that close JSON."""
-
     def __init__(
         self,
         preferred: Sequence[Sequence[int]],
@@ -38,7 +36,7 @@ class ClosingTokens:
 
     @classmethod
     def of(cls, tokens: Sequence[bytes], special: Sequence[int], size: int) -> Self:
-        """tokens: the bytes of each of the `size` ordinary token ids. special: ids that stand for no text."""
+        """tokens: bytes of each token id. special: ids without text."""
         ids: dict[bytes, int] = {}
         for id_, token in enumerate(tokens[:size]):
             ids.setdefault(token, id_)
@@ -49,12 +47,10 @@ class ClosingTokens:
         return cls(preferred, in_strings, lengths, size)
 
     def path(self, matcher: LLMatcher, longest: int, known: list[int] | None = None) -> list[int] | None:
-        """Return at most `longest` tokens that complete the answer of `matcher`, or None.
+        """Return at most `longest` tokens that complete the answer, or None.
 
-        At each step it takes the tokens that the grammar forces, else a closing bracket, else a short value, else the
-        longest allowed token. The result is not always the shortest, and some patterns defeat the search.
-
-        known: the result for the state one token earlier. It is tried first and often still fits, as inside a string.
+        Tries forced tokens, closing brackets, short values, then the longest allowed token. known: the result one token
+        earlier, which often still fits.
         """
         if known is not None and len(known) <= longest:
             after = matcher.deep_copy()
@@ -85,7 +81,7 @@ class ClosingTokens:
             return bool(packed[token >> 3] >> (token & 7) & 1)
 
         if self._in_strings and all(map(is_allowed, self._in_strings)):
-            return [self._in_strings[0]]  # both brackets and a quote are allowed, so this is inside a string
+            return [self._in_strings[0]]  # both brackets and a quote are allowed inside a string
         for token in order:
             if is_allowed(token):
                 return [token]
@@ -95,7 +91,7 @@ class ClosingTokens:
 
 
 def _length(token: bytes) -> int:
-    """Rank a token: twice its number of characters, 1 for a partial character, 0 for spaces."""
+    """Twice the characters, 1 for a partial character, 0 for spaces."""
     try:
         text = token.decode()
     except UnicodeDecodeError:

@@ -20,15 +20,12 @@ Result = TypeVar("Result")
 
 
 def stack_size(num_bytes: int) -> int:
-    """Bytes of stack to compile `num_bytes` of grammar. llguidance recurses; a stack overflow ends the process."""
+    """llguidance recurses, and a stack overflow ends the process."""
     return max(_LEAST_STACK, _STACK_PER_BYTE * num_bytes // _PAGE * _PAGE)
 
 
 def in_deep_stack(work: Callable[[], Result], num_bytes: int, niceness: int = 0) -> Result:
-    """Call `work` in a thread with a stack of `num_bytes` and return its result. Unused stack takes no memory.
-
-    niceness: added to the thread's nice value, on Linux only.
-    """
+    """Unused stack takes no memory. niceness: added to the thread's, on Linux only."""
     outcome: Future[Result] = Future()
 
     def run() -> None:

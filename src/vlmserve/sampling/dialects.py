@@ -1,4 +1,4 @@
-"""Translate clients' JSON schemas to schemas with the same meaning that llguidance accepts."""
+"""Translates clients' JSON schemas to schemas that llguidance accepts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _FRAGMENT = "#/~%!$&'()*+,;=:@?-._"
 
 
 def _escape_brackets(found: re.Match[str]) -> str:
-    """Escape brackets in a class, which llguidance reads as a nested class."""
+    """llguidance reads brackets in a class as a nested class."""
     text = found[0]
     return (
         text
@@ -57,9 +57,9 @@ def _escape_brackets(found: re.Match[str]) -> str:
 
 
 def readable(schema: Any, largest: int, *, strict: bool) -> tuple[Any, set[str]]:
-    """Translate a schema for llguidance. Returns also the keywords that answers need not obey.
+    """Returns also the keywords that answers need not obey.
 
-    largest: maximum magnitude of unbounded numbers; 0 means no limit. strict: keep keywords that llguidance rejects.
+    largest: maximum magnitude of unbounded numbers; 0: unlimited. strict: keep keywords that llguidance rejects.
     """
     relaxed: set[str] = set()
     return _Reader(largest, strict, relaxed).read(schema), relaxed
@@ -127,10 +127,7 @@ class _Reader:
             self._relaxed.add("pattern")
 
     def _outer_bounds(self, schema: dict[str, Any]) -> set[str]:
-        """Names of number bounds to drop: they lie beyond the server's limit, which replaces them.
-
-        The set is empty if the schema allows only numbers beyond the limit.
-        """
+        """Return number bounds beyond the server's limit, unless no number within it is allowed."""
         numbers = {name: value for name in NUMBER_BOUNDS if isinstance(value := schema.get(name), int | float)}
         largest = self._largest
         below = {name for name, value in numbers.items() if value <= -largest}
@@ -162,7 +159,7 @@ class _Reader:
 
 @functools.lru_cache(_KEPT_PATTERNS)
 def _is_readable(pattern: str) -> bool:
-    """Return whether llguidance accepts a pattern. For long and slow patterns, this is a guess."""
+    """Guess for long and slow patterns."""
     from llguidance import LLMatcher
 
     if len(pattern) > _LONGEST_CHECKED or _SLOW_PATTERN.search(pattern):
@@ -172,7 +169,7 @@ def _is_readable(pattern: str) -> bool:
 
 
 def _is_unclosed(pattern: str) -> bool:
-    """Return whether a pattern has an unclosed group, class or escape, or closes a group that it did not open."""
+    """Return whether groups, classes or escapes are unbalanced."""
     depth, in_class, is_escaped = 0, False, False
     for character in pattern:
         if is_escaped or character == "\\":
@@ -189,14 +186,13 @@ def _is_unclosed(pattern: str) -> bool:
 
 
 def _are_disjoint(schemas: list[Any]) -> bool:
-    """Return whether types, constants and required properties show that no value fits two of the schemas."""
+    """Compare types, constants and required properties to see whether no value fits two schemas."""
     if len(schemas) > _MAX_COMPARED:
         return False
     return all(_differ(one, other) for one, other in itertools.combinations(schemas, 2))
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Return whether two schemas have different constants or types, or differ in a property that both require."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return False
     values, others = _constants(one), _constants(other)
@@ -215,18 +211,16 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def contradict(properties: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Return whether two objects share a property whose schemas have no value in common."""
+    """True if no value fits both schemas of a shared property."""
     return any(_differ(properties[name], others[name]) for name in properties.keys() & others.keys())
 
 
 def _constants(schema: dict[str, Any]) -> set[str] | None:
-    """The constants of a schema as JSON, or None if it lists none."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else None
 
 
 def _kinds(schema: dict[str, Any]) -> set[str]:
-    """The types that a schema names; empty if it names none."""
     kinds = schema.get("type")
     named = {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
     return named | {"integer"} if "number" in named else named

@@ -28,13 +28,13 @@ class _Work(NamedTuple):
 
 
 class FairWorkers:
-    """A thread pool that first serves the client that used the least time, and of this client the cheapest task.
+    """First serves the client that used the least time, with its cheapest task.
 
-    Threads start on demand and end when idle. A task fails if the system allows no thread at all.
+    Threads start on demand and end when idle. Tasks fail if no thread can start.
     """
 
     def __init__(self, name: str, threads: int, per_client: int | None = None) -> None:
-        """per_client: maximum number of threads for one client; default: all."""
+        """per_client: maximum threads for one client."""
         self._name = name
         self._threads = threads
         self._per_client = per_client or threads
@@ -48,7 +48,7 @@ class FairWorkers:
         self._num_threads = self._num_idle = 0
 
     def submit(self, client: str, run: Callable[[], Result], cost: float = 0.0) -> Future[Result]:
-        """Queue a task. cost: expected seconds, compared only with the client's other tasks."""
+        """cost: expected seconds, compared only with the client's other tasks."""
         future: Future[Result] = Future()
         with self._changed:
             if client not in self._waiting and not self._running[client]:
@@ -63,7 +63,7 @@ class FairWorkers:
         return future
 
     def _start_thread(self) -> bool:
-        """Start a thread. Returns whether at least one thread runs."""
+        """Return whether any thread runs."""
         self._num_threads += 1
         try:
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
@@ -84,10 +84,10 @@ class FairWorkers:
                 else:
                     work.future.set_result(result)
             self._note(client, time.perf_counter() - began)
-            del taken, work  # an idle thread keeps no results alive
+            del taken, work  # keep no results alive
 
     def _take(self) -> tuple[str, _Work] | None:
-        """Wait for a task that may run; None after `IDLE_SECONDS`."""
+        """Return None after `IDLE_SECONDS`."""
         with self._changed:
             self._num_idle += 1
             try:

@@ -1,4 +1,4 @@
-"""Explain faults of grammars to their authors."""
+"""Explains faults of grammars to their authors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def shortened(message: str) -> str:
 
 
 def fault_of(grammar: Grammar, message: str) -> str:
-    """Shorten llguidance's message about a grammar; broken patterns and limits get one sentence of our own."""
     found = _PATTERN.search(message)
     if found is not None and grammar.kind in ("json_schema", "regex"):
         pattern, reason = found["pattern"], found["reason"]
@@ -44,7 +43,7 @@ def _cut(text: str) -> str:
 
 
 def path_of(text: str, pattern: str) -> str:
-    """Return the path of a pattern in a schema, such as ``properties.name.pattern``."""
+    """Return a path such as ``properties.name.pattern``."""
     places: list[_Place] = [_Place(read_schema(text))]
     while places:
         place = places.pop()
@@ -60,7 +59,7 @@ def path_of(text: str, pattern: str) -> str:
 
 
 class _Place(NamedTuple):
-    """A part of a schema, linked to its parent. Storing each path would take much memory for long names."""
+    """Linked to its parent, because paths of long names take much memory."""
 
     node: Any
     name: str = ""

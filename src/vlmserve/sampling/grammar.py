@@ -1,8 +1,4 @@
-"""Grammars of answers, through llguidance (https://github.com/guidance-ai/llguidance).
-
-llguidance sees tokens as the bytes that `Detokenizer` writes for them, so the grammar applies to the text that the
-client reads. Imports no torch.
-"""
+"""Grammars of answers, through llguidance (https://github.com/guidance-ai/llguidance). Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,8 +31,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _LIMITS: dict[str, Any] = {
-    # With these limits, a mask takes at most some tens of milliseconds. Nested counted repetitions may take a few
-    # hundred once, and then the answer fails. llguidance's own limits allow seconds.
+    # A mask takes tens of milliseconds within these limits, seconds within llguidance's own. Nested counted repetitions
+    # may take hundreds once, and then the answer fails.
     "initial_lexer_fuel": 50_000,
     "step_lexer_fuel": 50_000,
     "max_lexer_states": 50_000,
@@ -73,10 +69,8 @@ SPECIAL = b"\xff"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer for llguidance, and for a model with `size` token ids.
-
-    Some tokenizers drop the first space of a text. At the beginning of an answer, the grammar then sees a token with a
-    leading space as the text after the space.
+    """Tokens are the bytes that `Detokenizer` writes. Some tokenizers drop an answer's first space; the grammar then
+    sees its first token without it.
     """
 
     tokenizer: LLTokenizer
@@ -91,7 +85,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int) -> Vocabulary:
-        """Raises InvalidRequestError for a tokenizer whose tokens have different text in different contexts."""
+        """Raises InvalidRequestError if a token's text depends on its context."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         rule = byte_rule(tokenizer)
@@ -102,7 +96,7 @@ class Vocabulary:
         tokens = [b"" if text is None else rule.to_bytes(text) for text in texts]
         for id_ in special:
             tokens[id_] = SPECIAL + (texts[id_] or "").encode()
-        # An extra end token that no model samples: `Matcher.allowed` decides when an answer may end.
+        # never sampled: `Matcher.allowed` decides when an answer may end
         tokens += [b""] * (size - len(tokens)) + [b"<end of answer>"]
         source = _Tokens(tokens, [*special, size], size, tokenizer.encode_inside)
         ordinary = {token: id_ for id_, token in enumerate(tokens) if token and id_ not in {*special, size}}
@@ -121,10 +115,7 @@ class Vocabulary:
 
 
 class _Tokens:
-    """A vocabulary with the interface that llguidance expects.
-
-    encode: encodes text within an answer by the tokenizer.
-    """
+    """llguidance's interface. encode: text within an answer."""
 
     bos_token_id = None
 
@@ -137,7 +128,7 @@ class _Tokens:
         self._ids = {token: id_ for id_, token in enumerate(tokens) if token}
 
     def __call__(self, text: bytes) -> list[int]:
-        """Encode text that the grammar forces. Prefers the tokenizer's own encoding, which the model has seen."""
+        """Prefer the tokenizer's encoding, which the model has seen."""
         try:
             ids = self._encode(text.decode())
         except UnicodeDecodeError:
@@ -147,7 +138,7 @@ class _Tokens:
         return self._longest_first(text)
 
     def _longest_first(self, text: bytes) -> list[int]:
-        """Encode greedily, for incomplete characters and for text that the tokenizer would change."""
+        """For incomplete characters, and text that the tokenizer would change."""
         ids = []
         while text:
             length = next((n for n in range(min(len(text), 32), 0, -1) if text[:n] in self._ids), 1)
@@ -157,10 +148,7 @@ class _Tokens:
 
 
 class Matcher:
-    """Follows one answer through its grammar.
-
-    closes: complete the answer before its token limit.
-    """
+    """closes: complete the answer before its token limit."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, *, closes: bool = False) -> None:
         self._matcher = matcher
@@ -185,7 +173,6 @@ class Matcher:
 
     @property
     def complete(self) -> bool:
-        """True if the grammar accepts the answer so far."""
         return bool(self._matcher.is_accepting())
 
     @property
@@ -193,16 +180,14 @@ class Matcher:
         return self.error is None and (self._over or bool(self._matcher.is_stopped()))
 
     def shortest(self) -> int:
-        """Return the number of tokens of a short answer from here, or 0 unless `closes`."""
+        """Tokens of a short answer from here, or 0 unless `closes`."""
         return len(self._vocabulary.closing.path(self._matcher, _LONGEST_END) or ()) if self._closes else 0
 
     def allowed(self, end_token_ids: frozenset[int], *, may_end: bool, left: int | None = None) -> Allowed:
-        """Return the mask of the next token, ``[vocabulary]``.
+        """Return the mask of the next token, ``[vocabulary]``; empty if the answer is finished or `error` is set.
 
-        An empty mask means that the answer is finished or that `error` is set.
-
-        end_token_ids: allowed only if the answer is complete, and either `may_end` or no other token fits. left: tokens
-        left for the answer; None: unlimited.
+        end_token_ids: allowed if the answer is complete, and either `may_end` or no other token fits. left: tokens
+        left.
         """
         vocabulary = self._vocabulary
         if self._closes and left is not None:
@@ -232,7 +217,7 @@ class Matcher:
             bits[ends] = True
             self._ends = ends
         elif not goes_on:
-            # The only way to continue is a token that also ends the answer for this request.
+            # only a token that also ends this answer can continue it
             bits[ends] = wanted
         if not bits.any():
             self._over = self.complete
@@ -241,16 +226,15 @@ class Matcher:
 
     @property
     def searches(self) -> bool:
-        """True if `settle` may search for an end of the answer, which can be slow."""
+        """True if `settle` may search, which can be slow."""
         return self._end is not None and not self.cut
 
     @property
     def has_short_end(self) -> bool:
-        """True if a short end of the answer is known."""
         return self._end is not None and len(self._end) <= _SHORT_END
 
     def settle(self, token_id: int) -> int:
-        """Return the sampled token, or the first token of the answer's end if too few tokens would be left after it."""
+        """Return the sampled token, or the first of an end that would not fit after it."""
         entered = self._entered(token_id) if self.searches else None
         if self._end is None or entered is None:
             return token_id
@@ -269,7 +253,6 @@ class Matcher:
         return self._ends[0] if self._ends else token_id
 
     def advance(self, token_id: int) -> None:
-        """Append an allowed token."""
         entered = self._entered(token_id)
         self._begins = False
         self._unseen += 1
@@ -278,7 +261,7 @@ class Matcher:
             self.error = shortened(self._matcher.get_error())
 
     def _entered(self, token_id: int) -> int | None:
-        """The token that the grammar sees; None for a first space that the text drops."""
+        """Return the token that the grammar sees; None for a dropped first space."""
         if not self._begins:
             return token_id
         if token_id in self._vocabulary.spaces:
@@ -287,7 +270,7 @@ class Matcher:
         return int(self._vocabulary.bare[place[0]]) if len(place) else token_id
 
     def search_is_due(self, left: int | None) -> bool:
-        """Return whether `allowed` searches for an end: always near the limit, else every `_CHECK_EVERY` tokens."""
+        """Return True near the limit, and every `_CHECK_EVERY` tokens."""
         if not self._closes or left is None or self.cut or self._end is not None:
             return False
         near = left <= 4 * self.longest_end + _NEAR
@@ -310,10 +293,9 @@ class _Compiled(NamedTuple):
 
 
 class GrammarCompiler:
-    """Compiles grammars and caches the last ones. Reads the tokenizer on first use.
+    """Caches the last grammars. Thread-safe; holds no lock while it compiles.
 
-    Thread-safe; holds no lock while it compiles. It does not limit time and memory: `GrammarTrials` tries grammars
-    first.
+    Does not limit time and memory: `GrammarTrials` tries grammars first.
     """
 
     def __init__(
@@ -326,10 +308,8 @@ class GrammarCompiler:
         vocab_size: int | None = None,
         bounds: JSONBounds = UNBOUNDED,
     ) -> None:
-        """bounds: default limits for JSON values.
-
-        max_bytes: maximum size of a grammar's text. cache_size, cache_bytes: maximum number and memory of cached
-        grammars. vocab_size: token ids of the model; None: of the tokenizer.
+        """max_bytes: of a grammar's text. vocab_size: of the model, by default the tokenizer's. bounds: default limits
+        of JSON values.
         """
         self._bounds = bounds
         self.tokenizer = tokenizer
@@ -348,12 +328,12 @@ class GrammarCompiler:
             return _key(grammar) in self._known
 
     def check(self, grammar: Grammar) -> None:
-        """Compile a grammar unless it is known. Raises like `matcher`."""
+        """Compile the grammar unless it is known. Raises like `matcher`."""
         if not self.is_known(grammar):
             self.matcher(grammar)
 
     def begin(self, grammar: Grammar, client: str = "") -> Future[Matcher]:
-        """Start `matcher`: done at once for a cached grammar, else in threads that clients share fairly."""
+        """Start `matcher` in threads that clients share fairly. Cached grammars need none."""
         compiled = self._find(grammar)
         if compiled is None:
             return self._workers.submit(client, lambda: self.matcher(grammar))
@@ -362,10 +342,7 @@ class GrammarCompiler:
         return ready
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """Return a matcher at the beginning of an answer. Fast for a cached grammar.
-
-        Raises InvalidRequestError, which names the grammar's source, if the grammar is broken or too large.
-        """
+        """Raises InvalidRequestError with the source of a broken or too large grammar."""
         if len(grammar.text.encode(errors="replace")) > self._max_bytes:
             raise InvalidRequestError(
                 f"{grammar.source} is longer than {self._max_bytes:,} bytes, the server's limit", param=grammar.source
@@ -454,7 +431,7 @@ def _compiled(text: str, vocabulary: Vocabulary) -> LLMatcher:
     limits = LLParserLimits(**_LIMITS)
     compiled = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
     if not compiled.is_error():
-        # Two limits are checked only at the first mask and after the forced text, such as an object's "{".
+        # two limits are checked only at the first mask and after forced text, such as "{"
         probe = compiled.deep_copy()
         probe.compute_bitmask()
         if not probe.is_error():
@@ -466,10 +443,7 @@ def _compiled(text: str, vocabulary: Vocabulary) -> LLMatcher:
 
 
 def source_text(grammar: Grammar, bounds: JSONBounds, *, combine: bool = True) -> str:
-    """Translate a grammar to llguidance's syntax. bounds, combine: for JSON schemas, see `guided_schema`.
-
-    Raises ValueError for an invalid grammar.
-    """
+    """Raises ValueError for an invalid grammar. bounds, combine: for JSON schemas, see `guided_schema`."""
     from llguidance import LLMatcher, regex_to_lark
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -480,7 +454,7 @@ def source_text(grammar: Grammar, bounds: JSONBounds, *, combine: bool = True) -
             schema = guided_schema(read_schema(grammar.text), strict=grammar.strict, bounds=bounds, combine=combine)
             return LLMatcher.grammar_from_json_schema(schema)
         case "regex":
-            # Like JavaScript and JSON Schema: ``\d`` matches ASCII digits only.
+            # as in JavaScript and JSON Schema, ``\d`` matches ASCII digits only
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dws')}/")
         case "choice":
             choices = json.loads(grammar.text)

@@ -1,4 +1,4 @@
-"""Follow the grammar of one answer without blocking a step. Imports no torch."""
+"""Follows the grammar of one answer without blocking a step. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MakeMatcher = Callable[[Grammar, str], Future[Matcher]]
 
 
 class Guide:
-    """Follows an answer's grammar. `FairWorkers` compute masks and search for ends of answers, one task at a time.
+    """`FairWorkers` compute masks and search for ends of answers, one task at a time.
 
     Call nothing but `close` while work is `pending`. Exceptions become an `error`.
     """
@@ -44,9 +44,7 @@ class Guide:
         *,
         measures: bool,
     ) -> None:
-        """started: becomes the matcher when the grammar has compiled. first: computes the first mask; None: no mask
-        yet. measures: compute `shortest`.
-        """
+        """started: becomes the matcher. first: computes the first mask, if known. measures: compute `shortest`."""
         self._workers, self._client = workers, client
         self._started = started
         self._seconds = 0.0
@@ -88,7 +86,7 @@ class Guide:
 
     @property
     def allowed(self) -> Allowed | None:
-        """The current mask; None if there is an `error`. Masks computed during reasoning have no meaning."""
+        """The current mask; None after an `error`, meaningless during reasoning."""
         return None if self._mask is None or self._failure is not None else self._result(self._mask)
 
     @property
@@ -102,14 +100,13 @@ class Guide:
         return self._settled is not None or (self._matcher is not None and self._matcher.searches)
 
     def settle(self, token_id: int) -> None:
-        """Start `Matcher.settle` for a sampled token."""
         matcher = self._matcher
         if self._settled is None and matcher is not None:
             self._settled = self._submit(lambda: matcher.settle(token_id), inline=matcher.has_short_end)
 
     @property
     def settled(self) -> int | None:
-        """The result of `settle`; None after an `error`, or if `settle` was not called for the current token."""
+        """None after an `error`, or without a call for the current token."""
         return None if self._settled is None else self._result(self._settled)
 
     def advance(self, token_id: int) -> None:
@@ -124,7 +121,7 @@ class Guide:
             self._fail(error)
 
     def expect(self, compute: ComputeMask, left: int) -> None:
-        """Start to compute the mask of the next token. left: tokens left for the answer."""
+        """Compute the next mask. left: tokens left."""
         if self._failure is not None:
             return
         matcher = self._matcher
@@ -137,13 +134,12 @@ class Guide:
         return mask
 
     def close(self) -> None:
-        """Cancel work that has not started."""
         for work in (self._started, self._mask, self._settled):
             if work is not None:
                 work.cancel()
 
     def _submit(self, run: Callable[[], Result], *, inline: bool = False) -> Future[Result]:
-        """inline: compute at once if this answer's last tasks were quick."""
+        """inline: compute at once if the last tasks were quick."""
 
         def timed() -> Result:
             began = time.thread_time()
@@ -162,7 +158,7 @@ class Guide:
         return done
 
     def _result(self, work: Future[Result]) -> Result | None:
-        """Return the result of finished work; None if it failed."""
+        """None if the work failed."""
         error = work.exception()
         if error is None:
             return work.result()
@@ -186,7 +182,7 @@ class Guide:
 
 
 class Guides:
-    """Makes guides, which share threads on half of the cores. A client may use all threads but one."""
+    """Guides share threads on half of the cores. A client may use all but one."""
 
     def __init__(self, make_matcher: MakeMatcher) -> None:
         self._make_matcher = make_matcher

@@ -1,7 +1,4 @@
-"""Compile grammars in isolated processes, to find out whether the engine can compile them safely.
-
-The processes have the vocabulary of one checkpoint. `trials.py` starts them.
-"""
+"""Compiles grammars in isolated processes, which `trials.py` starts."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _EXAMPLES = (Grammar.json({"type": "object"}), Grammar.regex("a+"), Grammar.lark
 
 
 class GrammarDecoder:
-    """Compiles one grammar. setup: the checkpoint's folder."""
+    """setup: the checkpoint's folder."""
 
     def __init__(self, setup: str) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process has no threads

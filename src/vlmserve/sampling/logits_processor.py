@@ -1,4 +1,4 @@
-"""Logit biases and penalties of a request, updated with each token."""
+"""Logit biases and penalties of a request."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ _IDS, _TIMES, _IN_ANSWER = range(3)
 
 
 class TokenCounts:
-    """Counts the latest tokens of a prompt and its answer.
-
-    window: number of latest tokens to count; -1: all.
-    """
+    """window: number of latest tokens to count; -1: all."""
 
     __slots__ = ("_latest", "_places", "_table", "_window")
 
@@ -29,7 +26,7 @@ class TokenCounts:
         self._table[_TIMES, : len(ids)] = times
         self._places = {token_id: place for place, token_id in enumerate(ids.tolist())}
         self._window = window
-        # Only a window needs the order of tokens.
+        # only a window needs the order
         self._latest = deque((token_id, False) for token_id in latest) if window >= 0 else None
 
     @property
@@ -55,7 +52,7 @@ class TokenCounts:
                 self._forget(*self._latest.popleft())
 
     def _forget(self, token_id: int, in_answer: bool) -> None:
-        """Uncount a token. If its count becomes 0, the table's last token takes its place."""
+        """The table's last token takes the place of one without counts."""
         place = self._places[token_id]
         self._table[_TIMES, place] -= 1
         self._table[_IN_ANSWER, place] -= in_answer
@@ -67,7 +64,7 @@ class TokenCounts:
 
 
 class LogitsProcessor:
-    """The biases and penalties of one request. prompt: its tokens, without image tokens."""
+    """prompt: its tokens, without image tokens."""
 
     __slots__ = ("bias_ids", "biases", "counts", "params")
 
@@ -86,7 +83,7 @@ class LogitsProcessor:
 
     @property
     def subtracted(self) -> npt.NDArray[np.float32]:
-        """Frequency and presence penalties of `counts.ids`, to subtract from their logits."""
+        """Frequency and presence penalties of `counts.ids`."""
         assert self.counts is not None
         times = self.counts.in_answer
         taken = self.params.frequency_penalty * times + self.params.presence_penalty * (times > 0)

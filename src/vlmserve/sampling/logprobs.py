@@ -19,10 +19,9 @@ def token_logprobs(
     num_top: Sequence[int],
     wanted: Sequence[Sequence[int] | None] | None = None,
 ) -> list[TokenLogprobs]:
-    """Return log-probabilities for each row of float32 ``[rows, vocabulary]`` logits.
+    """Return log-probabilities of float32 ``[rows, vocabulary]`` logits.
 
-    token_ids: the chosen token of each row. num_top: number of most likely tokens of each row; ids break ties.
-    wanted: a row's tokens instead of the most likely ones.
+    token_ids: chosen tokens. num_top: number of most likely tokens; ids break ties. wanted: tokens instead of these.
     """
     scores = logits.log_softmax(-1)
     chosen = scores.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))
@@ -42,13 +41,12 @@ def token_logprobs(
 
 
 def _top(scores: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """The `count` largest scores of each row with their indices, in order."""
     if count == 0:
         return [[] for _ in range(len(scores))]
     values, places = (part.cpu() for part in scores.topk(min(count + 1, scores.shape[1]), dim=-1))
     tops = [_in_order(*row)[:count] for row in zip(values.tolist(), places.tolist(), strict=True)]
     if values.shape[1] > count:
-        # topk breaks ties arbitrarily; greedy sampling takes the first.
+        # topk breaks ties arbitrarily, greedy sampling takes the first
         for row in (values[:, count - 1] == values[:, count]).nonzero().flatten().tolist():
             (tied,) = (scores[row] >= values[row, count]).nonzero(as_tuple=True)
             tops[row] = _in_order(scores[row, tied].tolist(), tied.tolist())[:count]

@@ -1,4 +1,4 @@
-"""Ban repeated n-grams, because models that transcribe images may repeat text endlessly."""
+"""Bans repeated n-grams: models that transcribe images may repeat text endlessly."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class RepeatedNgrams:
-    """Finds the tokens that would repeat an n-gram (``no_repeat_ngram_size`` of transformers, plus a window).
+    """Transformers' ``no_repeat_ngram_size`` with a window.
 
-    tokens: prompt and answer so far; negative ids are placeholders and never banned. size: of an n-gram, at least 2.
-    window: only n-grams that begin within this number of latest tokens count; -1: all.
+    tokens: negative ids are placeholders. size: of an n-gram, at least 2. window: latest tokens where n-grams begin;
+    -1: all.
     """
 
     __slots__ = ("_size", "_starts", "_tokens", "_window")
@@ -31,7 +31,6 @@ class RepeatedNgrams:
             self._starts.setdefault(hash(tuple(tokens[start : start + prefix_len])), []).append(start)
 
     def repeating(self) -> frozenset[int]:
-        """Return the tokens that would complete an earlier n-gram again."""
         tokens, prefix_len = self._tokens, self._size - 1
         if len(tokens) < self._size:
             return frozenset()

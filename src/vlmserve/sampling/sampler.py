@@ -1,8 +1,4 @@
-"""Sample tokens for a batch whose rows have their own parameters.
-
-The random number of a row depends only on its seed and its number of generated tokens. So a request gives the same
-tokens alone, in any batch and after a preemption.
-"""
+"""Samples tokens for a batch whose rows have their own parameters."""
 
 from __future__ import annotations
 
@@ -27,8 +23,6 @@ _IMPOSSIBLE = -math.inf
 
 
 class SamplingRow(NamedTuple):
-    """How to sample one row."""
-
     params: SamplingParams
     seed: int
     num_generated: int
@@ -44,22 +38,22 @@ class SamplingRow(NamedTuple):
 
 
 def uniform(seed: int, index: int) -> float:
-    """Number `index` of a seed's stream, uniform in [0, 1), the same on every machine."""
+    """Number `index` of a seed's stream, in [0, 1), the same on every machine."""
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8).digest()
-    # 52 bits: a number below 1 times a positive float64 stays below that float64.
+    # times a positive float64, the product stays below it
     return (int.from_bytes(digest, "little") >> 12) / 2**52
 
 
 def draw_seed(seed: int, number: int) -> int:
-    """The seed of an engine's request `number` that has none."""
+    """Return the seed for request `number` of an engine."""
     return int(uniform(seed, number) * 2**52)
 
 
 def sample(logits: Tensor, rows: list[SamplingRow], draw: Draw) -> list[int | None]:
-    """Sample a token for each row of float32 ``[rows, vocabulary]`` logits; None if a row has a NaN or only -inf.
+    """Sample float32 ``[rows, vocabulary]`` logits, overwriting them. None: a NaN or only -inf.
 
-    Overwrites `logits`. The order is: grammars, biases and penalties, temperature, top-k, top-p, min-p. Each filter
-    keeps tokens that tie with the last one it keeps. draw: the device's sampling kernel.
+    The order is: grammars, biases and penalties, temperature, top-k, top-p, min-p. Filters keep ties. Random numbers
+    depend only on the row's seed and number of tokens. draw: the device's kernel.
     """
     for number, row in enumerate(rows):
         if row.allowed is not None:
@@ -80,7 +74,6 @@ def sample(logits: Tensor, rows: list[SamplingRow], draw: Draw) -> list[int | No
 
 
 def filters_of(rows: Sequence[SamplingRow]) -> tuple[Filters, list[float]]:
-    """The filters of rows, and their random numbers."""
     params = [row.params for row in rows]
     filters = Filters(
         [one.temperature for one in params],
@@ -92,7 +85,7 @@ def filters_of(rows: Sequence[SamplingRow]) -> tuple[Filters, list[float]]:
 
 
 def changes_of(rows: Sequence[SamplingRow]) -> Changes:
-    """Collect biases, penalties and bans of rows. Each token of a row comes once; a ban is a bias of -inf."""
+    """Each token of a row comes once; a ban is a bias of -inf."""
     entries, amounts = [np.empty((2, 0), np.int64)], [np.empty((3, 0), np.float32)]
     for number, row in enumerate(rows):
         processor = row.logits_processor
@@ -126,7 +119,7 @@ def _forbid(row: Tensor, forbidden: Allowed) -> None:
 
 
 def process_logits(logits: Tensor, processors: Mapping[int, LogitsProcessor]) -> None:
-    """Add biases and then apply penalties to some rows of float32 ``[rows, vocabulary]`` logits, in place.
+    """Add biases, then apply penalties, to float32 ``[rows, vocabulary]`` logits in place.
 
     The repetition penalty is from CTRL (https://arxiv.org/abs/1909.05858, 4.1), for logits of either sign as in
     transformers. Frequency and presence penalties are OpenAI's.

@@ -1,4 +1,4 @@
-"""Prepare JSON schemas for llguidance: close objects, and bound values that the schema leaves unbounded."""
+"""Prepares JSON schemas for llguidance: closes objects, and bounds values."""
 
 from __future__ import annotations
 
@@ -51,18 +51,16 @@ _ANY_VALUE = {"$ref": "#/$defs/any%20JSON%20value"}
 
 
 def any_object(bounds: JSONBounds) -> dict[str, Any]:
-    """A schema for any JSON object."""
     return guided_schema({"type": "object"}, strict=True, bounds=bounds)
 
 
 @functools.lru_cache(_KEPT_SCHEMAS)
 def relaxed_keywords(text: str) -> tuple[str, ...]:
-    """Keywords of a valid schema that answers need not obey unless it is strict."""
+    """Keywords that answers need not obey."""
     return tuple(sorted(readable(read_schema(text), 0, strict=False)[1]))
 
 
 def _with_any_value(schema: dict[str, Any], bounds: JSONBounds) -> dict[str, Any]:
-    """Replace parts that allow any value by bounded values."""
     if bounds == UNBOUNDED:
         return schema
     opened = _opened(schema)
@@ -77,7 +75,7 @@ def _with_any_value(schema: dict[str, Any], bounds: JSONBounds) -> dict[str, Any
 
 
 def _opened(schema: Any) -> Any:
-    """Replace parts that allow any value by a reference to `_ANY`. Conditions do not change."""
+    """Refer to `_ANY` for parts that allow any value, except in conditions."""
     if schema is True:
         return _ANY_VALUE
     if not isinstance(schema, dict):
@@ -105,16 +103,13 @@ def _opened(schema: Any) -> Any:
 def guided_schema(
     schema: Mapping[str, Any], *, strict: bool, bounds: JSONBounds, combine: bool = True
 ) -> dict[str, Any]:
-    """Return a JSON schema for llguidance.
+    """Return a JSON schema for llguidance. Raises ValueError for too deep nesting.
 
-    strict: reject keywords that llguidance does not know instead of ignoring them. bounds: limits for unbounded values.
-    combine: unless strict, let an answer have the properties of several objects of an ``anyOf``.
+    strict: reject unknown keywords. combine: unless strict, let an answer have the properties of several objects of an
+    ``anyOf``.
 
-    Objects have only the properties that the schema names, unless the schema mentions others: models could invent
-    properties endlessly. Schemas that combine several schemas for one object do not change, because each part names
-    only some of the properties.
-
-    Raises ValueError for a schema that is nested too deeply.
+    Objects get no unnamed properties, unless the schema mentions them: models could invent them endlessly. Schemas that
+    combine several for one object do not change.
     """
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
     try:
@@ -144,7 +139,7 @@ _MORE_OF_THE_SAME = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas"
 
 
 def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Iterate over a schema and all schemas inside it."""
+    """Yield a schema and all schemas inside it."""
     if not isinstance(schema, dict):
         return
     yield schema
@@ -165,10 +160,9 @@ def _combines(schema: Mapping[str, Any]) -> bool:
 
 
 def _closed(schema: Any, root: Mapping[str, Any], *, combine: bool) -> Any:
-    """Return the schema without properties that it does not name.
+    """Remove unnamed properties. root: resolves references.
 
-    root: resolves references. combine: let an answer have the properties of several objects of an ``anyOf``. An
-    ``anyOf`` inside such an ``anyOf`` is not combined, because the schema would grow exponentially.
+    An ``anyOf`` inside an ``anyOf`` is not combined, because the schema would grow exponentially.
     """
     if not isinstance(schema, dict):
         return schema
@@ -195,7 +189,7 @@ def _closed(schema: Any, root: Mapping[str, Any], *, combine: bool) -> Any:
 
 
 def _targets(schemas: Any, root: Mapping[str, Any]) -> list[Any]:
-    """Resolve the references of an ``anyOf``; empty if it has too many schemas."""
+    """Resolve an ``anyOf``; empty for too many schemas."""
     if not isinstance(schemas, list) or len(schemas) > _MAX_COMBINED:
         return []
     return [_target(schema, root) for schema in schemas]
@@ -223,7 +217,7 @@ def _is_open_object(schema: Any) -> bool:
 
 
 def _combinable(schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add to each closed object the properties of all objects that do not contradict it."""
+    """Add the properties of all objects that do not contradict."""
     combinable = []
     for schema in schemas:
         properties = schema["properties"]
@@ -235,7 +229,7 @@ def _combinable(schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_schema(text: str) -> dict[str, Any]:
-    """Parse a JSON schema. Raises ValueError for invalid text, and for a schema that no value fits."""
+    """Raises ValueError for invalid text, and for a schema that no value fits."""
     try:
         schema = json.loads(text)
     except ValueError as error:
@@ -250,7 +244,7 @@ def read_schema(text: str) -> dict[str, Any]:
 
 
 def _bounded(schema: Any, bounds: JSONBounds) -> Any:
-    """Add missing bounds. Conditions (``if``, ``contains``) do not change."""
+    """Add missing bounds, except in conditions (``if``, ``contains``)."""
     if not isinstance(schema, dict):
         return schema
     bounded = dict(schema)

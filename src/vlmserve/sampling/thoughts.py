@@ -1,4 +1,4 @@
-"""Follow an answer's reasoning token by token. Imports no torch."""
+"""Follows an answer's reasoning token by token. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from vlmserve.types import SamplingParams, Thoughts
 
 
 class Thinking:
-    """Tracks whether an answer is before, inside or after its reasoning.
-
-    An answer that does not begin with the start marker has no reasoning. budget: maximum tokens between the markers.
-    """
+    """Without a start marker, there is no reasoning. budget: maximum tokens between markers."""
 
     __slots__ = ("_budget", "_stage", "num_tokens", "thoughts")
 
@@ -26,10 +23,7 @@ class Thinking:
 
     @classmethod
     def of(cls, thoughts: Thoughts | None, params: SamplingParams) -> Thinking | None:
-        """Make the tracker of an answer; None without reasoning.
-
-        With a grammar (except for tools), leading space belongs to the answer, so it may not precede the reasoning.
-        """
+        """With a grammar (except for tools), leading space belongs to the answer."""
         if thoughts is None:
             return None
         if params.grammar is not None and params.grammar.source != "tools":
@@ -38,7 +32,6 @@ class Thinking:
 
     @property
     def is_before(self) -> bool:
-        """True if the next token may begin the reasoning."""
         return self._stage == "before"
 
     @property
@@ -50,7 +43,7 @@ class Thinking:
         return self._stage == "after"
 
     def takes(self, token_id: int) -> bool:
-        """Return whether a next token belongs to the reasoning, which includes its markers."""
+        """Return whether a token belongs to the reasoning, as its markers do."""
         return self.is_inside or (self.is_before and token_id == self.thoughts.start_id)
 
     def append(self, token_id: int) -> None:
@@ -63,11 +56,11 @@ class Thinking:
             self.num_tokens += 1
 
     def may_begin(self, left: int, needed: int) -> bool:
-        """Return whether the reasoning may begin. left, needed: see `forced`."""
+        """left, needed: see `forced`."""
         return self._budget != 0 and not (needed and left <= needed + 2)
 
     def forced(self, left: int, needed: int) -> int | None:
-        """Return the end marker if the reasoning has to end at this token, else None.
+        """Return the end marker if the reasoning has to end.
 
         left: tokens left for the answer. needed: tokens of the shortest answer after the marker; 0: any number.
         """

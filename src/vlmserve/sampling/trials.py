@@ -1,4 +1,4 @@
-"""Check in isolated processes whether a grammar compiles within limits of time and memory."""
+"""Checks in isolated processes whether a grammar compiles within limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PATIENCE = 10
 
 
 class SlowGrammarError(InvalidRequestError):
-    """A grammar needs more time than the caller waits. It may still compile within the server's limit."""
+    """Compiling takes longer than the caller waits."""
 
 
 class _Verdict(Answer):
@@ -30,10 +30,7 @@ class _Verdict(Answer):
 
 
 class GrammarTrials:
-    """Compiles grammars in isolated processes with the tokenizer of one checkpoint, and caches the verdicts.
-
-    Thread-safe; holds no lock while a grammar compiles.
-    """
+    """Caches verdicts. Thread-safe; holds no lock while it compiles."""
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
         self._folder = str(folder.resolve())
@@ -51,9 +48,8 @@ class GrammarTrials:
     def check(self, grammar: Grammar, *, quick: bool = False) -> None:
         """Compile a grammar unless its verdict is cached. quick: give up after `QUICK_SECONDS`.
 
-        Raises InvalidRequestError, which names the grammar's source, if the grammar is broken, too large or too
-        complex; its subclass SlowGrammarError if it takes too long; UnavailableError if no process starts;
-        CancelledWorkError.
+        Raises InvalidRequestError with the source of a broken, too large or too complex grammar; its subclass
+        SlowGrammarError after too long; UnavailableError if no process starts; CancelledWorkError.
         """
         source = grammar.source
         data = grammar.text.encode(errors="replace")
@@ -75,7 +71,7 @@ class GrammarTrials:
             raise InvalidRequestError(f"{source}: {fault}", param=source)
 
     def _try(self, grammar: Grammar, data: bytes, *, quick: bool) -> str:
-        """Return the fault of a grammar; empty if it compiles."""
+        """Return a grammar's fault; empty if it compiles."""
         seconds = QUICK_SECONDS if quick else self._config.max_grammar_seconds
         settings = {
             "kind": grammar.kind,

@@ -13,9 +13,9 @@ from vlmserve.tasks import GENERATE
 def plan_ahead(
     step: Sequence[tuple[CachedRequest | NewRequest, Request]], resources: Resources
 ) -> list[CachedRequest] | None:
-    """Plan one more token for each request of a step, in case the step does not end it. Takes what these tokens need.
+    """Plan one more token for each request, in case the step does not end it.
 
-    None: the next step depends on the step's tokens, there is too little room, or no request continues.
+    None: the next step depends on the step's tokens, lacks room, or no request continues.
     """
     for scheduled, request in step:
         whole = scheduled.start + scheduled.num_tokens == len(request.token_ids)
@@ -30,14 +30,14 @@ def plan_ahead(
 
 
 def forget_ended(requests: Mapping[str, Request], step: SchedulerOutput, output: ModelRunnerOutput) -> set[str]:
-    """Drop requests from a step that ended or were undone after it was planned. requests: the unfinished requests.
+    """Drop ended and undone requests from a planned step. Returns the failed ones.
 
-    Returns the dropped requests that failed in the step.
+    requests: the unfinished requests.
     """
     ended = set()
     for one in step.requests:
         request = requests.get(one.request_id)
-        # A new request may reuse the id of an ended one. A request without tables has lost its state.
+        # an ended request's id, or lost state
         if request is None or not request.known_to_runner or not request.tables:
             ended.add(one.request_id)
     failed = ended & {*output.failures, *output.undone}
@@ -54,7 +54,7 @@ def forget_ended(requests: Mapping[str, Request], step: SchedulerOutput, output:
 
 
 def _can_continue_on_device(request: Request) -> bool:
-    """Return whether the device may compute two tokens before the host knows the first."""
+    """The second token must not depend on the host's reading of the first."""
     if request.params.reads_tokens or request.params.needs_host:
         return False
     if request.task != GENERATE:

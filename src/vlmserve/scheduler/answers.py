@@ -50,7 +50,6 @@ def extend_answer(request: Request, output: ModelRunnerOutput) -> EngineOutput:
 
 
 def _error(request: Request, output: ModelRunnerOutput) -> tuple[str | None, str | None]:
-    """Return the message, and the field of the request that caused it."""
     failure = output.failures.get(request.request_id)
     if failure is None:
         return None, None

@@ -1,8 +1,4 @@
-"""Beam search: the most likely whole answers. Follows transformers' `generate(num_beams=…)`.
-
-Each beam is a request. When all beams of a search have their next logprobs, the best candidates become requests that
-share their parents' KV blocks. Partly filled blocks are copied.
-"""
+"""Beam search, as transformers' `generate(num_beams=…)`. Beams share their parents' KV blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ Choices = Sequence[tuple[int, float]]
 
 
 class Beam(NamedTuple):
-    """An answer so far, and its total log probability. parent: index of the extended beam."""
+    """parent: index of the extended beam."""
 
     token_ids: tuple[int, ...]
     logprob: float
@@ -25,14 +21,14 @@ class Beam(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A whole answer. token_ids: with the end token, if any."""
+    """token_ids: with the end token, if any."""
 
     token_ids: tuple[int, ...]
     score: float
 
 
 class Beams:
-    """The state of a search. Call `advance` with choices for each of `running` until it is `done`."""
+    """Call `advance` with choices for each of `running` until `done`."""
 
     def __init__(
         self,
@@ -55,7 +51,7 @@ class Beams:
 
     @classmethod
     def start(cls, request: EngineRequest, model_end_token_ids: Iterable[int], most: int) -> Self:
-        """most: tokens of an answer that fit into the context."""
+        """most: tokens that fit into the context."""
         assert request.beams is not None
         params = request.params
         ends = request.beams.end_token_ids(params, model_end_token_ids)
@@ -64,11 +60,11 @@ class Beams:
 
     @property
     def num_choices(self) -> int:
-        """See `BeamSearch.num_choices`. Each bad word may need one more."""
+        """Each bad word may need one more."""
         return self._search.num_choices(len(self.end_token_ids)) + self._num_bad
 
     def advance(self, choices: Sequence[Choices]) -> None:
-        """Extend the beams by a token. choices: for each running beam, `num_choices` or all."""
+        """choices: for each running beam, `num_choices` or all."""
         width = self._search.width
         length = len(self.running[0].token_ids) + 1
         bad = [self._bad_words.completing(list(beam.token_ids)) for beam in self.running]
@@ -78,7 +74,7 @@ class Beams:
             for token_id, logprob in own
             if length > self._min_tokens or token_id not in self.end_token_ids
         ]
-        # Allowed tokens win over bad words, as with grammars.
+        # allowed tokens win over bad words
         candidates = [beam for beam in candidates if beam.token_ids[-1] not in bad[beam.parent]] or candidates
         best = sorted(candidates, key=lambda beam: -beam.logprob)[: self.num_choices]
         at_the_end = length == self._max_tokens
@@ -102,7 +98,7 @@ class Beams:
         )
 
     def answers(self) -> list[BeamAnswer]:
-        """Best first. The search must be done."""
+        """Best first."""
         return [BeamAnswer(*self._without_end(ended.token_ids)) for ended in self.ended]
 
     def _without_end(self, token_ids: tuple[int, ...]) -> tuple[list[int], FinishReason, int | None]:

@@ -6,8 +6,6 @@ from array import array
 
 
 class KeyChain:
-    """Keys of a request's blocks in one pass of the model."""
-
     __slots__ = ("keys", "tails")
 
     def __init__(self, root_key: bytes) -> None:
@@ -23,8 +21,6 @@ class KeyChain:
 
 
 class BlockTable:
-    """A request's blocks in one pass and one cache column, see `CacheLayout`."""
-
     __slots__ = ("blocks", "first", "num_sent")
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Scores several continuations of a prompt. Each becomes a request that shares the prompt's KV blocks."""
+"""Scores continuations of a prompt, in requests that share its KV blocks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from vlmserve.types import EngineOutput
 
 
 class Branches(Search):
-    """Scores the first tokens of all continuations after the prompt, then the rest of each in a branch.
-
-    The first branch needs no request of its own if the step that ends the prompt also computes it, as drafts.
+    """Scores the first tokens of all continuations after the prompt, perhaps with the first branch as drafts. The rest
+    of each follows in a branch.
     """
 
     def __init__(self, root: Request, task: Score) -> None:

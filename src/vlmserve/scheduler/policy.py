@@ -1,4 +1,4 @@
-"""The order of requests, the choice of victims, and sharing a step between long and short jobs."""
+"""The order of requests, preemption, and sharing a step between jobs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def enter_first(queue: MutableSequence[Request], request: Request) -> None:
 
 
 def take_victim(running: list[Request]) -> Request:
-    """Remove the request to preempt: of the lowest priority, the last admitted."""
+    """Remove the last admitted request of the lowest priority."""
     return running.pop()
 
 
@@ -35,15 +35,12 @@ def gives_way(running: Sequence[Request], waiting: Request) -> bool:
 
 
 def reserved(own: float, others: Iterable[float], budget: float) -> float:
-    """Return the part of a budget to leave to much shorter jobs, at most half. own, others: remaining work of each job.
-
-    Jobs of similar length run in order.
-    """
+    """Return the budget to leave to much shorter jobs, at most half. own, others: remaining work."""
     return min(budget / 2, sum(work for work in others if work * MUCH_SHORTER <= own))
 
 
 def reserved_tokens(request: Request, running: list[Request], waiting: Iterable[Request], budget: int) -> int:
-    """Return the prompt tokens to leave to much shorter prompts that came later and may run."""
+    """Prompt tokens to leave to much shorter, later prompts."""
     if request.num_uncomputed <= budget:
         return 0
     later = itertools.chain(running[running.index(request) + 1 :], waiting)

@@ -13,7 +13,7 @@ from vlmserve.scheduler.searches import Search
 
 
 class Queues:
-    """Owns the unfinished requests and searches. Only running requests hold resources."""
+    """Only running requests hold resources."""
 
     def __init__(self, resources: Resources, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
@@ -24,17 +24,17 @@ class Queues:
         """Ordered by priority and admission."""
         self.num_preemptions = 0
         self._resources = resources
-        # Finished requests that the runner has not dropped yet.
+        # not yet dropped by the runner
         self._finished: list[str] = []
 
     def known_to_runner(self, request_id: str) -> Request | None:
-        """Return an unfinished request that was part of a step. A new request may reuse a finished request's id."""
+        """A new request may reuse an ended one's id."""
         request = self.requests.get(request_id)
         return request if request is not None and request.known_to_runner else None
 
     @property
     def only_beams_run(self) -> bool:
-        """Return whether only beams run. Other requests without tokens to compute wait for their grammars."""
+        """Others without tokens wait for their grammars."""
         return bool(self.running) and all(request.answer_id in self.searches for request in self.running)
 
     def add(self, request: Request) -> None:
@@ -42,7 +42,7 @@ class Queues:
         enter_last(self.waiting, request)
 
     def admit(self, request: Request) -> bool:
-        """Run a request taken from `waiting`. Returns False if there is no room."""
+        """Returns False if there is no room."""
         if not self._resources.acquire(request, self.running):
             return False
         enter_last(self.running, request)
@@ -53,7 +53,7 @@ class Queues:
         return budget - reserved_tokens(request, self.running, may_run, budget)
 
     def preempt(self) -> Request:
-        """Preempt and return a request. It waits again, unless it is a beam that waits for others."""
+        """It waits again, unless it is a beam that waits for others."""
         victim = take_victim(self.running)
         waits_for_others = victim.num_uncomputed == 0 and victim.answer_id in self.searches
         self._resources.release(victim, resumes=victim.num_uncomputed <= 1)
@@ -63,7 +63,7 @@ class Queues:
         return victim
 
     def recompute_if_long(self, request: Request, length: int) -> None:
-        """Recompute a request that had `length` tokens and now exceeds `max_short_len`."""
+        """A request of `length` tokens may now exceed `max_short_len`."""
         limit = request.max_short_len
         if limit is None or not length <= limit < len(request.token_ids):
             return
@@ -72,7 +72,6 @@ class Queues:
         self._wait_again(request)
 
     def undo(self, request: Request) -> None:
-        """Recompute a request from its cached blocks."""
         self._resources.undo(request)
         self._resources.release(request)
         self._wait_again(request)
@@ -83,7 +82,7 @@ class Queues:
             enter_first(self.waiting, request)
 
     def fork(self, parent: Request, children: list[Request]) -> None:
-        """Replace a beam by the requests that extend it. Children without room wait."""
+        """Children without room wait."""
         place = self.running.index(parent) if parent in self.running else None
         waits = False
         for number, child in enumerate(children):
@@ -98,7 +97,6 @@ class Queues:
         self.remove(parent, resumes=waits)
 
     def remove(self, request: Request, *, resumes: bool = False) -> None:
-        """resumes: see `Resource.release`."""
         self._resources.release(request, resumes=resumes)
         del self.requests[request.request_id]
         if request.known_to_runner:

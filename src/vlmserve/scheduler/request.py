@@ -26,24 +26,18 @@ class Request:
 
     - answer_id: id of its output; only beams differ from `request_id`
     - token_ids: prompt and answer
-    - num_computed: leading tokens with keys and values in its blocks
-    - chains, tables: its blocks' keys and ids, by pass and cache column; no tables while it holds no blocks
-    - capacity: tokens that have a place in all tables
+    - num_computed: leading tokens in its blocks
+    - chains, tables: keys and ids of its blocks, by pass and cache column
+    - capacity: tokens with a place in all tables
     - unsent: whether the runner lacks some blocks
-    - state: its state slots while it runs
-    - boundaries: numbers of leading tokens that other prompts may share, computed on demand
+    - boundaries: numbers of leading tokens that other prompts may share
     - num_cached: prompt tokens found in the prefix cache when it first ran
-    - bidirectional_spans: spans ``first <= i < last`` that attend to each other, so one step computes them
-    - num_limited: leading tokens whose chunks resources may limit; later decodes only need memory
+    - bidirectional_spans: spans ``first <= i < last`` that one step computes
+    - num_limited: leading tokens whose chunks resources may limit
     - scalings: X-LoRA's scalings by adapter, summed over computed tokens
-    - max_len: maximum tokens of prompt and answer
     - max_short_len: beyond this, all tokens need other RoPE frequencies
-    - prompt_logprobs: of leading prompt tokens, if requested and not yet output
-    - arrived, started, vision_started, answered: `time.perf_counter` of arrival, first run, first encoding and first
-      token
-    - vision_seconds: duration of steps that encoded its images
-
-    Other fields: see `EngineRequest` and `Prompt`.
+    - prompt_logprobs: of leading prompt tokens, not yet output
+    - arrived, started, vision_started, answered: `time.perf_counter`
     """
 
     __slots__ = (
@@ -105,11 +99,11 @@ class Request:
         max_short_len: int | None = None,
         bidirectional: Bidirectional | None = None,
     ) -> None:
-        """scaling_root: the root key of its scaling pass, if any."""
+        """scaling_root: of its scaling pass, if any."""
         self.request_id = self.answer_id = request.request_id
         self.params = request.params
         if request.prompt.thoughts is None and self.params.thinking_token_budget is not None:
-            # Without reasoning, the budget has no effect and must not make the device wait for the host.
+            # the device need not wait for the host
             self.params = msgspec.structs.replace(self.params, thinking_token_budget=None)
         self.task: Task = request.task
         self.priority = request.priority
@@ -166,7 +160,7 @@ class Request:
 
     @property
     def num_short_left(self) -> int | None:
-        """Tokens left before `max_short_len`. None: no limit, or already long."""
+        """Tokens before `max_short_len`. None: no limit, or already long."""
         if self.max_short_len is None or self.is_long:
             return None
         return self.max_short_len - len(self.token_ids)
@@ -176,7 +170,6 @@ class Request:
         return self._known_to_runner
 
     def message(self, num_tokens: int) -> NewRequest | CachedRequest:
-        """Return a new request, or the changes of a known one."""
         if self._known_to_runner:
             resumed = self.tables[0].num_sent == 0
             states = None if self.state is None else self.state.message(self.num_computed + num_tokens)
@@ -205,7 +198,7 @@ class Request:
         )
 
     def next_token(self) -> CachedRequest:
-        """Schedule the token after an unknown one."""
+        """After an unknown one."""
         states = None if self.state is None else self.state.message(len(self.token_ids) + 1)
         return CachedRequest(self.request_id, len(self.token_ids), 1, *self._new_blocks(), states)
 
@@ -216,7 +209,7 @@ class Request:
         return tuple(tuple(table.new_blocks()) for table in self.tables), resumed
 
     def fork(self, request_id: str, *token_ids: int) -> Request:
-        """Return a request with the same tokens and more, which holds nothing yet."""
+        """The new request holds nothing yet."""
         child = copy.copy(self)
         child.request_id = request_id
         child.token_ids = [*self.token_ids, *token_ids]
@@ -229,7 +222,6 @@ class Request:
         self.scalings = [a + b for a, b in zip(self.scalings, sums, strict=True)] if self.scalings else sums
 
     def drop_blocks(self) -> None:
-        """Forget the tables after their blocks were freed."""
         self.tables: list[BlockTable] = []
         self.state: StateSlots | None = None
         self.capacity = self.num_computed = 0
@@ -248,12 +240,12 @@ class Request:
         return [span for span in self.image_spans if span.start < end and span.end > start]
 
     def images_for(self, start: int, end: int) -> list[ImageInput]:
-        """Return the images that tokens ``start <= i < end`` depend on."""
+        """For tokens ``start <= i < end``."""
         images = [span.image for span in self.spans_between(start, end)]
         return images if self.cross is None else [*images, self.cross.image]
 
     def bidirectional_span_at(self, place: int) -> tuple[int, int] | None:
-        """Return the bidirectional span around the border before token `place`, if any."""
+        """Around the border before token `place`."""
         if place >= self.num_prompt_tokens:
             return None
         return next((span for span in self.bidirectional_spans if span[0] < place < span[1]), None)
@@ -266,7 +258,7 @@ class Request:
         return keys[1 : count + 1]
 
     def tail_key(self, chain: KeyChain, num_tokens: int, block_size: int) -> bytes | None:
-        """Return the key of the partly filled block at the end of `num_tokens` tokens, if any."""
+        """The partly filled block at the end, if any."""
         full = num_tokens // block_size
         start = full * block_size
         if start == num_tokens:
@@ -277,9 +269,9 @@ class Request:
         return chain.tails[num_tokens]
 
     def _key(self, parent: bytes, start: int, end: int) -> bytes:
-        """The key covers all later tokens that tokens ``start <= i < end`` attend to."""
+        """Cover all later tokens that tokens ``start <= i < end`` attend to."""
         span = self.bidirectional_span_at(end)
-        # The parent covers a span that began earlier.
+        # the parent covers a span that began earlier
         reach = span[1] if span is not None and span[0] >= start else end
         images = touched_images(self.image_spans, start, reach)
         return block_key(parent, self.token_ids[start:end], images, ahead=self.token_ids[end:reach])

@@ -1,12 +1,4 @@
-"""Plans each step: which requests run, with how many tokens, and which are preempted.
-
-Requests of a priority are admitted in order of arrival, once their resources are ready. Decodes come first; prompts
-fill the rest of the token budget in order of admission. A long prompt or image leaves half of a step to much shorter
-ones. When a resource runs out, the last admitted request is preempted. It recomputes only what has left memory, and its
-answer stays the same.
-
-Requests of lower priority (a larger number) come after all others, and are preempted for them.
-"""
+"""Plans each step: which requests run, with how many tokens, and which are preempted."""
 
 from __future__ import annotations
 
@@ -56,7 +48,7 @@ class Scheduler:
         return self._queues.num_preemptions
 
     def add(self, request: Request, beams: Beams | None = None) -> None:
-        """Queue a request that would fit if it ran alone. beams: the search that starts with its prompt."""
+        """The request must fit alone. beams: the search that starts with its prompt."""
         if beams is not None:
             self._queues.searches[request.request_id] = BeamMembers(request, beams)
         elif isinstance(request.task, Score) and request.task.branches:
@@ -82,12 +74,12 @@ class Scheduler:
         self._give_way()
         budget = self._schedule_running(step)
         while not step.makes_progress and len(self.running) > 1 and any(one.num_uncomputed for one in self.running):
-            # Each request needs what another holds.
+            # each request needs what another holds
             self._preempt_and_plan_again()
             budget = self._schedule_running(step)
         self._schedule_waiting(step, budget)
         while not step.makes_progress and self.waiting and self._queues.only_beams_run:
-            # Only beams run, and wait for beams that need what they hold.
+            # only beams run, and wait for beams that need what they hold
             self._preempt_and_plan_again()
             self._schedule_waiting(step, budget)
         self.resources.end_step(step)
@@ -96,10 +88,9 @@ class Scheduler:
         return step
 
     def schedule_ahead(self, step: SchedulerOutput) -> SchedulerOutput | None:
-        """Plan the step after one with unknown tokens: one more token for each request that can continue.
+        """Plan one more token for each request, before the step's tokens are known.
 
-        None: the next step depends on these tokens, or other work comes first. If `step` ends a request, `forget_ended`
-        drops its part of the plan.
+        None: the next step depends on these tokens, or other work comes first.
         """
         if self._queues.searches or self.propose_drafts is not None or step.draft_token_ids:
             return None
@@ -117,7 +108,7 @@ class Scheduler:
         return following
 
     def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineOutput]:
-        """Apply a step's output. Returns an output for each request with a new token."""
+        """Returns an output for each request with a new token."""
         requests, searches = self._queues.requests, self._queues.searches
         for request_id, logprobs in output.prompt_logprobs.items():
             known = requests[request_id].prompt_logprobs
@@ -132,14 +123,14 @@ class Scheduler:
             late.discard(scheduled.request_id)
             request = requests.get(scheduled.request_id)
             if request is None:
-                continue  # a beam of a failed search
+                continue  # beam of a failed search
             if request.request_id in output.undone:
                 self._queues.undo(request)
                 continue
             end = scheduled.start + scheduled.num_tokens
             drafts = step.draft_token_ids.get(request.request_id, ())
             sampled = output.token_ids.get(request.request_id)
-            # A draft is accepted if another token was sampled after it.
+            # accepted if another token was sampled after it
             end -= len(drafts) - max(0, len(sampled or ()) - 1)
             if sampled is not None and request.answer_id not in searches:
                 outputs.append(self._extend(request, output, end))
@@ -167,7 +158,6 @@ class Scheduler:
         return answer
 
     def _extend_search(self, request: Request, search: Search, output: ModelRunnerOutput) -> list[EngineOutput]:
-        """Return the search's output if it has ended."""
         if request.request_id in output.failures:
             answer = extend_answer(request, output)
             for member in search.members:
@@ -226,10 +216,7 @@ class Scheduler:
         return budget
 
     def _schedule_decodes(self, step: SchedulerOutput, budget: int) -> int:
-        """Schedule requests that need one token. Returns the remaining budget.
-
-        `running` is ordered by priority and admission, so preempted requests are never in the step already.
-        """
+        """Return the remaining budget. Preempted requests come later in `running`, so they are not in the step yet."""
         grow = self.resources.grow_decode
         decoding = [request for request in self.running if request.num_uncomputed == 1]
         for index, request in enumerate(decoding):
@@ -252,10 +239,10 @@ class Scheduler:
         return budget
 
     def _limit_drafts(self, request: Request, drafts: Sequence[int], budget: int, count: int = 1) -> Sequence[int]:
-        """Return the drafts that fit without taking what other requests may need soon.
+        """Keep the drafts that fit without taking what other requests may need soon.
 
-        count: tokens that the step computes before the drafts. An accepted draft is followed by one more token; neither
-        may exceed `max_len`, or `max_short_len`, which changes the computation.
+        count: tokens computed before the drafts. The token after them must not exceed `max_len` or `max_short_len`
+        either.
         """
         most = min(budget, request.max_len - len(request.token_ids) - 1)
         if request.num_short_left is not None:
@@ -264,7 +251,7 @@ class Scheduler:
         return drafts[: self.resources.grow(request, count + len(drafts), spare=self.running) - count] if drafts else ()
 
     def _search_drafts(self, request: Request, budget: int, count: int) -> Sequence[int]:
-        """Drafts of a search that begins with a prompt; none unless all have room. count: as in `_limit_drafts`."""
+        """All drafts or none."""
         search = self._queues.searches.get(request.request_id)
         if search is None or not (drafts := search.drafts):
             return ()
@@ -272,10 +259,7 @@ class Scheduler:
         return limited if len(limited) == len(drafts) else ()
 
     def _schedule_waiting(self, step: SchedulerOutput, budget: int, above: float = math.inf) -> int:
-        """Admit waiting requests in order while there is room and budget. Returns the remaining budget.
-
-        above: only requests of a higher priority.
-        """
+        """Return the remaining budget. above: only higher priorities."""
         deferred: list[Request] = []
         while budget > 0 and self.waiting and len(self.running) < self._queues.max_num_seqs:
             if self.waiting[0].priority >= above:
@@ -292,8 +276,7 @@ class Scheduler:
         return budget
 
     def _schedule_chunk(self, step: SchedulerOutput, request: Request, budget: int, drafts: Sequence[int] = ()) -> int:
-        """Schedule a chunk of at most `budget` tokens, plus drafts, within resources. Returns its tokens, possibly
-        0."""
+        """Return the scheduled tokens, possibly 0."""
         start = request.num_computed
         end = start + min(request.num_uncomputed, budget)
         if start < end and start < request.num_limited:

@@ -1,4 +1,4 @@
-"""Answers that several requests compute together. Continuing requests take over or share KV blocks."""
+"""Answers that several requests compute together."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Search(ABC):
 
     @property
     def drafts(self) -> Sequence[int]:
-        """Tokens to compute as drafts in the step that ends the prompt."""
+        """For the step that ends the prompt."""
         return ()
 
     @abstractmethod
     def enter(self, request: Request, output: ModelRunnerOutput) -> bool:
-        """Enter a member's result. Returns whether the search has advanced."""
+        """Returns whether the search has advanced."""
 
     @property
     @abstractmethod
@@ -36,12 +36,10 @@ class Search(ABC):
 
     @abstractmethod
     def fork(self) -> list[tuple[Request, list[Request]]]:
-        """Create the next members. Returns each old member with the new ones that extend it."""
+        """Returns each old member with its extensions."""
 
 
 class BeamMembers(Search):
-    """Each running beam is a member, in order."""
-
     def __init__(self, root: Request, beams: Beams) -> None:
         super().__init__(root)
         self._beams = beams

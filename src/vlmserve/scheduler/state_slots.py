@@ -10,7 +10,7 @@ from vlmserve.steps import StateStep
 
 
 class StateSlots:
-    """One slot per pass, and the slots of the next checkpoints."""
+    """One slot per pass, and slots of the next checkpoints."""
 
     __slots__ = (
         "cuts",
@@ -50,7 +50,7 @@ class StateSlots:
         self.known_to_runner = False
 
     def message(self, reached: int) -> tuple[StateStep, ...] | None:
-        """Return what a step up to `reached` tokens does. None: states stay in their working slots."""
+        """None: states stay in their slots."""
         self.reached = reached
         if self.known_to_runner and self.sources == self.slots and not self.unsent:
             return None

@@ -27,22 +27,19 @@ ALONE_FACTOR = 2.0
 
 class StepLimits(Protocol):
     def tower_macs(self, num_waiting: int, *, generating: bool) -> float:
-        """Return the MACs of the vision tower, at least 1.
-
-        num_waiting: running requests with images and uncomputed prompts. generating: whether requests generate.
-        """
+        """At least 1. num_waiting: running requests with images and uncomputed prompts."""
         ...
 
     def prompt_tokens(self, *, shared: bool) -> float:
-        """Return the prompt tokens, at least 1. shared: whether there are several requests."""
+        """At least 1. shared: there are several requests."""
         ...
 
 
 class MeasuredLimits(StepLimits):
-    """Limits by time, from measured seconds of MACs, prompt tokens and decode steps.
+    """Limits by measured seconds of MACs, prompt tokens and decode steps.
 
-    A step spends at most `seconds` on images. While requests generate, it spends at most `share` of the rest of the
-    step, or `SEVERAL_SECONDS` if that is more and several requests wait for images.
+    Images get `seconds` of a step. While requests generate, they get `share` of the rest of the step, or
+    `SEVERAL_SECONDS` if that is more and several requests wait for images.
     """
 
     def __init__(self, share: float, seconds: float) -> None:
@@ -71,11 +68,11 @@ class MeasuredLimits(StepLimits):
         self.step_seconds = smooth(self.step_seconds, seconds)
 
     def prefilled(self, num_tokens: int, seconds: float, decoded_tokens: int = 0) -> None:
-        # Fewer tokens measure the reading of weights, which decodes also need.
+        # fewer tokens measure the reading of weights
         if num_tokens < (FEWEST_PROMPT_TOKENS if decoded_tokens else PROMPT_TOKENS_MULTIPLE):
             return
         if decoded_tokens:
-            # Each of many decodes takes as long as a prompt token.
+            # each of many decodes takes as long as a prompt token
             rest = max(seconds - (self.step_seconds or 0.0), seconds / 10)
             seconds = min(rest, seconds * num_tokens / (num_tokens + decoded_tokens))
         latest = seconds / num_tokens

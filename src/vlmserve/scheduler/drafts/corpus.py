@@ -25,7 +25,7 @@ class Match(NamedTuple):
 
 
 class Corpus:
-    """Tokens with an n-gram index, which is built on first use."""
+    """Tokens with an n-gram index, built on first use."""
 
     def __init__(self, token_ids: list[int], *, first: int = 0) -> None:
         """token_ids: shared with the caller; may grow. first: tokens before it are not indexed."""
@@ -34,7 +34,7 @@ class Corpus:
         self._indexed = first + GRAM
 
     def find(self, token_ids: Sequence[int]) -> Match | None:
-        """Return the latest place after the last tokens of `token_ids`."""
+        """Return the latest place after the same tokens."""
         if len(token_ids) < GRAM:
             return None
         self._extend_index()
@@ -54,7 +54,7 @@ class Corpus:
         self._indexed = max(self._indexed, len(own))
 
     def tokens_from(self, place: int, count: int, *, repeats: bool = False) -> list[int]:
-        """Return at most `count` tokens, up to the next separator. repeats: wrap around at the end."""
+        """Stop at the next separator. repeats: wrap around at the end."""
         tokens = self.token_ids[place : place + count]
         if SEPARATOR in tokens:
             return tokens[: tokens.index(SEPARATOR)]
@@ -79,7 +79,6 @@ class Answers:
         return self._kept.get(key)
 
     def append(self, key: bytes, token_ids: Sequence[int]) -> None:
-        """Store an answer, and drop the key's earlier answers if they are too long together."""
         added = [*token_ids[: self._most_of_key - 1], SEPARATOR]
         known = self.get(key)
         if known is not None and known.token_ids[-len(added) :] == added:

@@ -13,12 +13,12 @@ _FIRST_STEPS, _MOST_STEPS = 2.0, 8.0
 
 
 class StepCosts:
-    """Seconds of a step by its rows, linear between and beyond measurements."""
+    """Seconds of a step by its rows, linearly interpolated."""
 
     def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
         """measured: at least two pairs of rows, ascending from 1, and seconds."""
         self._rows = [rows for rows, _ in measured]
-        # More rows take no less time, so a slower step with fewer rows was disturbed.
+        # more rows take no less time, so slower steps with fewer rows were disturbed
         self._seconds = [min(seconds for _, seconds in measured[number:]) for number in range(len(measured))]
 
     def seconds(self, rows: int) -> float:
@@ -28,7 +28,7 @@ class StepCosts:
 
 
 class Account:
-    """Seconds that drafts may cost: a share of all steps, plus the time that right drafts saved."""
+    """Seconds that drafts may cost: a share of all steps, plus the time saved by drafts."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
@@ -46,8 +46,7 @@ class Account:
         self._left = min(self._left + seconds, _MOST_STEPS * self._step)
 
     def best_count(self, rate: float, most: int) -> int:
-        """Return the number of drafts that saves the most time. rate: probability that a draft is right if all before
-        it are."""
+        """rate: probability that a draft is right if all earlier ones are."""
         before = self._costs.seconds(self._rows)
         reached, expected, best, best_gain = 1.0, 0.0, 0, _SHARE * self._value
         for count in range(1, most + 1):

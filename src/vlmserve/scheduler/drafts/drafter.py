@@ -1,8 +1,4 @@
-"""Proposes drafts: likely next tokens, which a step verifies together.
-
-Drafts come from known tokens: earlier answers to the same prompt, the client's prediction, the request's own text, and
-answers about the same images or with the same grammar.
-"""
+"""Proposes drafts: known tokens that an answer may repeat."""
 
 from __future__ import annotations
 
@@ -57,7 +53,7 @@ class Drafter:
         self._account.begin_step(num_decodes, min(sum(left) - num_decodes, _MAX_PROMPT_ROWS))
 
     def propose(self, request: Request) -> Sequence[int]:
-        """Return likely next tokens. Empty if they would cost more than they save."""
+        """Empty if drafts would cost more than they save."""
         if not self._drafts or request.task != GENERATE:
             return ()
         drafting = request.drafting = request.drafting or self._start(request)
@@ -93,7 +89,7 @@ class Drafter:
         return Drafting(keys, readers)
 
     def _rate(self, drafting: Drafting, reader: Reader) -> float:
-        """Return the expected share of right drafts: the global rate, shifting to the request's own rate."""
+        """Shifts from the global rate to the request's own."""
         kind = reader.source, reader.match_class
         shared = self._rates[kind]
         expected = shared.right / (shared.right + shared.wrong)
@@ -102,7 +98,7 @@ class Drafter:
         return (own.right + _TRUSTED * expected) / (own.right + own.wrong + _TRUSTED)
 
     def ran(self, step: SchedulerOutput, output: ModelRunnerOutput, requests: Mapping[str, Request]) -> None:
-        """Count right drafts of a step. requests: the unfinished requests, before their tokens are appended."""
+        """requests: the unfinished requests, before their tokens are appended."""
         for request_id, drafts in step.draft_token_ids.items():
             request, sampled = requests.get(request_id), output.token_ids.get(request_id)
             if request is None or sampled is None or (drafting := request.drafting) is None:
@@ -130,7 +126,6 @@ class Drafter:
 
 
 def _keys_of(request: Request) -> dict[Source, bytes]:
-    """Return the keys of earlier answers with the same model, adapter and tenant."""
     root, end = request.chains[0].keys[0], request.num_prompt_tokens
     images, grammar = touched_images(request.image_spans, 0, end), request.params.grammar
     form = b"" if grammar is None else f"{grammar.kind} {grammar.text}".encode()

@@ -22,12 +22,10 @@ NUM_CLASSES = len(_LENGTHS) + 1
 
 
 class Reader:
-    """A place in a corpus, from where the next drafts come."""
-
     def __init__(
         self, source: Source, corpus: Corpus, num_read: int, place: int | None = None, length: int = 0
     ) -> None:
-        """num_read: tokens of the request before `place`. length: how many of them are known to match."""
+        """num_read: tokens of the request before `place`. length: how many match."""
         self.source: Source = source
         self._corpus = corpus
         self._num_read, self._place, self._length = num_read, place, length
@@ -36,7 +34,6 @@ class Reader:
 
     @property
     def match_class(self) -> int:
-        """Class of the match by length. Matches of a class are equally reliable."""
         return bisect_right(_LENGTHS, self._length - 1)
 
     def read(self, token_ids: Sequence[int]) -> None:
@@ -51,8 +48,7 @@ class Reader:
                 self._place, self._length = match
 
     def _pass(self, token: int, own: Sequence[int]) -> None:
-        """Advance by one token of the answer. After a wrong draft, search nearby, because fields of a form differ in
-        values."""
+        """After a wrong draft, search nearby, because values of a form's fields differ."""
         place = self._place
         assert place is not None
         if place < len(own) and own[place] == token:
@@ -78,7 +74,7 @@ class Reader:
 
 
 class Rate:
-    """Right and wrong drafts of one kind, weighted towards recent ones."""
+    """Right and wrong drafts, weighted towards recent ones."""
 
     __slots__ = ("_most", "right", "wrong")
 

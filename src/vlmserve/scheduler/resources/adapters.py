@@ -1,4 +1,4 @@
-"""Assigns adapters to the model's slots."""
+"""Assigns adapters to slots."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class AdapterSource(Protocol):
     def begin_step(self) -> None: ...
 
     def is_loaded(self, digest: bytes) -> bool:
-        """Return whether an adapter is in memory. If not, start loading it."""
+        """If not, start loading it."""
         ...
 
     def take_failures(self) -> dict[bytes, str]:
-        """Return, once, why adapters cannot be loaded."""
+        """Return each failure once."""
         ...
 
     def wait(self, seconds: float) -> bool:
@@ -29,10 +29,9 @@ class AdapterSource(Protocol):
 
 
 class AdapterSlots(Resource):
-    """Adapter slots by digest. An adapter keeps its slot until no running request and another adapter needs it.
+    """An adapter keeps its slot until no running request needs it and another adapter does.
 
-    A request whose adapter has no slot waits, and others overtake it. Meanwhile, the adapter with the fewest running
-    requests gets no new ones, until its slot is free.
+    Others overtake requests without a slot. Meanwhile, the adapter with the fewest running requests gets no new ones.
     """
 
     may_fail = True
@@ -43,7 +42,7 @@ class AdapterSlots(Resource):
         self._slots: dict[bytes, int] = {}
         self._users: dict[bytes, set[str]] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
-        # Adapters that get no more requests in this step, and the adapters that wait for their slots.
+        # adapters without new requests in this step, and the waiting adapters
         self._draining: dict[bytes, bytes] = {}
         self._loads: list[AdapterLoad] = []
         self._planning = False
@@ -67,7 +66,7 @@ class AdapterSlots(Resource):
             step.adapter_loads, self._loads = self._loads, []
 
     def ready(self, request: Request) -> bool:
-        """Return whether a request's adapter has a slot, or can get one. Call in order of arrival."""
+        """Call in order of arrival."""
         digest = request.adapter
         if not digest:
             return True

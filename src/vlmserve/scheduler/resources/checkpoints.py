@@ -1,4 +1,4 @@
-"""Plans where running requests leave checkpoints of their states, and finds requests to wait for."""
+"""Plans where running requests leave checkpoints of their states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEAR = 16
 
 
 class PlannedCheckpoints:
-    """Checkpoints that running requests will leave, by prefix key."""
+    """By prefix key."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
@@ -24,7 +24,6 @@ class PlannedCheckpoints:
         return len(self._requests)
 
     def add(self, request: Request, places: Iterable[int]) -> None:
-        """Plan checkpoints at places that are not yet computed."""
         state = request.state
         assert state is not None
         for num_tokens in places:
@@ -36,7 +35,7 @@ class PlannedCheckpoints:
         return key in self._requests
 
     def drop(self, request: Request, num_computed: int | None = None) -> None:
-        """Forget a request's checkpoints up to `num_computed`, or all."""
+        """Up to `num_computed`, or all."""
         leaving = {} if request.state is None else request.state.leaving
         for num_tokens in [number for number in leaving if num_computed is None or number <= num_computed]:
             key = leaving.pop(num_tokens)
@@ -57,7 +56,7 @@ def prefix_keys(request: Request, num_tokens: int, block_size: int) -> list[byte
 
 
 def cached_checkpoints(request: Request, reach: int, states: StatePool, block_size: int) -> Iterator[int]:
-    """Yield numbers of leading tokens with checkpoints in all passes, descending. reach: cached full blocks, or -1."""
+    """Yield leading tokens, descending. reach: cached full blocks, or -1."""
     chain = request.chains[0]
     for full in range(min(reach, len(chain.keys) - 1), -1, -1):
         for extra in states.checkpoints.after(chain.keys[full]):
@@ -71,7 +70,7 @@ def cached_checkpoints(request: Request, reach: int, states: StatePool, block_si
 def leader_of(
     request: Request, reach: int, computing: Mapping[bytes, Request], block_size: int
 ) -> tuple[Request | None, int]:
-    """Return the running request that computes tokens of a waiting one, and how many they share.
+    """Return the running request that computes tokens of a waiting one, and their number.
 
     reach: cached full blocks. computing: by block key.
     """
@@ -83,10 +82,7 @@ def leader_of(
 
 
 def ranked_boundaries(request: Request) -> list[int]:
-    """Return a prompt's boundaries, most useful first.
-
-    The first, the end of the last turn, serves the next turn; the second serves a repeat of the prompt.
-    """
+    """First the end of the last turn, for the next turn, then what a repeat of the prompt reuses."""
     last = request.num_prompt_tokens - 1
     images = sorted((span.end for span in request.image_spans), reverse=True)
     turns = sorted(boundaries_of(request) - {last, *images})
@@ -96,10 +92,9 @@ def ranked_boundaries(request: Request) -> list[int]:
 
 
 def intervals(request: Request, start: int, room: int, least: int = CHUNK) -> list[int]:
-    """Return at most `room` evenly spaced numbers of tokens after `start`, none inside an image.
+    """Return at most `room` evenly spaced numbers of tokens, none inside an image.
 
-    Text prompts part anywhere. All numbers are multiples of the distance, so prompts with the same beginning share
-    them. least: minimum distance.
+    Multiples of the distance, so that prompts with the same beginning share them. least: minimum distance.
     """
     end = request.num_prompt_tokens
     inside = {place for span in request.image_spans for place in _multiples(span.start + 1, span.end)}

@@ -1,4 +1,4 @@
-"""Chooses the images that a step encodes, and manages embeddings and cross-attention states in memory."""
+"""Chooses images to encode, and manages embeddings and cross-attention states."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ class _Budget:
         return self.num_new > 0 and self.macs >= 1
 
     def take(self, missing: float, wanted: Iterable[float]) -> int | None:
-        """Take MACs for an image that lacks `missing`. Returns None for all, or the MACs taken.
-
-        wanted: MACs that each image lacks.
-        """
+        """Return the MACs taken for an image that lacks `missing`, or None for all. wanted: of each image."""
         if missing <= self.macs:
             self.macs -= missing
             return None
@@ -43,8 +40,6 @@ class _Budget:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """A chunk's use of an image, or of cross-attention states and their image."""
-
     image: ImageInput
     place: int
     """First token that needs it. -1: all tokens."""
@@ -61,12 +56,11 @@ class _Use:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether it is ready when the step computes tokens."""
         return self.fits and self.some is None
 
 
 class _Plan(NamedTuple):
-    """The uses of chunk ``start <= i < end``, up to the first that is not ready."""
+    """Uses of chunk ``start <= i < end``, up to the first that is not ready."""
 
     request: Request | None
     start: int
@@ -78,11 +72,7 @@ _NOTHING_PLANNED = _Plan(None, 0, 0, [])
 
 
 class Images(Resource):
-    """Owns the images' places in the encoder cache.
-
-    A step encodes an image whole if it has the time; otherwise several steps encode it. It is unusable until then, and
-    continues only while a running request needs it.
-    """
+    """Encodes a whole image in one step if it has the time, otherwise in several, while a running request needs it."""
 
     def __init__(
         self,
@@ -93,8 +83,7 @@ class Images(Resource):
         state_bytes: int,
         macs: Callable[[ImageInput], int],
     ) -> None:
-        """image_token_bytes: of an embedding. state_bytes: of a cross-attention state. macs: returns an image's
-        MACs."""
+        """macs: returns an image's MACs."""
         self.cache = cache
         self.queries = 0
         self.hits = 0
@@ -105,19 +94,19 @@ class Images(Resource):
         self._image_token_bytes = image_token_bytes
         self._state_bytes = state_bytes
         self._macs = macs
-        # Unfinished images by key, with the MACs that each lacks.
+        # key to missing MACs
         self.unfinished: dict[bytes, float] = {}
-        # Allocated cross-attention states whose image is being encoded.
+        # whose image is being encoded
         self.awaiting_image: set[bytes] = set()
-        # Unneeded images that the runner still encodes.
+        # still being encoded
         self.dropped: list[bytes] = []
         self._budget = _Budget(math.inf, max_encoded_images)
         self._plan = _NOTHING_PLANNED
-        # MACs of the images that running requests need next, known while images are unfinished.
+        # of the images that running requests need next, while images are unfinished
         self._wanted: dict[bytes, float] = {}
 
     def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
-        # The last prompt token, which may need an image, is scheduled like a generated token.
+        # a last prompt token that needs an image is scheduled like a generated token
         generating, waiting = False, 0
         for request in running:
             num_uncomputed = request.num_uncomputed
@@ -139,18 +128,18 @@ class Images(Resource):
             self.dropped = []
 
     def limit(self, request: Request, start: int, end: int) -> int:
-        """Return the first token of the first image that will not be ready."""
+        """The first token of an image that will not be ready."""
         if self._plan.request is not request or self._plan.start != start or self._plan.end < end:
             self._plan = _Plan(request, start, end, self._plan_uses(request, start, end))
         late = next((use for use in self._plan.uses[-1:] if not use.is_ready), None)
         return end if late is None else min(end, max(start, late.place))
 
     def settle(self, step: SchedulerOutput, request: Request, start: int, end: int, wanted: int) -> None:
-        """Images are pinned until later tokens are computed, states while the request runs."""
+        """Pin images until later tokens are computed, states while the request runs."""
         uses = [use for use in self._plan.uses if use.place < wanted]
         self._plan = _NOTHING_PLANNED
         hits = {key for use in uses if use.fits for key in use.sizes if key in self.cache}
-        # Pin existing images first, because a new image may evict unpinned ones.
+        # first, because a new image may evict unpinned ones
         pinned = {key for key in hits if self.cache.pin(key, request.request_id)}
         for use in uses:
             if use.fits:
@@ -163,7 +152,7 @@ class Images(Resource):
             if span.end <= num_computed:
                 self._unpin_image(request, span.image.key, num_computed)
         if request.cross is not None:
-            # Cross-attention states do not need the image's features again.
+            # the states do not need the image's features again
             self._unpin(request.cross.image.key, request)
 
     def fork(self, parent: Request, child: Request, *, first: bool) -> bool:
@@ -172,7 +161,7 @@ class Images(Resource):
         return True
 
     def release(self, request: Request, *, resumes: bool = False) -> None:
-        """Images that no other request needs stop encoding."""
+        """Stop encoding images that no other request needs."""
         for span in request.image_spans:
             self._unpin(span.image.key, request)
         if request.cross is not None and request.cross_key is not None:
@@ -180,7 +169,7 @@ class Images(Resource):
                 self._unpin(key, request)
 
     def discard(self, request: Request, *, out_of_memory: bool) -> None:
-        """After an out-of-memory error, drop everything that only this request needs, because parts may be missing."""
+        """After an out-of-memory error, parts of what only this request needs may be missing."""
         if not out_of_memory:
             return
         self.release(request)
@@ -191,7 +180,7 @@ class Images(Resource):
                 self.dropped.append(key)
 
     def missing_after(self, request: Request, num_computed: int) -> dict[bytes, int]:
-        """Return the bytes, by key, of images that later tokens need but memory lacks."""
+        """Bytes, by key, of images that later tokens need but memory lacks."""
         sizes: dict[bytes, int] = {}
         if request.cross is not None:
             sizes |= self._cross_sizes(request, request.cross)
@@ -204,14 +193,13 @@ class Images(Resource):
         return {image.key: image.num_embeddings * self._image_token_bytes}
 
     def _cross_sizes(self, request: Request, cross: CrossInput) -> dict[bytes, int]:
-        """Return bytes by key, including the image unless the states are computed."""
+        """Bytes by key, including the image unless the states are computed."""
         key = request.cross_key
         assert key is not None
         needs_image = key not in self.cache or key in self.awaiting_image
         return {key: cross.num_states * self._state_bytes} | (self._sizes(cross.image) if needs_image else {})
 
     def _plan_uses(self, request: Request, start: int, end: int) -> list[_Use]:
-        """Plan a chunk's images and states in order, up to the first that is not ready."""
         needs = [(span.image, span.start, self._sizes(span.image)) for span in request.spans_between(start, end)]
         if request.cross is not None:
             needs.insert(0, (request.cross.image, -1, self._cross_sizes(request, request.cross)))
@@ -287,10 +275,7 @@ class Images(Resource):
             step.encodings.append(ImageEncoding(key, None))
 
     def _unpin_image(self, request: Request, key: bytes, num_computed: int) -> None:
-        """Unpin an image unless it is partly computed.
-
-        Images that occur again later are unpinned too; pinned, they could leave no memory for the images in between.
-        """
+        """Keep a partly computed image. Later occurrences could leave no memory for the images in between."""
         if not any(s.image.key == key and s.start < num_computed < s.end for s in request.image_spans):
             self._unpin(key, request)
 

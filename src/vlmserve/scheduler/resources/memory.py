@@ -1,4 +1,4 @@
-"""The KV blocks of requests: finds, takes, registers and releases them."""
+"""The KV blocks of requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vlmserve.tasks import Prefill
 
 
 class Found(NamedTuple):
-    """A waiting request's cached blocks. At least one token stays uncomputed, for its logits."""
+    """Cached blocks. At least one token stays uncomputed, for its logits."""
 
     chains: list[Chain]
     """Keys of its shareable blocks, by pass."""
@@ -49,7 +49,7 @@ _NOTHING = Found([], [], 0, 0)
 
 
 def num_reusable(request: Request) -> int:
-    """Return the maximum number of leading tokens that may be cached. The states of later tokens are needed."""
+    """States of later tokens are needed."""
     if request.prompt_logprobs is not None:
         return 0
     most, reads_from = len(request.token_ids) - 1, request.task.reads_from(request.num_prompt_tokens)
@@ -57,7 +57,7 @@ def num_reusable(request: Request) -> int:
 
 
 class KVMemory(Resource):
-    """Fills the block tables of requests: one per cache column and pass."""
+    """One table per cache column and pass."""
 
     in_decodes = True
 
@@ -85,16 +85,16 @@ class KVMemory(Resource):
         self.forgotten: list[bytes] = []
         """Keys to delete from disk."""
         self.columns = [Column(number, window, block_size) for number, window in enumerate(windows)]
-        # Columns by window. Equal windows free the same blocks.
+        # equal windows free the same blocks
         self._windowed = [
             [number for number, other in enumerate(windows) if other == window]
             for window in dict.fromkeys(windows)
             if window is not None
         ]
-        # The running request that computes each block, by key. Others that need it wait.
+        # by block key
         self._computing: dict[bytes, Request] = {}
         self._not_finite: list[int] = []
-        # The last request passed to `ready`.
+        # the last request passed to `ready`
         self._found: tuple[Request | None, Found] = None, _NOTHING
 
     def end_step(self, step: SchedulerOutput) -> None:
@@ -104,8 +104,7 @@ class KVMemory(Resource):
         self._found = None, _NOTHING
 
     def ready(self, request: Request) -> bool:
-        """Return False while running requests compute at least half of what a request lacks, because waiting is
-        faster."""
+        """False while running requests compute at least half of the missing tokens: waiting is faster."""
         found = self.find(request)
         self._found = request, found
         keys, end = found.chains[0].keys, found.end
@@ -128,7 +127,7 @@ class KVMemory(Resource):
             return Found(chains, hits, reach, num_tokens)
         found = Found(chains, hits, reach, hits[0].end * size)
         if (num_tokens := min(request.num_shared, num_tokens)) // size == found.end:
-            # Its own last block is not cached, but the last block of the shared beginning may be.
+            # the last block of the shared beginning may be cached
             ends = [
                 Chain(chain.keys[: found.end], request.tail_key(keys, num_tokens, size))
                 for chain, keys in zip(chains, request.chains, strict=True)
@@ -146,7 +145,7 @@ class KVMemory(Resource):
         return self._found_of(request).end * self._size
 
     def missing(self, request: Request) -> int:
-        """New blocks, found blocks that no one holds, and one per table to grow."""
+        """New blocks, found unheld blocks, and one per table to grow."""
         found = self._found_of(request)
         new = sum(_num_new(request, self.columns, found.end, self._max_chunk)) + len(self.columns)
         return len(request.chains) * new + self.cache.num_taken(found.hits)
@@ -156,7 +155,6 @@ class KVMemory(Resource):
         return self.pool.num_free - taken - _num_growing(running)
 
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
-        """The request resumes after its cached tokens."""
         whole = self._found_of(request)
         free = self.pool.num_free - _num_growing(running)
         for found in (whole, whole.without_tails(self._size)):
@@ -174,7 +172,7 @@ class KVMemory(Resource):
         if self._windowed and not request.boundaries:
             request.boundaries = boundaries_of(request)
         if self._windowed and found.reach:
-            # Prompts part there. Windows' missing blocks there are computed once, and kept.
+            # Prompts part there. Windows' missing blocks are computed once.
             request.boundaries = request.boundaries | {found.reach * self._size}
         for hit, blocks in zip(hits, self.cache.take(hits, keys, new), strict=True):
             table = BlockTable()
@@ -226,7 +224,7 @@ class KVMemory(Resource):
         return wanted <= self.pool.num_free
 
     def advance(self, request: Request, num_computed: int) -> None:
-        """Register newly full blocks, and the prompt's last block. Free blocks outside windows."""
+        """Register full blocks and the prompt's last block. Free blocks outside windows."""
         before, size = request.num_computed, self._size
         if self._prefix_caching and num_computed // size > before // size:
             self._register_full(request, before // size, num_computed // size)
@@ -240,11 +238,7 @@ class KVMemory(Resource):
                 self._free_before(request, numbers, needed)
 
     def _free_before(self, request: Request, numbers: Sequence[int], needed: int) -> None:
-        """Free the blocks before `needed` in columns of one window, in all passes.
-
-        They are marked unwanted, so that they do not evict more useful blocks, except those within a window before a
-        boundary.
-        """
+        """Free blocks in columns of one window, as unwanted, except within a window before a boundary."""
         first = request.tables[numbers[0]].first
         wanted = _wanted(request, self.columns[numbers[0]], first, needed)
         unwanted = [index for index in range(first, needed) if index not in wanted]
@@ -268,9 +262,9 @@ class KVMemory(Resource):
                 self._computing.pop(key, None)
 
     def _register_tail(self, request: Request, num_tokens: int, stores: list[tuple[int, bytes]] | None = None) -> None:
-        """Register the partly filled block that ends after `num_tokens` computed tokens.
+        """The partly filled block after `num_tokens` computed tokens.
 
-        stores: receives the block, unless a step may change it before it is stored.
+        stores: receives the block, unless a step may change it first.
         """
         tables = iter(request.tables)
         for chain in request.chains if self._prefix_caching else ():
@@ -282,7 +276,7 @@ class KVMemory(Resource):
                         stores.append((table.blocks[num_tokens // self._size], column.key(key)))
 
     def fork(self, parent: Request, child: Request, *, first: bool) -> bool:
-        """Share full blocks. The first child takes a partly filled block over, others get a copy."""
+        """The first child takes a partly filled block over, others get a copy."""
         full, filled = divmod(parent.num_computed, self._size)
         copies = not first and filled > 0
         if copies and self.pool.num_free < len(parent.tables):
@@ -304,9 +298,7 @@ class KVMemory(Resource):
 
     def discard(self, request: Request, *, out_of_memory: bool) -> None:
         """Forget what a failed request found or computed, also on the host, and zero its unshared blocks, which may
-        hold NaN or nothing.
-
-        Blocks outside windows are already free, and another request owns the source of a copied tail.
+        hold NaN.
         """
         forgotten = []
         for chain in request.chains:
@@ -323,7 +315,7 @@ class KVMemory(Resource):
     def release(self, request: Request, *, resumes: bool = False) -> None:
         if resumes:
             self._register_tail(request, request.num_computed)
-        # Release the last block first: it is useless without earlier blocks, so it should be evicted first.
+        # earlier blocks are useful without later ones
         for table in request.tables:
             self.pool.release(reversed(table.held))
         request.drop_blocks()
@@ -333,33 +325,32 @@ class KVMemory(Resource):
 
 
 def _num_growing(running: Sequence[Request]) -> int:
-    """One block per table, which running requests may need soon."""
     return sum(len(request.tables) for request in running)
 
 
 def _num_new(request: Request, columns: Sequence[Column], end: int, max_chunk: int) -> list[int]:
-    """Return how many blocks each table needs after its first `end`."""
+    """After the first `end` blocks of each table."""
     size = columns[0].block_size
     whole = -(-len(request.token_ids) // size)
-    # One step computes a whole span.
+    # one step computes a whole span
     chunk = max([max_chunk, *(last - first for first, last in request.bidirectional_spans)])
     counts = [
         min(whole, column.first_needed(end) + window_blocks(column.window, chunk, size)) if column.window else whole
         for column in columns
     ]
-    # Rounding may give a smaller window one more block, but no table may exceed the first.
+    # a smaller window may round up to one more block
     return [min(count, counts[0]) - end for count in counts]
 
 
 def boundaries_of(request: Request) -> set[int]:
-    """Return the ends of the first turn, the last turn and images, and the part that a repeated prompt reuses."""
+    """The ends of the first turn, last turn and images, and what a repeated prompt reuses."""
     prompt = request.token_ids[: request.num_prompt_tokens]
     turns = [place for place, token in enumerate(prompt, start=1) if token in request.turn_end_ids]
     return {*turns[:1], *turns[-1:], *(span.end for span in request.image_spans), request.num_prompt_tokens - 1}
 
 
 def _wanted(request: Request, column: Column, start: int, end: int) -> list[int]:
-    """Return the blocks ``start <= i < end`` within a window before a boundary, last first."""
+    """Blocks ``start <= i < end`` within a window before a boundary, last first."""
     wanted: set[int] = set()
     for boundary in request.boundaries:
         first = column.first_needed(boundary // column.block_size)

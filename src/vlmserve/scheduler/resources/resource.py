@@ -17,7 +17,7 @@ class Failed(NamedTuple):
 
 
 class Resource:
-    """Something that requests hold. By default it never runs out."""
+    """By default it never runs out."""
 
     in_decodes = False
     """True if `grow` and `advance` are also called for decodes."""
@@ -25,39 +25,37 @@ class Resource:
     """True if `failed` is called."""
 
     def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
-        """Also called when a step is planned again after a preemption."""
+        """Also called when a step is planned again."""
 
     def end_step(self, step: SchedulerOutput) -> None:
-        """Add the runner's work to a planned step. A step without work does not run."""
+        """Add the runner's work. Steps without work do not run."""
 
     def arrive(self, request: Request) -> None:
         """A request begins to wait."""
 
     def ready(self, request: Request) -> bool:
-        """If not ready, a waiting request lets others overtake it."""
+        """Others overtake requests that are not ready."""
         return True
 
     def num_found(self, request: Request) -> int:
-        """Return the computed leading tokens of a `ready` request."""
         return 0
 
     def missing(self, request: Request) -> int:
-        """Return the units that a `ready` request needs."""
         return 0
 
     def room(self, running: Sequence[Request]) -> int:
-        """Return the units that are free after the running requests' next step."""
+        """Units free after the running requests' next step."""
         return 0
 
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
         """Take what a `ready` request needs to start, and leave what `running` may need soon.
 
-        Returns False, taking nothing, if there is no room. Then no request overtakes it.
+        Returns False, taking nothing, without room. Then no request overtakes it.
         """
         return True
 
     def grow(self, request: Request, num_tokens: int, spare: Sequence[Request] = ()) -> int:
-        """Take what the next `num_tokens` tokens of a running request need, and leave what `spare` may need soon.
+        """Take what the next tokens need, and leave what `spare` may need soon.
 
         Returns how many tokens have room. If 0, a decode preempts another request.
         """
@@ -72,7 +70,7 @@ class Resource:
         return end
 
     def settle(self, step: SchedulerOutput, request: Request, start: int, end: int, wanted: int) -> None:
-        """Take what chunk ``start <= i < end`` needs, after all limits are known.
+        """Take what chunk ``start <= i < end`` needs.
 
         wanted: its end without this resource, which may prepare up to there.
         """
@@ -81,19 +79,18 @@ class Resource:
         """Tokens ``request.num_computed <= i < num_computed`` are computed."""
 
     def may_plan_ahead(self, following: Sequence[tuple[Request, int]]) -> bool:
-        """Return whether `grow` has room for all these requests and numbers of tokens."""
+        """Return whether `grow` has room."""
         return True
 
     def fork(self, parent: Request, child: Request, *, first: bool) -> bool:
-        """Let a child replace its beam. first: it takes over what its siblings copy. Returns False if there is no
-        room."""
+        """Let a child replace its beam. first: it takes over what siblings copy. Returns False without room."""
         return True
 
     def undo(self, request: Request) -> None:
         """An unfinished step may have changed what a request holds."""
 
     def release(self, request: Request, *, resumes: bool = False) -> None:
-        """Take back what a request holds, if anything. resumes: its computed tokens are needed again soon."""
+        """resumes: computed tokens are needed again soon."""
 
     def discard(self, request: Request, *, out_of_memory: bool) -> None:
         """Drop what a failed request computed. out_of_memory: also what may be missing."""
@@ -102,18 +99,18 @@ class Resource:
         return []
 
     def wait(self, seconds: float) -> bool:
-        """Return False immediately if no request will become ready."""
+        """Return False immediately if nothing is in progress."""
         return False
 
 
 class Resources:
-    """All resources, asked in order and taken in reverse: the last is the scarcest, and the most expensive to ask."""
+    """Asked in order, released in reverse: the last is the scarcest, and the most expensive to ask."""
 
     def __init__(self, resources: Sequence[Resource]) -> None:
         self._all = tuple(resources)
         self._in_decodes = tuple(one for one in resources if one.in_decodes)
         self._failing = tuple(one for one in resources if one.may_fail)
-        # Called for each token, so a single resource is called directly.
+        # called for each token
         single = len(self._in_decodes) == 1
         self.grow_decode: Callable[[Request, int], int] = self._in_decodes[0].grow if single else self._grow_decode
 
@@ -139,7 +136,7 @@ class Resources:
         return [one.missing(request) for one in self._all]
 
     def have_room(self, wanted: Sequence[int], running: Sequence[Request]) -> bool:
-        """Return whether all resources have `wanted` units after the running requests' next step."""
+        """Units free after the running requests' next step."""
         return all(units <= one.room(running) for units, one in zip(wanted, self._all, strict=True))
 
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
@@ -159,10 +156,10 @@ class Resources:
         return num_tokens
 
     def cut(self, step: SchedulerOutput, request: Request, start: int, end: int) -> int:
-        """Return where chunk ``start <= i < end`` really ends, and take what it needs.
+        """Return where chunk ``start <= i < end`` ends, and take what it needs.
 
-        A bidirectional span is never split: the chunk ends before it, or after it if it begins there. This may exceed
-        the budget, as may `Resource.extend`. A chunk may begin inside a span whose first tokens were cached.
+        Bidirectional spans are never split, even beyond the budget. A chunk may begin inside a span that is partly
+        cached.
         """
         if (span := request.bidirectional_span_at(end)) is not None:
             end = span[0] if span[0] > start else span[1]

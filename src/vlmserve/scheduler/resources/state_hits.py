@@ -1,4 +1,4 @@
-"""Finds cached prefixes for models with states, and decides which ones to wait for."""
+"""Finds cached prefixes for models with states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmserve.scheduler.resources.memory import Found, KVMemory, boundaries_of, 
 
 
 class StateHits(KVMemory):
-    """Finds prefixes with all their blocks, including the partly filled one, and a checkpoint of the state."""
+    """Needs all blocks, also the partly filled one, and a checkpoint."""
 
     def __init__(self, cache: PrefixCache, block_size: int, *, states: StatePool, **options: Any) -> None:
         super().__init__(cache, block_size, **{**options, "max_chunk": options["max_chunk"] + CHUNK})
@@ -21,7 +21,6 @@ class StateHits(KVMemory):
         self.planned = PlannedCheckpoints(block_size)
 
     def ready(self, request: Request) -> bool:
-        """See `KVMemory.ready`."""
         found = self.find(request)
         self._found = request, found
         if not self._shares(request):
@@ -30,7 +29,7 @@ class StateHits(KVMemory):
         return 2 * (self._awaited(request, found) - start) < len(request.token_ids) - start
 
     def _awaited(self, request: Request, found: Found) -> int:
-        """Return after how many of its tokens a running request will leave a checkpoint."""
+        """Tokens after which a running request will leave a checkpoint."""
         leader, shared = leader_of(request, found.reach, self._computing, self._size)
         places = {*request.boundaries}
         if leader is not None and leader.state is not None:
@@ -39,7 +38,7 @@ class StateHits(KVMemory):
         return max((n for n in places if prefix_key(request, n, self._size) in self.planned), default=0)
 
     def arrive(self, request: Request) -> None:
-        """Let the running request that computes the same tokens leave a checkpoint where they part."""
+        """Let a request with the same tokens leave a checkpoint where they part."""
         if not self._shares(request) or not self.states.spare_room:
             return
         leader, shared = leader_of(request, self.find(request).reach, self._computing, self._size)
@@ -48,7 +47,7 @@ class StateHits(KVMemory):
             return
         if parting > leader.state.reached and parting not in leader.state.leaving:
             self.planned.add(leader, [parting])
-            # It keeps the blocks of windows before the checkpoint.
+            # it keeps the blocks of windows before the checkpoint
             leader.boundaries = leader.boundaries | {parting}
 
     def _shares(self, request: Request) -> bool:

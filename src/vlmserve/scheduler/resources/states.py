@@ -19,10 +19,9 @@ from vlmserve.steps import BlockCopy, SchedulerOutput
 
 
 class StateMemory(StateHits):
-    """Fills block tables, and gives each running request a state slot per pass.
+    """Block tables, and a state slot per pass.
 
-    Requests leave checkpoints at boundaries of their prompts, where prompts part, and at even intervals. At their end,
-    they become checkpoints.
+    Requests leave checkpoints at boundaries of prompts, where prompts part, at even intervals, and at their end.
     """
 
     def __init__(self, cache: PrefixCache, block_size: int, *, states: StatePool, **options: Any) -> None:
@@ -30,16 +29,16 @@ class StateMemory(StateHits):
         spared = states.num_slots // 4 if self._prefix_caching else 0
         self._max_working = states.num_slots - spared
         self._num_working = 0
-        # Keys of checkpoints that a step in flight writes, by the request that left them.
+        # checkpoints that a step in flight writes, by request
         self._unproven: dict[str, list[bytes]] = {}
 
     @property
     def num_places(self) -> int:
-        """Free slots for new requests. Some slots are reserved for checkpoints."""
+        """Without slots for checkpoints."""
         return min(self._max_working - self._num_working, self.states.num_free)
 
     def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
-        self._unproven.clear()  # No step is in flight.
+        self._unproven.clear()  # no step is in flight
 
     def end_step(self, step: SchedulerOutput) -> None:
         super().end_step(step)
@@ -64,7 +63,7 @@ class StateMemory(StateHits):
         wanted = ranked_boundaries(request)[: max(1, self.states.num_slots // 2)]
         state.kept = {*wanted[:1]}
         if (parting := found.reach * self._size // CHUNK * CHUNK) > start:
-            # Prompts part there. The state's missing part is computed once.
+            # the missing part of the state is computed once
             wanted.append(parting)
             state.kept.add(parting)
         cuts = {*boundaries_of(request), *(span.start for span in request.image_spans), *wanted}
@@ -73,7 +72,7 @@ class StateMemory(StateHits):
             return
         for key in request.keys_of_full_blocks(request.chains[0], end // self._size, self._size)[start // self._size :]:
             self._computing.setdefault(key, request)
-        # Each checkpoint keeps a window's blocks.
+        # each checkpoint keeps a window's blocks
         least = max([CHUNK, *(column.window for column in self.columns if column.window is not None)])
         between = intervals(request, start, self.states.spare_room // 2, least)
         self.planned.add(request, [place for place in sorted({*wanted, *between}) if start < place < end])
@@ -81,7 +80,7 @@ class StateMemory(StateHits):
             request.boundaries = request.boundaries | {*state.leaving}
 
     def grow(self, request: Request, num_tokens: int, spare: Sequence[Request] = ()) -> int:
-        """States cannot be rolled back, so drafts get no room. See `extend` for the end of chunks."""
+        """Drafts get no room, because states cannot be rolled back."""
         reach = num_tokens
         if 0 < num_tokens < request.num_uncomputed:
             reach = max(num_tokens, _next_end(request, request.num_computed) - request.num_computed)
@@ -109,8 +108,8 @@ class StateMemory(StateHits):
                 state.unsent.append((cut, state.slots))
 
     def advance(self, request: Request, num_computed: int) -> None:
-        """Register checkpoints before blocks outside windows are freed."""
-        state = request.state  # None: it was preempted, and got its token late.
+        """Register checkpoints before blocks are freed."""
+        state = request.state  # preempted before its token came
         if state is not None and state.held:
             for slot in state.held:
                 self.states.release(slot)
@@ -133,8 +132,7 @@ class StateMemory(StateHits):
         state.keys += keys
 
     def _leave_last(self, request: Request, state: StateSlots) -> None:
-        """Turn the working states into checkpoints. A step in flight may add the answer's last token, which is
-        known."""
+        """A step in flight may add the last token."""
         num_known, ahead = len(request.token_ids), state.reached - request.num_computed
         if state.reached > num_known and request.stop_token_id is not None:
             request.token_ids.append(request.stop_token_id)
@@ -146,14 +144,13 @@ class StateMemory(StateHits):
         del request.token_ids[num_known:]
 
     def lose(self, request_ids: Iterable[str]) -> None:
-        """Forget the last checkpoints of requests that failed in their last step."""
+        """Forget checkpoints of requests that failed in their last step."""
         for key in [key for name in request_ids for key in self._unproven.pop(name, ())]:
             self.states.forget(key)
             blocks = [self.cache.forget(column.key(key)) for column in self.columns]
             self._not_finite += [block for block in blocks if block is not None and self.pool.ref_count(block) == 0]
 
     def fork(self, parent: Request, child: Request, *, first: bool) -> bool:
-        """The first child takes over the slots, others get copies."""
         state = parent.state
         assert state is not None
         if not super().fork(parent, child, first=first):
@@ -171,7 +168,7 @@ class StateMemory(StateHits):
         return True
 
     def undo(self, request: Request) -> None:
-        """A failed step may have changed working states partly, so they do not become checkpoints."""
+        """Working states that may have changed do not become checkpoints."""
         if request.state is not None:
             request.state.sources = []
 
@@ -182,7 +179,6 @@ class StateMemory(StateHits):
             self.states.forget(key)
 
     def release(self, request: Request, *, resumes: bool = False) -> None:
-        """The working states become checkpoints."""
         state = request.state
         if state is not None:
             for slot in [*state.held, *(slot for _, slots in state.planned for slot in slots)]:
@@ -192,18 +188,18 @@ class StateMemory(StateHits):
                 if self._prefix_caching and state.sources == state.slots:
                     self._leave_last(request, state)
                 for slot in state.slots:
-                    # The next turn does not contain this answer's reasoning.
+                    # the next turn does not contain this answer's reasoning
                     self.states.release(slot, spare=request.thoughts is not None and not resumes)
                 self._num_working -= len(state.slots)
                 for number in ranked_boundaries(request)[:1] if self._prefix_caching else ():
                     for key in prefix_keys(request, number, self._size):
-                        # The next turn surely begins with this checkpoint, so evict it after the answer's.
+                        # the next turn begins with it
                         self.states.touch(key)
         super().release(request, resumes=resumes)
 
 
 class StatePlaces(Resource):
-    """The slots of `StateMemory` as a resource, so that lower priorities give them up."""
+    """A resource, so that lower priorities give slots up."""
 
     def __init__(self, memory: StateMemory) -> None:
         self._memory = memory

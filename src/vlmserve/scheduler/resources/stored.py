@@ -1,4 +1,4 @@
-"""Disk entries that requests need. A request waits while they are read, and others overtake it."""
+"""Waits for disk entries that requests need."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ MAX_DEFERRED = 32
 
 
 class Stored(Resource):
-    """Reads a request's KV blocks that memory lacks, and images for later tokens. It runs before memory and images,
-    which then find them."""
+    """Reads what memory lacks before memory and images look for it."""
 
     def __init__(self, fetches: Fetches, images: Images, memory: KVMemory, block_bytes: int) -> None:
         self._fetches, self._images, self._memory = fetches, images, memory
         self._block_bytes = block_bytes
-        # Requests that started reading, or have nothing to read.
+        # reading, or nothing to read
         self._asked: set[str] = set()
-        # Requests with something to read that have not started.
+        # something to read
         self._deferred: set[str] = set()
         self._num_deferred = 0
 
@@ -51,7 +50,7 @@ class Stored(Resource):
         return self._fetches.is_done(name)
 
     def _plan(self, request: Request) -> Callable[[Read], None] | None:
-        """Return a function that reads a request's entries in a thread, if any."""
+        """Return a function that reads in a thread."""
         has, memory, prefix = self._fetches.tier.has, self._memory, None
         found = memory.find(request)
         if memory.stores is not None:

@@ -1,4 +1,4 @@
-"""Chooses the KV blocks of a prefix to read from disk, and their order."""
+"""Chooses the KV blocks to read from disk, and their order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlmserve.scheduler.resources.memory import Found, num_reusable
 
 
 class StoredPrefix(NamedTuple):
-    """Blocks that memory lacks. Immutable, so a thread may read them."""
+    """Immutable, so that a thread may read them."""
 
     chains: Sequence[Chain]
     columns: Sequence[Column]
@@ -24,13 +24,12 @@ class StoredPrefix(NamedTuple):
 
     @property
     def first_keys(self) -> list[bytes]:
-        """Without any of these keys, nothing on disk is useful."""
+        """Without these, nothing on disk is useful."""
         keys = self.chains[0].keys if self.chains else ()
         first = [*keys[self.start : self.start + 1], *(tail[0] for tail in self.tails.get(self.start, ()))]
         return [self.columns[0].key(key) for key in first]
 
     def read(self, read: Read) -> int:
-        """Return the number of leading tokens in full blocks."""
         end = self.start
         while end < len(self.chains[0].keys) and all(read(key, self.block_bytes) for key in self._whole(end)):
             end += 1
@@ -47,13 +46,13 @@ class StoredPrefix(NamedTuple):
         return end * self.block_size
 
     def _whole(self, number: int) -> Iterator[bytes]:
-        """Return a block's keys in columns without a window, or else in all columns."""
+        """Keys in columns without a window, or else in all."""
         columns = [column for column in self.columns if column.window is None] or self.columns
         return (column.key(chain.keys[number]) for chain in self.chains for column in columns)
 
 
 def stored_prefix(request: Request, found: Found, columns: Sequence[Column], block_bytes: int) -> StoredPrefix | None:
-    """found: what memory has. None: memory has all that the request can reuse."""
+    """found: what memory has. None: it has all that the request can reuse."""
     size, most = columns[0].block_size, num_reusable(request)
     if not found.chains or not most or found.num_tokens == most:
         return None
