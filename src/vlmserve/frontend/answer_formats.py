@@ -47,10 +47,7 @@ class AnswerFormats:
     def text(
         self, params: SamplingParams, thoughts: Thoughts | None = None, shown_ids: frozenset[int] = frozenset()
     ) -> AnswerText:
-        """Make the detokenizer of one answer, with the request's stop strings.
-
-        thoughts: reasoning that the answer may begin with. shown_ids: control tokens to show.
-        """
+        """`thoughts`: reasoning that may begin the answer. shown_ids: control tokens to show."""
         shown_ids = shown_ids if params.skip_special_tokens else self._tokenizer.special_ids
         text = Detokenizer(
             self._tokenizer,
@@ -67,7 +64,7 @@ class AnswerFormats:
         return AnswerText(text, thought, Thinking.of(thoughts, params), strips=strips, title=title)
 
     def with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """Add the token ids of the bad words, both at the start of a word and inside one."""
+        """Add token ids of the bad words, both at the start of a word and inside one."""
         if not params.bad_words:
             return params
         words: dict[tuple[int, ...], None] = {}
@@ -80,15 +77,13 @@ class AnswerFormats:
         return msgspec.structs.replace(params, bad_token_ids=tuple(words))
 
     def knows_grammar(self, grammar: Grammar) -> bool:
-        """True if `check_grammar` would return at once."""
         return self._trials.passed(grammar)
 
     def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None, *, quick: bool = False) -> list[str]:
         """Compile a grammar in a limited process. Return the schema keywords that answers may violate.
 
-        tools: tools whose calls obey the grammar. quick: wait only briefly.
-
-        Raises InvalidRequestError, naming the tool, or its subclass SlowGrammarError if compiling takes too long.
+        tools: tools whose calls obey the grammar. quick: wait only briefly. Raises InvalidRequestError, naming the
+        tool, or its subclass SlowGrammarError.
         """
         is_new = not self._trials.passed(grammar)
         try:

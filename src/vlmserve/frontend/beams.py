@@ -13,7 +13,7 @@ from vlmserve.types import MAX_BIASES, BeamSearch, EngineOutput, EngineRequest, 
 
 
 class BeamStream:
-    """One answer of a beam search, as a stream with one output. Closing any of the streams cancels the search."""
+    """One answer of a beam search. Closing any of the streams cancels the search."""
 
     def __init__(self, search: asyncio.Task[list[EngineOutput]], place: int) -> None:
         self._search = search
@@ -31,7 +31,6 @@ class BeamStream:
         return outputs[self._place]
 
     def close(self) -> None:
-        """Cancel the search unless it has ended."""
         self._ended = True
         self._search.cancel()
 
@@ -39,7 +38,7 @@ class BeamStream:
 def start_beam_search(
     client: EngineClient, request: EngineRequest, search: BeamSearch, num_answers: int, max_logprobs: int
 ) -> list[BeamStream]:
-    """Search for the `num_answers` best answers; return their streams, best first.
+    """Return the streams of the `num_answers` best answers, best first.
 
     Raises InvalidRequestError for unsupported parameters. The streams raise what `EngineClient.submit_together` does.
     """
@@ -81,7 +80,7 @@ async def _search(client: EngineClient, request: EngineRequest, num_answers: int
 
 
 def _check_params(params: SamplingParams) -> None:
-    """Raise InvalidRequestError, naming the field, for parameters that beam search does not support."""
+    """Raise InvalidRequestError for parameters that beam search does not support."""
     if len(params.allowed_token_ids or ()) > MAX_BIASES:
         raise InvalidRequestError(
             f"allowed_token_ids must have at most {MAX_BIASES} token ids with use_beam_search",

@@ -9,5 +9,5 @@ from vlmserve.types import TokenLogprobs
 
 
 def mean_logprob(logprobs: Sequence[TokenLogprobs]) -> float:
-    """Mean logprob of an answer's tokens; minus infinity without tokens."""
+    """Return minus infinity without tokens."""
     return sum(token.logprob for token in logprobs) / len(logprobs) if logprobs else -math.inf

@@ -59,8 +59,7 @@ _OUT_OF_MEMORY = (
 class KeptContext(zmq.asyncio.Context):
     """A context that only `term` terminates.
 
-    ZeroMQ's contexts terminate themselves when the garbage collector finalizes them. The finalizer waits for their
-    sockets, in whatever thread collects.
+    Other contexts terminate when the garbage collector finalizes them, and wait for their sockets in any thread.
     """
 
     def __del__(self) -> None:
@@ -68,7 +67,7 @@ class KeptContext(zmq.asyncio.Context):
 
 
 class EngineClient:
-    """Owns an engine process and talks to it from one event loop. Make one with `start`, and close it."""
+    """Talks to an engine process from one event loop. Make one with `start`, and close it."""
 
     def __init__(self, process: EngineProcess) -> None:
         self.process = process
@@ -112,8 +111,7 @@ class EngineClient:
         """Start an engine process, or adopt a launched one, and wait until its model is loaded.
 
         folder: the checkpoint, if `config.model` is already resolved. timeout: seconds. on_progress: gets lines about
-        loading progress.
-        Raises ModelLoadError or ConfigurationError as the engine did, and EngineDeadError if it exited without a
+        loading. Raises the engine's ModelLoadError or ConfigurationError, and EngineDeadError if it exited without a
         reason.
         """
         client = cls(process or EngineProcess.launch(config, folder))
@@ -143,12 +141,10 @@ class EngineClient:
         return len(self._streams)
 
     async def submit_together(self, requests: Sequence[EngineRequest]) -> list[EngineStream]:
-        """Send requests in one message, which holds each image once. Wait at most one step until the engine has added
-        them.
+        """Send requests in one message, which holds each image once. Wait until the engine has added them.
 
-        If the engine rejects one request, the others are aborted. Close the streams. Never reuse the id of an aborted
-        request: outputs in flight would reach the new request.
-        Raises what `VLMEngine.add` does, EngineDeadError, and UnavailableError while closing.
+        If one is rejected, the others are aborted. Close the streams. Never reuse the id of an aborted request, whose
+        outputs may be in flight. Raises what `VLMEngine.add` does, EngineDeadError, and UnavailableError while closing.
         """
         if (error := self._gone()) is not None:
             raise error
@@ -172,16 +168,13 @@ class EngineClient:
         return list(streams.values())
 
     def fail_all(self, error: Callable[[], VLMServeError]) -> None:
-        """Abort every request; its stream raises this error."""
+        """Abort every request with this error."""
         for stream in list(self._streams.values()):
             stream.fail(error)
             self._forget(stream.request_id)
 
     async def fail_waiting(self, request_ids: Collection[str], error: Callable[[], VLMServeError]) -> None:
-        """Abort these requests if the engine has started none of them; their streams raise this error.
-
-        Raises as `EngineCalls.inspect` does.
-        """
+        """Abort these requests if the engine has started none of them. Raises as `EngineCalls.inspect` does."""
         snapshot = await self.calls.inspect()
         waiting = {shown.request_id for shown in snapshot.requests if shown.state == "waiting"}
         if waiting.issuperset(request_ids):
@@ -210,7 +203,7 @@ class EngineClient:
         self.heartbeat.close()
         self._context.term()
         if self._ready.done() and not self._ready.cancelled():
-            self._ready.exception()  # retrieved, so that asyncio does not log it
+            self._ready.exception()  # so that asyncio does not log it
         self.process.close()
 
     async def _wait_until_ready(self, model: str, timeout: float) -> None:
@@ -235,7 +228,6 @@ class EngineClient:
             self._loop.call_soon_threadsafe(self._exited.set)
 
     async def _watch(self) -> None:
-        """Fail all requests once the process has exited."""
         await self._exited.wait()
         if self._closing:
             return
@@ -332,7 +324,7 @@ class EngineClient:
 
 
 def _check_task(process: EngineProcess, task: asyncio.Task[None]) -> None:
-    """Kill the engine if this task failed: without it, requests would wait forever."""
+    """Kill the engine if the task failed: without it, requests would wait forever."""
     if not task.cancelled() and task.exception() is not None:
         logger.error("The engine's messages cannot be read", exc_info=task.exception())
         process.kill()

@@ -1,4 +1,4 @@
-"""Turns checked messages into tokens with the chat template, the tool form and the tokenizer."""
+"""Turns checked messages into tokens with chat template, tool form and tokenizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _THINKING_SETTINGS = ("enable_thinking", "thinking")
 
 
 def thinking_settings(thinks: bool, known: Collection[str]) -> dict[str, Any]:
-    """The chat template's variable for whether to think, if the template has one."""
+    """The template's variable for whether to think, if any."""
     return {name: thinks for name in _THINKING_SETTINGS if name in known}
 
 
@@ -55,8 +55,6 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Renderer:
-    """Renders conversations with a checkpoint's chat template."""
-
     template: ChatTemplate
     tool_template: ChatTemplate
     """Renders requests with tools."""
@@ -70,9 +68,8 @@ class Renderer:
     def render(
         self, messages: Sequence[Message], counts: Mapping[MediaKind, int], options: ConversationOptions
     ) -> Rendered:
-        """Return the tokens of checked messages. counts: media in the messages, by kind.
-
-        Raises InvalidRequestError if the template omits media, and as `ChatTemplate.render` does.
+        """counts: media in the messages, by kind. Raises InvalidRequestError if the template omits media, and as
+        `ChatTemplate.render` does.
         """
         tools = options.get("tools")
         template, form = self.template if tools is None else self.tool_template, self.answers.tool_form

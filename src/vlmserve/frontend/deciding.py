@@ -1,4 +1,4 @@
-"""Questions about the same content: a prompt for each, its possible answers, and their probabilities."""
+"""Questions about the same content, their possible answers, and the probabilities."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Question(NamedTuple):
     def choice(
         cls, instructions: str | Parts, answers: Sequence[str], about: Sequence[str | None] | None = None
     ) -> Question:
-        """Ask for one of several answers. about: a description of each."""
+        """about: a description of each answer."""
         rule = f"Answer only with one of these choices:\n{_described(answers, about)}"
         return cls(_as_parts(instructions), rule, answers)
 
@@ -51,12 +51,11 @@ class Question(NamedTuple):
     def score(
         cls, instructions: str | Parts, levels: Sequence[str], about: Sequence[str | None] | None = None
     ) -> Question:
-        """Ask for one of several levels, lowest first. about: a description of each."""
+        """levels: lowest first. about: a description of each."""
         rule = f"Answer only with one of these levels, lowest first:\n{_described(levels, about)}"
         return cls(_as_parts(instructions), rule, levels)
 
     def after(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The conversation with this question at its end."""
         rule = [{"type": "text", "text": self.rule}]
         return asked(messages, [*rule, *self.parts] if self.rule_first else [*self.parts, *rule])
 
@@ -74,7 +73,7 @@ class Decider:
     """Tokenizes answers as the model itself would write them."""
 
     def __init__(self, preparer: RequestPreparer) -> None:
-        """Raises InvalidRequestError for a model without a chat template or without a language model head."""
+        """Raises InvalidRequestError for a model without chat template or language model head."""
         made = preparer.vectors.instead_of_text
         if made is not None:
             raise InvalidRequestError(f"this model cannot decide: it makes {made}; serve a chat model", param="model")
@@ -102,7 +101,7 @@ class Decider:
 
 
 def _end_of_turn(preparer: RequestPreparer) -> list[int]:
-    """The token that the chat template writes after an answer, else the tokenizer's end token. Rendered once."""
+    """The token that the chat template writes after an answer, else the tokenizer's end token."""
     if preparer not in _ENDS:
         _ENDS[preparer] = _rendered_end(preparer)
     return _ENDS[preparer]
@@ -140,14 +139,14 @@ def asked(messages: Sequence[Mapping[str, Any]], question: Parts) -> list[dict[s
 
 
 def with_shared(prompts: Sequence[Prompt]) -> tuple[Prompt | None, list[Prompt]]:
-    """Return the shared prefix of several prompts, and the prompts with its length."""
+    """Return the shared prefix, and the prompts with its length."""
     shared = shared_prefix(prompts) if len(prompts) > 1 else None
     count = 0 if shared is None else len(shared.token_ids)
     return shared, [msgspec.structs.replace(prompt, thoughts=None, num_shared=count) for prompt in prompts]
 
 
 def shared_prefix(prompts: Sequence[Prompt]) -> Prompt | None:
-    """Return the longest common prefix of all prompts; None if it is empty."""
+    """None if it is empty."""
     first = prompts[0]
     if any(prompt.cross != first.cross for prompt in prompts):
         return None
@@ -171,7 +170,7 @@ def shared_prefix(prompts: Sequence[Prompt]) -> Prompt | None:
 
 
 def probabilities(result: npt.NDArray[np.float32], temperature: float = 1.0) -> list[float]:
-    """Normalize the probabilities of the answers to one question. result: log probabilities from `Decider.task`."""
+    """Normalize the probabilities of the answers to one question. result: log probabilities of `Decider.task`."""
     sums = result.astype(np.float64) / temperature
     weights = np.exp(sums - sums.max())
     return [float(value) for value in weights / weights.sum()]

@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def default_sampling(folder: Path) -> SamplingParams:
-    """Sampling parameters of generation_config.json or the GGUF file, with OpenAI's defaults for the rest.
+    """Read generation_config.json or the GGUF file, with OpenAI's defaults for the rest.
 
-    An explicit ``"do_sample": false`` means greedy. Values out of range are ignored with a warning. Raises
-    ModelLoadError for a file that is not JSON.
+    ``"do_sample": false`` means greedy. Values out of range are ignored with a warning. Raises ModelLoadError for a
+    file that is not JSON.
     """
     file = language_model(folder)
     path = file or folder / "generation_config.json"

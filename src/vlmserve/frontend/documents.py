@@ -23,8 +23,8 @@ def with_pages(
 ) -> tuple[list[Message], list[Medium]]:
     """Replace documents by images of their pages, which are rendered only when prepared.
 
-    media: all parts that are not text, in order. usual: page sizes by cost.
-    Raises TooManyImagesError for too many documents, and as `DocumentReader.pages` does, naming the place.
+    media: all parts that are not text, in order. usual: page sizes by cost. Raises TooManyImagesError, and as
+    `DocumentReader.pages` does.
     """
     count = sum(medium.kind == "document" for medium in media)
     if count > limits.max_documents:

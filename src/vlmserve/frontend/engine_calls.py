@@ -1,4 +1,4 @@
-"""Calls to an engine process about its state and its adapters."""
+"""Calls to an engine process about its state and adapters."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from vlmserve.types import AdapterInfo, BlockMap, EngineSnapshot
 
 
 class EngineCalls:
-    """Calls that wait for the engine's reply. All raise EngineDeadError and UnavailableError."""
+    """All calls raise EngineDeadError and UnavailableError."""
 
     def __init__(self, send: Callable[[ToEngine], None], gone: Callable[[], VLMServeError | None]) -> None:
-        """gone: returns the error of calls to an engine that has exited, else None."""
+        """gone: returns the error of calls to an engine that has exited."""
         self._send, self._gone = send, gone
         self._queries: dict[type[Inspect | MapBlocks], asyncio.Future[Any]] = {}
         self._changes: dict[int, asyncio.Future[Failure | None]] = {}
@@ -41,20 +41,18 @@ class EngineCalls:
         return snapshot
 
     async def map_blocks(self) -> BlockMap:
-        """How the KV cache's blocks are used, between two steps."""
         blocks: BlockMap = await self._query(MapBlocks())
         return blocks
 
     async def load_adapter(self, name: str, path: str, pool: Mapping[str, str] | None = None) -> AdapterInfo:
-        """Load an adapter and serve it under a name, replacing the adapter that had this name.
-
-        pool: see `VLMEngine.load_adapter`. Raises AdapterError for an invalid adapter.
+        """Load an adapter, replacing the adapter of this name. pool: see `VLMEngine.load_adapter`. Raises
+        AdapterError.
         """
         await self._change(LoadAdapter(next(self._numbers), name, path, None if pool is None else dict(pool)))
         return self.adapters[name]
 
     async def unload_adapter(self, name: str) -> None:
-        """Stop serving an adapter. Raises UnknownModelError if the engine does not serve it."""
+        """Raises UnknownModelError if the engine does not serve it."""
         await self._change(UnloadAdapter(next(self._numbers), name))
 
     def reply(self, message: Inspected | Mapped | AdapterDone) -> None:
@@ -97,7 +95,7 @@ class EngineCalls:
         if type(message) not in self._queries:
             self._queries[type(message)] = asyncio.get_running_loop().create_future()
             self._send(message)
-        # Concurrent callers share one query, so that they do not queue at a busy engine.
+        # One query for concurrent callers, because a busy engine answers slowly.
         answer = await asyncio.shield(self._queries[type(message)])
         if answer is None:
             self._check()

@@ -1,4 +1,4 @@
-"""The outputs of one request, as they come from the engine process."""
+"""The outputs of one request."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from vlmserve.types import EngineOutput
 
 
 class EngineStream:
-    """The outputs of one request, in order. Outputs that arrive between two reads are merged.
+    """Outputs in order. Outputs between two reads are merged.
 
-    Iterating raises EngineDeadError or UnavailableError if the engine has exited. Close it to abort the request.
+    Iterating raises EngineDeadError or UnavailableError. Close it to abort the request.
     """
 
     def __init__(self, request_id: str, forget: Callable[[str], None]) -> None:
@@ -40,7 +40,6 @@ class EngineStream:
         return output
 
     def close(self) -> None:
-        """Abort the request unless it has ended."""
         self._ended = True
         self._forget(self.request_id)
 
@@ -61,7 +60,7 @@ class EngineStream:
     def put(self, output: EngineOutput) -> None:
         if self._pending is not None:
             token_ids, logprobs = self._pending.token_ids, self._pending.logprobs
-            # In place: `+` would copy all unread tokens for every new token.
+            # `+` would copy all unread tokens for every new token.
             token_ids += output.token_ids
             if logprobs is not None:
                 logprobs += output.logprobs or ()
@@ -76,6 +75,6 @@ class EngineStream:
         self._news.set()
 
     def fail(self, error: Callable[[], VLMServeError]) -> None:
-        """End the stream. error: makes a new exception for every place that raises it."""
+        """error: makes a new exception for every place that raises it."""
         self._error = error
         self._news.set()

@@ -1,4 +1,4 @@
-"""Replaces videos by images of their frames, with text around them, for models that take only images."""
+"""Replaces videos by images of their frames, for models that take only images."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ class FrameLimits:
 
 @dataclass(frozen=True)
 class VideosAsImages:
-    """Shows videos to a model that takes only images."""
-
     form: FrameForm
     processor: ImageProcessor
     """Image processor of frames."""
@@ -44,8 +42,7 @@ class VideosAsImages:
     ) -> tuple[list[Message], list[Medium]]:
         """Replace videos by images of their frames. Only each video's first frame is decoded at once.
 
-        media: all parts that are not text, in order. Raises VideoTooLargeError for more frames than fit, and as
-        `FrameReader` does, naming the place.
+        media: all parts that are not text, in order. Raises VideoTooLargeError, and as `FrameReader` does.
         """
         count = sum(medium.kind == "video" for medium in media)
 
@@ -66,9 +63,7 @@ class VideosAsImages:
         return replace_media(messages, media, "video", expand)
 
     def _taken(self, video: Medium, reader: FrameReader, limits: FrameLimits, num_videos: int) -> FrameSequence:
-        """The frames of a video. A file without fps in the request gets as many frames as leave half of the prompt
-        free.
-        """
+        """Without fps in the request, the frames leave half of the prompt free."""
         processor = self.processor.within(replace(video.budget, low_detail=True))
         if isinstance(video.source, list | tuple):
             taken = reader.of_list(video.source, processor, video.fps or self.form.fps)
@@ -98,9 +93,7 @@ class VideosAsImages:
         return taken
 
     def _most(self, taken: FrameSequence, room: int | None) -> tuple[int, int]:
-        """Return how many frames like the first fit into `room` tokens and the pixel limit, and the tokens of one
-        frame.
-        """
+        """Return how many frames like the first fit into `room` tokens and the pixel limit, and a frame's tokens."""
         first = taken.frames[0].prepare(self.cache)
         most = self.limits.max_video_pixels // max(first.pixels.size // 3, 1)
         return most if room is None else min(most, room // (first.num_tokens + _WORDS)), first.num_tokens

@@ -23,10 +23,9 @@ _JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
 
 @dataclass(frozen=True)
 class GemmaToolForm(ToolForm):
-    """Writes calls as ``call:NAME{key:value}``. Strings are not escaped.
+    """Writes calls as ``call:NAME{key:value}``, with arguments in the schema's order. Strings are not escaped.
 
-    Arguments come in the schema's order. The grammar follows a schema's types, properties, items, alternatives,
-    references and number bounds.
+    The grammar follows a schema's types, properties, items, alternatives, references and number bounds.
     """
 
     call_start: ClassVar[str] = "call:"
@@ -126,8 +125,7 @@ class GemmaArguments:
 class _Rules:
     """The grammar rules of one call.
 
-    schema: of the arguments, as `guided` returns it. quote: the string mark in Lark. token: the mark's token id, if the
-    tokenizer has one.
+    schema: of the arguments, as `guided` returns it. quote: the string mark in Lark. token: the mark's token id.
     """
 
     def __init__(self, name: str, function: str, schema: Mapping[str, Any], quote: str, token: int | None) -> None:
@@ -143,7 +141,7 @@ class _Rules:
         return name
 
     def members(self, schema: Mapping[str, Any]) -> str:
-        """Return the rule for an object's members, between its braces."""
+        """Return the rule for the members between an object's braces."""
         if "properties" not in schema and isinstance(reference := schema.get("$ref"), str):
             schema = found if isinstance(found := self._referred(reference), dict) else schema
         properties = schema.get("properties")
@@ -153,7 +151,7 @@ class _Rules:
         required = schema.get("required") or []
         if not isinstance(required, list):
             raise self._unusable("required", required, "a list of names")
-        # `first` matches what remains while no member has been written, `other` what remains after one.
+        # `first` matches what remains before any member is written, `other` what remains after one.
         first = other = ""
         for key, value in reversed(properties.items()):
             if _NO_KEY.search(key):
@@ -193,7 +191,7 @@ class _Rules:
                 return _any_of([self.value(option) for option in options])
         kinds = schema.get("type")
         if isinstance(kinds, list):
-            # Each type once: repeated types of nested schemas would double the rules at each level.
+            # Repeated types of nested schemas would double the rules at each level.
             kinds = dict.fromkeys(kind for kind in kinds if isinstance(kind, str))
             return _any_of([self.value({**schema, "type": kind}) for kind in kinds]) if kinds else self._anything()
         if kinds == "object" or (kinds is None and "properties" in schema):
@@ -242,7 +240,7 @@ class _Rules:
         def body() -> str:
             lazy = self._new()
             self.lines.append(f"{lazy}[lazy]: TEXT {literal(_QUOTE)}")
-            # A special token ends the text before it, so that text need not be lazy.
+            # A special token ends the text before it, so text need not be lazy.
             return f"{self._quote} ({lazy}{'' if self._token is None else f' | TEXT <[{self._token}]>'})"
 
         return self._shared("string", body)
@@ -290,7 +288,7 @@ def _written(value: Any) -> str:
 
 
 def _scalar(word: str) -> str:
-    """A word as JSON; a word that is not JSON becomes a string."""
+    """A word that is not JSON becomes a string."""
     word = _JSON_WORDS.get(word, word)
     try:
         value = json.loads(word)

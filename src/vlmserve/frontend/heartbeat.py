@@ -14,9 +14,7 @@ _PATIENCE = 2 * INTERVAL
 
 
 class HeartbeatListener:
-    """silence: seconds since the last beat of the engine or one of its ranks. step_seconds: age of the running step at
-    the last beat.
-    """
+    """silence: seconds since the last beat of the engine or a rank. step_seconds: age of the running step then."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
         self.silence = self.step_seconds = 0.0
@@ -25,13 +23,13 @@ class HeartbeatListener:
         self._socket.bind(beat_endpoint(endpoint))
 
     async def run(self) -> None:
-        """Listen until cancelled. Start once the engine is ready: it has no heartbeat while it loads."""
+        """Listen until cancelled. While the engine loads, it has no heartbeat."""
         while True:
             try:
                 async with asyncio.timeout(_PATIENCE):
                     frame = await self._socket.recv()
             except TimeoutError:
-                # Count waits instead of reading the clock: while this process is suspended, no heartbeat arrives.
+                # While this process is suspended, no heartbeat arrives, so do not read the clock.
                 self.silence += _PATIENCE
             else:
                 beat = msgspec.msgpack.decode(frame, type=Beat)

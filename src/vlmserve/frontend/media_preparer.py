@@ -1,4 +1,4 @@
-"""Prepares images, videos and documents of requests and checks their limits."""
+"""Prepares media of requests and checks their limits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class MediaPreparer:
         self._blind = _NO_TOWER if in_one_file else ""
 
     def fit(self, info: ModelInfo) -> None:
-        """Adopt the engine's limits. Raises CapacityError if its encoder cache does not hold even a small image."""
+        """Adopt the engine's limits. Raises CapacityError if its encoder cache cannot hold a small image."""
         self.usual = UsualSizes.of(self.config, info.image_cost)
         if self._processor is not None and self.usual is not None:
             usual = self._processor.within(self.usual.for_images(NO_BUDGET))
@@ -73,7 +73,7 @@ class MediaPreparer:
             )
 
     def useful_pixels(self) -> int | None:
-        """Area above which a larger image shows the model nothing more, without a budget; None: unknown."""
+        """Area above which a larger image shows the model nothing more, if known."""
         if self._processor is None:
             return None
         usual = NO_BUDGET if self.usual is None else self.usual.for_images(NO_BUDGET)
@@ -90,11 +90,11 @@ class MediaPreparer:
 
     @property
     def supports_videos(self) -> bool:
-        """Return whether the model takes videos, natively or as images of their frames."""
+        """True for native videos and for images of frames."""
         return self.video_processor is not None or self.videos_as_images is not None
 
     def check(self, media: Sequence[Medium]) -> None:
-        """Check the number of media of each kind. Page counts are unknown at this point."""
+        """Check the number of media of each kind. Page counts are unknown here."""
         kinds = Counter(medium.kind for medium in media)
         if kinds["document"] and not self.supports_images:
             raise TooManyImagesError(
@@ -122,7 +122,7 @@ class MediaPreparer:
             )
 
     def prepare_all(self, media: Sequence[Medium], salt: str, known: KnownMedia | None = None) -> list[ImageInput]:
-        """Prepare media. known: media prepared earlier with the same salt; this call adds to it.
+        """known: media prepared earlier with the same salt; this call adds to it.
 
         Raises the first error, or all errors if a caller in this process gave the media.
         """
@@ -182,9 +182,7 @@ def check_sources(sources: Sequence[tuple[str, Any]]) -> None:
 
 
 def _identity(medium: Medium) -> tuple[Any, ...]:
-    """A key that is valid while the medium's source exists: the name of a URL, path, page or frame, else the object's
-    id.
-    """
+    """A key while the source exists: the name of a URL, path, page or frame, else the object's id."""
     source = medium.source
     if isinstance(source, Frame):
         named: Any = source.opened.key

@@ -1,4 +1,4 @@
-"""Checks chat messages in OpenAI's form. Every error names the place in the request."""
+"""Checks chat messages in OpenAI's form. Errors name the place in the request."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ MAX_DEPTH = 100
 
 @dataclass(frozen=True)
 class Medium:
-    """An image, video or document of a request."""
-
     kind: MediaKind
     place: str
     """In the request."""
@@ -47,7 +45,7 @@ class Medium:
 
 
 def with_kwargs(media: Sequence[Medium], kwargs: Any) -> list[Medium]:
-    """Apply ``mm_processor_kwargs`` to all media that have no settings of their own.
+    """Apply ``mm_processor_kwargs`` to media without settings of their own.
 
     Raises InvalidRequestError for anything but an object with `BUDGET_FIELDS` and ``fps``.
     """
@@ -71,8 +69,7 @@ def replace_media(
 ) -> tuple[list[Message], list[Medium]]:
     """Replace all media of a kind by other parts.
 
-    media: all parts that are not text, in order. expand: returns the parts that replace a medium, and the media among
-    them.
+    media: all parts that are not text, in order. expand: returns the replacing parts, and the media among them.
     """
     rest = iter(media)
     shown: list[Message] = []
@@ -92,7 +89,7 @@ def replace_media(
 
 
 def check_conversations(messages: Any) -> None:
-    """Raise InvalidRequestError for anything but a conversation or a list or iterator of conversations."""
+    """Raise InvalidRequestError for anything but a conversation, or a list or iterator of them."""
     several = isinstance(messages, Iterable) and not isinstance(messages, str | bytes | Mapping)
     looked_at = messages if isinstance(messages, Sequence) else ()
     if not several or any(isinstance(message, str | bytes) for message in looked_at):
@@ -106,8 +103,8 @@ def check_conversations(messages: Any) -> None:
 def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], list[Medium]]:
     """Return the turns of a conversation, and its images, videos and documents in order.
 
-    A document counts as one image until its pages are known. allow_local: accept media that only a caller in this
-    process may give. Raises InvalidRequestError for anything but a conversation.
+    Until its pages are known, a document counts as one image. allow_local: accept media that only a caller in this
+    process may give. Raises InvalidRequestError.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise InvalidRequestError(
@@ -144,7 +141,7 @@ def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], 
 
 
 def check_begun(messages: Sequence[Message]) -> None:
-    """Raise InvalidRequestError unless the last message is an answer that can be continued."""
+    """Raise InvalidRequestError unless the last message is an answer to continue."""
     last, place = messages[-1], f"messages[{len(messages) - 1}]"
     text = last.parts[-1]
     if last.role != "assistant" or last.tool_calls or not isinstance(text, str) or not text:
@@ -187,7 +184,7 @@ def _with_incomplete_calls(content: Any, texts: Sequence[str]) -> Any:
 
 
 def _tool_calls(calls: Any, place: str) -> tuple[ToolCall | _IncompleteCall, ...]:
-    """Parse calls in OpenAI's form; arguments may also be an object. Raises InvalidRequestError."""
+    """Parse calls, whose arguments may also be an object. Raises InvalidRequestError."""
     if calls is None:
         return ()
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
@@ -223,7 +220,7 @@ def _tool_calls(calls: Any, place: str) -> tuple[ToolCall | _IncompleteCall, ...
 
 
 def _result(turn: Message, call_id: Any, names: Mapping[str, str], place: str) -> Message:
-    """The message of a call's result. names: function names by call id."""
+    """Make a result's message. names: function names by call id."""
     if not isinstance(call_id, str):
         raise InvalidRequestError(
             f"{place}.tool_call_id must name the call whose result this is", param=f"{place}.tool_call_id"
@@ -233,7 +230,7 @@ def _result(turn: Message, call_id: Any, names: Mapping[str, str], place: str) -
 
 
 def is_too_deep(value: Any) -> bool:
-    """Return whether a JSON value nests more than `MAX_DEPTH` lists and objects."""
+    """Return whether more than `MAX_DEPTH` lists and objects are nested."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -248,7 +245,7 @@ def is_too_deep(value: Any) -> bool:
 
 
 def check_unicode(text: str, place: str) -> None:
-    """Raise InvalidRequestError for an unpaired surrogate, which JSON can express but UTF-8 cannot."""
+    """Raise InvalidRequestError for an unpaired surrogate, which UTF-8 cannot express."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -256,7 +253,7 @@ def check_unicode(text: str, place: str) -> None:
 
 
 def check_cache_salt(salt: Any) -> str:
-    """Return `salt`, or "" for None. Raises InvalidRequestError for an invalid salt."""
+    """Return "" for None. Raises InvalidRequestError for an invalid salt."""
     if salt is None:
         return ""
     if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_CACHE_SALT:
@@ -332,7 +329,7 @@ def _url(part: Mapping[str, Any], kind: str, place: str, allow_local: bool) -> t
 
 
 def _image(part: Mapping[str, Any], kind: str, place: str) -> tuple[str, ImageSource]:
-    """An image of a caller in this process, in vLLM's form or that of Transformers' templates."""
+    """An image of a caller in this process, in the form of vLLM or of Transformers' templates."""
     name = next((name for name in (kind, "image", "url", "path") if not _is_nothing(part.get(name))), None)
     if name is None:
         raise InvalidRequestError(f"{place}.{kind} must be an image, a path or a URL", param=f"{place}.{kind}")
@@ -370,7 +367,7 @@ def _pages(part: Mapping[str, Any], place: str) -> str | None:
 
 
 def _video(part: Mapping[str, Any], place: str, allow_local: bool) -> tuple[str, VideoSource]:
-    """A video file (only from callers in this process), or the list of its frames."""
+    """A file (only from callers in this process), or the list of frames."""
     source, place = frames_of(part.get("video")), f"{place}.video"
     if isinstance(source, list | tuple) and source:
         if not allow_local:

@@ -26,13 +26,13 @@ class Outbox:
         self._sending: set[asyncio.Future[Any]] = set()
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message; it is sent soon. Images are not copied."""
+        """Send a message soon. Images are not copied."""
         if not self._messages:
             self._loop.call_soon(self._flush)
         self._messages.append(message)
 
     def _flush(self) -> None:
-        """Send the queued messages together: under load, a message costs more than its content."""
+        """Send queued messages together: under load, a message costs more than its content."""
         messages, self._messages = self._messages, []
         if self._socket.closed:
             return

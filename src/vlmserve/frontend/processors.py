@@ -37,7 +37,7 @@ _SMALL_IMAGE = (64, 64)
 
 
 def transformers_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageProcessor:
-    """Processor for the Transformers backend. Raises UnsupportedModelError without a placeholder token."""
+    """Raises UnsupportedModelError without a placeholder token."""
     if tokenizer.image_token_id is None:
         raise UnsupportedModelError("it has no placeholder token for images, so it cannot run by transformers' code")
     budget = server_budget(media)
@@ -50,8 +50,8 @@ def transformers_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfi
 
 
 def image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageProcessor:
-    """Processor for vlmserve's own models. Raises ModelLoadError if the checkpoint lacks settings, and
-    ConfigurationError for an impossible budget.
+    """Processor for vlmserve's own models. Raises ModelLoadError for missing settings, ConfigurationError for an
+    impossible budget.
     """
     processor = _own_processor(folder, tokenizer, media)
     if isinstance(processor, AnySizeProcessor):  # its budget may exceed the checkpoint's
@@ -113,7 +113,7 @@ def video_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> V
 def videos_as_images(
     folder: Path, tokenizer: Tokenizer, media: MediaConfig, processor: ImageProcessor, cache: ImageCache
 ) -> VideosAsImages:
-    """Shows videos to a model that takes only images. processor: the model's image processor."""
+    """processor: the model's image processor."""
     fps = media.mm_processor_kwargs.fps
     settings = _settings(folder, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
     if isinstance(processor, SliceProcessor) and processor.on_canvas:
@@ -133,7 +133,7 @@ def videos_as_images(
 
 
 def _settings(folder: Path, section: str, *files: str) -> dict[str, Any]:
-    """A section of processor_config.json, else the first of `files` (of older checkpoints) that exists."""
+    """A section of processor_config.json, else the first of older checkpoints' `files` that exists."""
     settings = read_json(folder / "processor_config.json").get(section)
     if isinstance(settings, dict):
         return settings

@@ -1,7 +1,4 @@
-"""Separates a model's reasoning from its answer.
-
-Markers are single tokens. If the model writes the same letters with other tokens, they are text.
-"""
+"""Separates a model's reasoning from its answer."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from vlmserve.types import Thoughts
 
 @dataclass(frozen=True)
 class ReasoningForm:
-    """The markers around reasoning."""
+    """The markers around reasoning, each one token. The same letters in other tokens are text."""
 
     name: str
     start: str
@@ -49,7 +46,7 @@ _BLANKS = ("\n", "\n\n", " ")
 
 @dataclass(frozen=True)
 class Reasoning:
-    """The form of a model's reasoning, with the token ids of its markers."""
+    """A model's reasoning form, with its markers' token ids."""
 
     form: ReasoningForm
     start_id: int
@@ -58,8 +55,7 @@ class Reasoning:
     """Whitespace that may precede `start_id`."""
 
     def after(self, prompt: str, begun_answer: str | None = None) -> Thoughts | None:
-        """The reasoning state of answers to a prompt; None if the template has already closed the reasoning (thinking
-        off).
+        """Return None if the template has already closed the reasoning (thinking off).
 
         prompt: as the chat template rendered it. begun_answer: the text that the answer continues.
         """
@@ -74,7 +70,7 @@ class Reasoning:
 
 
 def choose_reasoning(template: ChatTemplate | None, tokenizer: Tokenizer, wanted: ReasoningParser) -> Reasoning | None:
-    """Choose a model's reasoning form: `wanted`, else the form of its chat template; None if it has none.
+    """Choose `wanted`, else the form of the chat template, if any.
 
     Raises ConfigurationError if the tokenizer lacks the markers of `wanted`.
     """
@@ -95,8 +91,6 @@ def choose_reasoning(template: ChatTemplate | None, tokenizer: Tokenizer, wanted
 
 
 class Said(NamedTuple):
-    """New text of an answer: reasoning and the answer proper."""
-
     thought: str
     text: str
 
@@ -104,10 +98,11 @@ class Said(NamedTuple):
 class AnswerText:
     """Turns one answer's token ids into its reasoning and its text.
 
-    text: detokenizes the answer and finds its stop strings. thought: detokenizes the reasoning, which has no stop
-    strings. thinking: the reasoning state; None if there is none. strips: omit whitespace between reasoning and text;
-    whitespace around the reasoning is always omitted. title: see `ReasoningForm`. num_reasoning_tokens: reasoning
-    tokens, including markers that the model wrote.
+    - text: detokenizes the answer and finds its stop strings
+    - `thought`: detokenizes the reasoning, which has no stop strings
+    - strips: omit whitespace between reasoning and text, as always around the reasoning
+    - title: see `ReasoningForm`
+    - num_reasoning_tokens: includes markers that the model wrote
     """
 
     def __init__(
@@ -143,12 +138,12 @@ class AnswerText:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of reasoning and answer, up to the token that completed a stop string."""
+        """Tokens up to the one that completed a stop string."""
         return self.num_reasoning_tokens + len(self._waiting) + self._text.num_tokens
 
     @property
     def num_decoded(self) -> int:
-        """Characters that the text's tokens stand for."""
+        """Return how many characters the text's tokens stand for."""
         return self._text.num_decoded
 
     @property
@@ -157,7 +152,7 @@ class AnswerText:
         return self._text.num_shown
 
     def push(self, token_ids: Sequence[int]) -> Said:
-        """Add tokens; return the text that is safe to show."""
+        """Return the text that is safe to show."""
         thinking, thought, count = self._thinking, "", 0
         while thinking is not None and not thinking.is_over and count < len(token_ids):
             token_id = token_ids[count]
@@ -197,7 +192,7 @@ class AnswerText:
         return self._held(self._thought.finish(), is_last=True)
 
     def _held(self, new: str, *, is_last: bool = False) -> str:
-        """New reasoning text without its title and surrounding whitespace."""
+        """New text without title and surrounding whitespace."""
         new = self._gap + new
         if not self._has_thought:
             new = new.lstrip()

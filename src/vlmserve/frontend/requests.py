@@ -1,4 +1,4 @@
-"""Turns messages and texts into prompts: validation, chat template, tokenizer, images. Synchronous and thread-safe."""
+"""Turns messages and texts into prompts."""
 
 from __future__ import annotations
 
@@ -51,12 +51,11 @@ logger = logging.getLogger(__name__)
 
 
 class RequestPreparer:
-    """Makes prompts for the checkpoint in `folder`.
+    """Makes prompts for the checkpoint in `folder`. Synchronous and thread-safe.
 
-    implementation: the model's implementation, which decides how images become pixels. chat_template: a template or its
-    path, instead of the checkpoint's. engine: settings for grammars and tool calls.
-
-    Raises ModelLoadError or UnsupportedModelError for an unusable tokenizer, template or image processor.
+    implementation: decides how images become pixels. chat_template: a template or its path, instead of the
+    checkpoint's. engine: settings for grammars and tool calls. Raises ModelLoadError or UnsupportedModelError for an
+    unusable tokenizer, template or image processor.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class RequestPreparer:
         supports_images = self.tokenizer.image_token_id is not None or self._one_image is not None
         theirs = implementation == "transformers" or (implementation == "auto" and not files.has_own_preprocessing)
         choose = transformers_processor if theirs else image_processor
-        # Before the template: it adds the placeholder that the processor reads.
+        # before the template: it adds the placeholder that the processor reads
         processor = choose(folder, self.tokenizer, media) if supports_images else None
         self.media = MediaPreparer(media, processor, engine.encoder_cache_memory, in_one_file=folder.is_file())
         self._template = None if template is None else _compile(template, self.tokenizer)
@@ -112,7 +111,7 @@ class RequestPreparer:
             self.media.videos_as_images = videos_as_images(folder, self.tokenizer, media, processor, cache)
 
     def fit(self, info: ModelInfo) -> None:
-        """Adopt the engine's limits. Raises CapacityError if its encoder cache does not hold even a small image."""
+        """Adopt the engine's limits. Raises CapacityError if its encoder cache cannot hold a small image."""
         self.max_prompt_len = info.max_prompt_len
         self.media.fit(info)
 
@@ -140,16 +139,14 @@ class RequestPreparer:
 
     @property
     def template_settings(self) -> frozenset[str]:
-        """Variables of the chat templates, besides the conversation's."""
         renderer = self._renderer
         return frozenset() if renderer is None else renderer.template.settings | renderer.tool_template.settings
 
     def chat(self, messages: Sequence[Any], **options: Unpack[ConversationOptions]) -> Prompt:
         """Make the prompt of a conversation in OpenAI's form.
 
-        Placeholders and other control tokens in texts have no effect.
-        Raises InvalidRequestError, naming the place in `messages`, or a subclass for an image or for much too long
-        text; CancelledWorkError.
+        Control tokens in texts have no effect. Raises InvalidRequestError, naming the place in `messages`, or a
+        subclass for an image or far too long text; CancelledWorkError.
         """
         return self.conversation(messages, **options).prompt()
 
@@ -171,9 +168,8 @@ class RequestPreparer:
     ) -> Prompt:
         """Make a prompt of text that contains the model's placeholder for each image and video.
 
-        For a model that takes one image and one text, `text` is this text and may be empty. allow_local, cache_salt,
-        mm_processor_kwargs: as for `chat`. Raises as `chat` does, and InvalidRequestError if placeholders and media
-        differ in number.
+        For a model that takes one image and one text, `text` may be empty. Raises as `chat` does, and
+        InvalidRequestError if placeholders and media differ in number.
         """
         if not isinstance(text, str) or not (text or self._one_image):
             raise InvalidRequestError("the prompt must be a non-empty string", param="prompt")
@@ -199,9 +195,7 @@ class RequestPreparer:
         return self._expand(ids, media[:count], media[count:], cache_salt)
 
     def check_files(self, messages: Sequence[Any]) -> None:
-        """Check a local caller's conversation before preparing it: its form, and that files exist. Raises as `chat`
-        does.
-        """
+        """Check a local caller's conversation, and that files exist, before preparing it. Raises as `chat` does."""
         _, media = parse_messages(messages, allow_local=True)
         check_sources([(medium.place, medium.source) for medium in media])
 
@@ -214,7 +208,7 @@ class RequestPreparer:
         return self.tokenizer.decode([*ids, *prompt.token_ids[start:]], skip_special_tokens=False)
 
     def tokens(self, token_ids: Sequence[int]) -> Prompt:
-        """Make a prompt of token ids without images. Raises InvalidRequestError for an image placeholder."""
+        """Make a prompt of token ids. Raises InvalidRequestError for an image placeholder."""
         if self._one_image is not None:
             raise InvalidRequestError("this model takes one image with each request", param="prompt")
         if self.max_prompt_len is not None and len(token_ids) > self.max_prompt_len:
@@ -236,7 +230,7 @@ class RequestPreparer:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, including control tokens. Raises InvalidRequestError for an unknown id."""
+        """Return the text of token ids. Raises InvalidRequestError for an unknown id."""
         self.token_texts(token_ids)
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
@@ -255,7 +249,7 @@ class RequestPreparer:
     def _read_conversation(
         self, messages: Sequence[Any], options: ConversationOptions, documents: DocumentReader, frames: FrameReader
     ) -> tuple[Sequence[Message], Sequence[Medium]]:
-        """Check messages, and replace documents by images, and videos too if the model takes only images."""
+        """Replace documents by images, and videos too if the model takes only images."""
         parsed, media = parse_messages(messages, allow_local=options.get("allow_local", False))
         if options.get("continue_final_message"):
             check_begun(parsed)
@@ -272,7 +266,7 @@ class RequestPreparer:
     def _render(
         self, messages: Sequence[Message], media: Sequence[Medium], options: ConversationOptions
     ) -> Rendered | None:
-        """The tokens of checked messages; None for a model that takes one image and one text."""
+        """None for a model that takes one image and one text."""
         if self._one_image is not None:
             if options.get("continue_final_message"):
                 raise InvalidRequestError("this model cannot continue answers", param="continue_final_message")
@@ -314,7 +308,7 @@ class RequestPreparer:
         salt: str,
         known: KnownMedia | None = None,
     ) -> Prompt:
-        """Make a prompt of token ids with one placeholder for each medium. Check everything before reading an image.
+        """Expand one placeholder for each medium. Checks everything before reading an image.
 
         known: see `MediaPreparer.prepare_all`.
         """
@@ -335,7 +329,7 @@ class RequestPreparer:
 
 
 class _Media:
-    """Opens the media of conversations. known: see `MediaPreparer.prepare_all`."""
+    """known: see `MediaPreparer.prepare_all`."""
 
     def __init__(self, media: MediaPreparer, salt: str, known: KnownMedia | None = None) -> None:
         self.documents = DocumentReader(media.config, media.page_counts, salt)
@@ -353,7 +347,7 @@ class _Media:
 
 
 class Conversation:
-    """Makes the prompt of a conversation. No call repeats earlier work, except after `forget`. Not thread-safe."""
+    """Makes the prompt of a conversation. Repeats no work, except after `forget`. Not thread-safe."""
 
     def __init__(
         self,
@@ -363,7 +357,7 @@ class Conversation:
         known: KnownMedia | None = None,
         shared: _Media | None = None,
     ) -> None:
-        """known: see `MediaPreparer.prepare_all`. shared: media of several conversations, which the caller closes."""
+        """known: see `MediaPreparer.prepare_all`. shared: media that the caller closes."""
         self._preparer = preparer
         self._messages = messages
         self._options = options
@@ -385,12 +379,12 @@ class Conversation:
             self._open()
 
     def render(self) -> None:
-        """Read, and render the chat template. Raises as `read` does, and SlowRenderingError within `only_quick`."""
+        """Raises as `read` does, and SlowRenderingError within `only_quick`."""
         with self._closing():
             self._render()
 
     def prompt(self) -> Prompt:
-        """Render, prepare the images and return the prompt. Raises as `render` does."""
+        """Return the prompt. Raises as `render` does."""
         with self._closing():
             self._render()
             messages, media = self._open()
@@ -416,15 +410,13 @@ class Conversation:
 def chats_of(
     preparer: RequestPreparer, conversations: Iterable[Sequence[Any]], **options: Unpack[ConversationOptions]
 ) -> list[Prompt]:
-    """Make the prompts of conversations that share media; each medium is read once. Raises as `RequestPreparer.chat`
-    does.
-    """
+    """Make the prompts of conversations that share media. Raises as `RequestPreparer.chat` does."""
     with contextlib.closing(_Media(preparer.media, options.get("cache_salt", ""))) as media:
         return [Conversation(preparer, messages, options, shared=media).prompt() for messages in conversations]
 
 
 def embedded_text(preparer: RequestPreparer, text: str) -> Prompt:
-    """Make the prompt of a text to embed. Raises as `RequestPreparer.text` and `chat` do."""
+    """Raises as `RequestPreparer.text` and `chat` do."""
     options = preparer.vectors.message_options
     if options is None:
         return preparer.text(text)

@@ -40,21 +40,19 @@ _USUAL_CHARACTERS = 8
 
 
 class Scorer(ABC):
-    """Makes the prompts of pairs, and turns results into scores."""
-
     task: Task
     compares = False
     """Queries and documents have separate prompts."""
 
     @property
     def chat_options(self) -> Mapping[str, Any]:
-        """Options of `RequestPreparer.chat` for each conversation."""
+        """For `RequestPreparer.chat`."""
         return {}
 
     def prompts(
         self, queries: Sequence[Side], documents: Sequence[Side], instruction: str | None = None
     ) -> list[Asked]:
-        """Make the prompts of pairs. A single query serves all documents.
+        """A single query serves all documents.
 
         Raises InvalidRequestError unless there is one query, or one for each document.
         """
@@ -70,19 +68,17 @@ class Scorer(ABC):
     def scores(self, results: Iterable[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
         """Return one score for each document.
 
-        results: one for each prompt, in order; consumed one by one. bounded: scale scores to [0, 1].
+        results: one for each prompt, consumed one by one. bounded: scale scores to [0, 1].
         """
         take = self.tally(num_queries, bounded=bounded)
         return [score for one in results for score in take(one)]
 
     @abstractmethod
     def tally(self, num_queries: int, *, bounded: bool = False) -> Callable[[Result], list[float]]:
-        """Return a function that takes results in order. It returns a document's scores, and nothing for a query."""
+        """Return a function from each result, in order, to a document's scores; empty for a query."""
 
 
 class VectorScorer(Scorer):
-    """Scores by the cosine of embeddings."""
-
     task: Embed
     compares = True
 
@@ -124,7 +120,7 @@ class VectorScorer(Scorer):
 class LateScorer(VectorScorer):
     """Late interaction (https://arxiv.org/abs/2004.12832) compares token vectors.
 
-    The score sums, over the query's vectors, the highest cosine with any vector of the document.
+    The score sums each query vector's highest cosine with a vector of the document.
     """
 
     def _query(self, query: Side) -> Asked:
@@ -190,7 +186,7 @@ class JudgeScorer(Scorer):
 class ClassScorer(Scorer):
     """A classifier reads the query and the document as a pair.
 
-    The score is the classifier's value with one class, and the second class's probability with two.
+    The score is its value with one class, the second class's probability with two.
     """
 
     def __init__(self, preparer: RequestPreparer) -> None:
@@ -260,7 +256,7 @@ def shortened(
 
 
 def first_tokens(preparer: RequestPreparer, text: str, count: int) -> str:
-    """The text of the first `count` tokens. The time depends on `count`, not on the length of the text."""
+    """The time depends on `count`, not on the text's length."""
     size = count * _USUAL_CHARACTERS
     while True:
         token_ids = preparer.encode(text[:size], add_special_tokens=False)

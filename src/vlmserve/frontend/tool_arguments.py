@@ -6,8 +6,6 @@ from typing import Protocol
 
 
 class ArgumentsReader(Protocol):
-    """Reads the arguments of one call, which obey a grammar."""
-
     def push(self, text: str) -> tuple[str, str | None]:
         """Return new JSON, and the text after the arguments; None while they have not ended."""
 

@@ -39,9 +39,9 @@ _FORMS = {form.name: form for form in (_HERMES, _LLAMA3, _MISTRAL, _QWEN3_XML, _
 
 
 def choose_form(template: ChatTemplate | None, tokenizer: Tokenizer, wanted: ToolCallParser) -> ToolForm:
-    """Choose a model's tool call format: `wanted`, else the format of its chat template.
+    """Choose `wanted`, else the format of the chat template.
 
-    If the template lacks tools or uses another format, the system message describes the tools and the format.
+    If the template lacks tools or uses another format, the system message describes both.
     """
     source = "" if template is None or not template.knows_tools else template.source
     if wanted != "auto":

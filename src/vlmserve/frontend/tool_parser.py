@@ -13,8 +13,6 @@ from vlmserve.frontend.tools import ToolForm, ToolUse
 
 @dataclass(frozen=True)
 class ContentDelta:
-    """Text outside tool calls."""
-
     text: str
 
 
@@ -25,8 +23,6 @@ class ThoughtDelta:
 
 @dataclass(frozen=True)
 class ToolCallStart:
-    """The beginning of a tool call; its arguments follow."""
-
     index: int
     id: str
     name: str
@@ -34,7 +30,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A piece of a tool call's arguments, as JSON."""
+    """A piece of arguments, as JSON."""
 
     index: int
     arguments: str
@@ -46,7 +42,7 @@ Event = ThoughtDelta | ContentDelta | ToolCallStart | ToolCallDelta
 class ToolParser:
     """Reads one answer, which obeys a `ToolForm`'s grammar and may be cut off anywhere.
 
-    anywhere: text may precede the first call; whitespace alone is not text. num_calls: calls begun so far.
+    anywhere: text may precede the first call. num_calls: calls begun so far.
     """
 
     def __init__(self, form: ToolForm, use: ToolUse, *, anywhere: bool) -> None:

@@ -1,4 +1,4 @@
-"""Tool calls: how prompts describe tools, how the model writes calls, and the grammar that enforces it."""
+"""Tool calls: their descriptions in prompts, the model's form, and the grammar that enforces it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from vlmserve.types import Grammar
 
 @dataclass(frozen=True)
 class Function:
-    """A function that can be called."""
-
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -28,13 +26,13 @@ class Function:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema of the arguments, which are always an object."""
+        """The arguments are always an object."""
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {**self.parameters, "type": "object"}
 
     def described(self) -> dict[str, Any]:
-        """The function in OpenAI's form, which chat templates take."""
+        """OpenAI's form, which chat templates take."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -43,8 +41,6 @@ class Function:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """How an answer may use tools."""
-
     functions: tuple[Function, ...]
     must_call: bool = False
     """At least one call."""
@@ -93,7 +89,6 @@ class ToolForm:
     """Texts inside calls that may be special tokens."""
 
     def head(self, function: Function) -> str:
-        """The text before a function's arguments."""
         return f'{{"name": {json.dumps(function.name)}, "{self.key}": '
 
     def wrapped(self, call: str) -> str:
@@ -104,16 +99,16 @@ class ToolForm:
 
     @property
     def example(self) -> str:
-        """A call as described to a model that does not know the form."""
+        """A call for a model that does not know the form."""
         return f'{{"name": <function>, "{self.key}": <object>}}'
 
     def reader(self, function: Function) -> ArgumentsReader:
-        """The reader of a call's arguments, after the call's head."""
+        """Return a reader of the text after the call's head."""
         return JSONArguments()
 
     def call_rules(self, name: str, function: Function) -> list[str]:
-        """The rule `name` for a call of a function, and the rules it needs. Raises InvalidRequestError."""
-        # No length limit: agents write whole files in a string.
+        """The rule `name` for a call, and the rules it needs. Raises InvalidRequestError."""
+        # agents write whole files in a string
         schema = guided(function.schema, function.strict, "tools", replace(self.bounds, length=0))
         return [
             f'{name}: {literal(self.head(function))} arguments_{name} "}}"',
@@ -127,7 +122,7 @@ class ToolForm:
 
     @property
     def shown_ids(self) -> frozenset[int]:
-        """Special tokens that must stay visible in an answer's text."""
+        """Special tokens that must stay visible in answers."""
         return frozenset(self.special_ids.values())
 
     def grammar(self, use: ToolUse, answer: Grammar | None) -> Grammar:
@@ -155,7 +150,7 @@ class ToolForm:
         return Grammar("lark", "\n".join(rules), source="tools")
 
     def _around(self, text: str) -> str:
-        """The Lark of text around calls; its special tokens may also be spelled with ordinary tokens."""
+        """Lark of text around calls; its special tokens may be spelled with ordinary tokens."""
         longest_first = sorted(self.special_ids, key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})", text)
         return " ".join(
@@ -171,12 +166,12 @@ class ToolForm:
             return f"{begun} | answer"
         if not self.trigger:
             return "calls | PLAIN"
-        # A special token ends the text before it, so that text need not be lazy.
+        # A special token ends the text before it, so text need not be lazy.
         token = f" | TEXT <[{self.special_ids[self.trigger]}]> calls" if self.trigger in self.special_ids else ""
         return f"TEXT | begun calls{token}"
 
     def blame(self, use: ToolUse) -> list[Grammar]:
-        """A grammar for each function's arguments, so that errors can name the tool."""
+        """One grammar for each function, so that errors can name the tool."""
         return [
             Grammar("json_schema", json.dumps(function.schema), function.strict, f"tools[{index}].function.parameters")
             for index, function in enumerate(use.functions)
@@ -186,7 +181,7 @@ class ToolForm:
 def for_template(
     template: ChatTemplate, messages: Sequence[Message], form: ToolForm, use: ToolUse | None
 ) -> Sequence[Message]:
-    """Messages with calls, results and instructions, as a chat template takes them. use: tools the model may call."""
+    """Messages as a chat template takes them. use: tools the model may call."""
     if not form.native:
         return _with_instructions(messages, form, use)
     if not template.shows_images_in_results:
@@ -195,7 +190,7 @@ def for_template(
 
 
 def _with_instructions(messages: Sequence[Message], form: ToolForm, use: ToolUse | None) -> list[Message]:
-    """Write calls, results and instructions as ordinary text, for a chat template without tools."""
+    """Write calls, results and instructions as ordinary text."""
     turns: list[Message] = []
     after_result = False
     for message in messages:
@@ -215,8 +210,8 @@ def _with_instructions(messages: Sequence[Message], form: ToolForm, use: ToolUse
 
 
 def _with_images_after(messages: Sequence[Message]) -> list[Message]:
-    """Move images of tool results to the start of the next user message, for templates that write only results' text.
-    Numbers show which image belongs to which result.
+    """Move images of tool results to the next user message, with numbers, for templates that write only results'
+    text.
     """
     turns: list[Message] = []
     shown: list[Part] = []
@@ -242,7 +237,7 @@ def _with_images_after(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_short_ids(messages: Sequence[Message], length: int) -> list[Message]:
-    """Shorten call ids to their last `length` characters, for a chat template that accepts only these."""
+    """Some templates accept only the last `length` characters of call ids."""
     return [
         replace(
             message,
@@ -295,12 +290,11 @@ def _instructed(turns: list[Message], text: str) -> list[Message]:
 
 
 def literal(text: str) -> str:
-    """A Lark literal."""
     return json.dumps(text) if text else ""
 
 
 def guided(schema: dict[str, Any], strict: bool, source: str, bounds: JSONBounds) -> dict[str, Any]:
-    """A schema in the form that grammars take. source: the field that errors name. Raises InvalidRequestError."""
+    """source: the field that errors name. Raises InvalidRequestError."""
     try:
         return guided_schema(schema, strict=strict, bounds=bounds, combine=False)
     except ValueError as error:

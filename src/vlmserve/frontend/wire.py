@@ -1,4 +1,4 @@
-"""Asks a server from the command line: a client, messages with local images, and error texts."""
+"""Asks a server from the command line."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ REPLY_TIMEOUT = 600.0
 
 
 def connect(url: str, model: str | None = None, connections: int | None = None) -> tuple[httpx.Client, str]:
-    """Connect to a server with an OpenAI-compatible API; return the client and `model`, else the first model listed.
+    """Return a client, and `model` or the first model that the server lists.
 
-    url: may end in ``/v1``. VLMSERVE_API_KEY holds the key. connections: maximum; None: no limit.
-    Raises VLMServeError if the server is unreachable or rejects the key.
+    url: may end in ``/v1``. connections: maximum. Raises VLMServeError if the server is unreachable or rejects the key
+    in VLMSERVE_API_KEY.
     """
     import httpx
 
@@ -52,7 +52,7 @@ def connect(url: str, model: str | None = None, connections: int | None = None) 
 
 
 def medium_part(place: str, pages: str | None = None) -> dict[str, Any]:
-    """The message part for the path or URL of an image or document, chosen by its ending. pages: of a document.
+    """The message part for a path or URL, chosen by its ending. pages: of a document.
 
     Raises InvalidImageError for a missing file.
     """
@@ -94,7 +94,7 @@ def _wire_part(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_text(response: Any) -> str:
-    """The message of an error in OpenAI's form, or another server's status line."""
+    """Read OpenAI's form, or return another server's status line."""
     try:
         text = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -103,7 +103,6 @@ def error_text(response: Any) -> str:
 
 
 def connection_problem(error: Exception) -> str:
-    """Say what kept a request from reaching a server."""
     import httpx
 
     if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):

@@ -25,8 +25,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 class XMLToolForm(ToolForm):
     """A form with a tag around each argument: strings are unquoted, other values are JSON.
 
-    Arguments come in the schema's order. If the schema allows a string and another type, the argument is read as JSON
-    if it is JSON of an allowed type.
+    Arguments come in the schema's order. If it allows a string and another type, JSON of an allowed type is JSON.
     """
 
     call_start: ClassVar[str] = "<function="
@@ -84,7 +83,7 @@ class XMLToolForm(ToolForm):
 
 
 class XMLArguments:
-    """Reads the tags of a call's arguments as JSON. schema: of the arguments. Long strings are streamed."""
+    """Reads the tags of a call's arguments as JSON, streaming long strings."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._schema = schema
@@ -130,7 +129,7 @@ class XMLArguments:
 
 
 def _json(text: str, kinds: frozenset[str]) -> str:
-    """An argument as JSON if it has one of these types; else as a string."""
+    """JSON if the argument has one of these types; else a string."""
     word = _PYTHON.get(text.strip(), text.strip())
     try:
         value = json.loads(word, parse_constant=_no_number)

@@ -87,7 +87,7 @@ def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """By name; "default" is the usual one, and "tool_use" is for requests with tools."""
+    """Return templates by name; "tool_use" is for requests with tools."""
     extra = sorted((folder / EXTRA_TEMPLATES).glob("*.jinja"))
     files = {path.stem: path for path in extra} | {"default": folder / "chat_template.jinja"}
     named = {name: path.read_text(encoding="utf-8-sig") for name, path in files.items() if path.is_file()}

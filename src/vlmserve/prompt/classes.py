@@ -36,7 +36,7 @@ class Classes:
 
     @classmethod
     def read(cls, config: Config) -> Classes | None:
-        """Read config.json. None: the model does not classify."""
+        """Read config.json; None: the model does not classify."""
         if not classifies(config):
             return None
         named = config.get("id2label")
@@ -50,7 +50,7 @@ class Classes:
         return cls(labels, _ACTIVATIONS.get(str(stated).rpartition(".")[2], usual))
 
     def probabilities(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-        """Probabilities of classes from logits ``[classes]``. A regression's values stay unchanged."""
+        """Return class probabilities from logits ``[classes]``, or a regression's values."""
         values = logits.astype(np.float64)
         if self.activation == "identity":
             return values

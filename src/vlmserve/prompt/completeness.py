@@ -1,4 +1,4 @@
-"""Check that a tokenizer is complete. Without some parts it would load, but the model would answer nonsense."""
+"""Checks that a tokenizer is complete. Without some parts it would load, but the model would answer nonsense."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPACED_SHARE = 0.05
 
 
 def check_complete(backend: tokenizers.Tokenizer, files: PromptFiles, place: str) -> None:
-    """Raise ModelLoadError, naming what is missing, for a tokenizer that lacks a part. place: of its files."""
+    """Raise ModelLoadError for a tokenizer that lacks a part. place: of its files."""
     _check_ends(backend, files, place)
     samples = _samples(backend)
     _check_merges(backend.model, samples, place)
@@ -49,7 +49,6 @@ def check_added(backend: tokenizers.Tokenizer, declared: Iterable[tuple[int, str
 
 
 def _check_ends(backend: tokenizers.Tokenizer, files: PromptFiles, place: str) -> None:
-    """Check that an answer can end."""
     declared = {int(id_) for id_ in files.tokenizer_config.get("added_tokens_decoder") or {}}
     ids = files.end_token_ids
     if ids and not any(id_ in declared or backend.id_to_token(id_) is not None for id_ in ids):

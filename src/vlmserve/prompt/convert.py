@@ -1,8 +1,4 @@
-"""Convert tokenizers whose checkpoints implement them in Python code, without running that code.
-
-The first Qwen and GLM-4 have byte-level BPE in tiktoken's format: each line has a token in base64 and its rank.
-ChatGLM2 and ChatGLM3 have a SentencePiece model. Their code defines the special tokens.
-"""
+"""Converts tokenizers whose checkpoints implement them in Python, without running that code."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ CHATGLM_SPECIAL = (
 
 
 def qwen(folder: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of the first Qwen or Qwen-VL. Raises ModelLoadError if its file is missing or broken."""
+    """Raises ModelLoadError if the file is missing or broken."""
     path = next(iter(sorted(folder.glob("*.tiktoken"))), folder / "qwen.tiktoken")
     tokenizer = _from_ranks(path, QWEN_PATTERN)
     tokenizer.normalizer = normalizers.NFC()
@@ -43,9 +39,9 @@ def qwen(folder: Path) -> tokenizers.Tokenizer:
 
 
 def chatglm(folder: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of ChatGLM2, ChatGLM3 or GLM-4.
+    """The tokenizer of ChatGLM2 and ChatGLM3 (SentencePiece) or GLM-4 (byte-level BPE).
 
-    Raises ModelLoadError for a missing or broken file, and if a required library is not installed.
+    Raises ModelLoadError for a missing or broken file or library.
     """
     path = folder / "tokenizer.model"
     if _is_ranks(path):
@@ -65,7 +61,7 @@ def chatglm(folder: Path) -> tokenizers.Tokenizer:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Read tokens and ranks in tiktoken's format. Raises ModelLoadError for anything else."""
+    """Read tiktoken's format: a base64 token and its rank per line. Raises ModelLoadError."""
     try:
         pairs = [line.split() for line in path.read_bytes().splitlines() if line]
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
@@ -88,7 +84,7 @@ def _from_ranks(path: Path, pattern: str) -> tokenizers.Tokenizer:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     converter = TikTokenConverter(vocab_file=str(path), pattern=pattern)
-    # The default needs the tiktoken library.
+    # the default needs the tiktoken library
     converter.load_tiktoken_bpe = lambda file: read_ranks(Path(file))
     converted: tokenizers.Tokenizer = converter.converted()
     return converted

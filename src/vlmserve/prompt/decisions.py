@@ -1,4 +1,4 @@
-"""The file with the temperature of a checkpoint's decisions."""
+"""The temperature of a checkpoint's decisions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DIGITS = 3
 
 
 def read_temperature(folder: Path) -> float:
-    """Read the temperature; 1 without the file. Raises ModelLoadError for a broken file."""
+    """Return 1 without the file. Raises ModelLoadError for a broken file."""
     found = read_json(folder / DECISIONS).get("temperature", 1.0)
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
         raise ModelLoadError(f"{folder / DECISIONS}: temperature is {found!r:.50}, not a positive number")

@@ -1,8 +1,4 @@
-"""Incremental detokenization with stop strings.
-
-The concatenated text equals `Tokenizer.decode` of all ids. It differs for invalid UTF-8: an unfinished character at the
-end is dropped, and valid characters next to invalid bytes are kept.
-"""
+"""Incremental detokenization with stop strings."""
 
 from __future__ import annotations
 
@@ -23,9 +19,12 @@ _LONGEST_CHARACTER = 4
 class Detokenizer:
     """Turns token ids of one answer into text.
 
-    stop: strings that end the answer, which is cut before the first completed string. If several end at the same
-    character, the longest one counts. shown_ids: control tokens to show as text. min_tokens: stop strings within these
-    tokens do not count. keeps_stop: include the stop string.
+    The text equals `Tokenizer.decode` of all ids, except for invalid UTF-8: an unfinished character at the end is
+    dropped, and valid characters next to invalid bytes are kept.
+
+    stop: strings that end the answer, which is cut before the first completed string, on ties the longest. shown_ids:
+    control tokens to show. min_tokens: stop strings within these tokens do not count. keeps_stop: include the stop
+    string.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Detokenizer:
         return self._emitted[0] if self._emitted else ""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add token ids and return the text that can be shown; amortized constant time per token."""
+        """Return the text that can be shown, in amortized constant time per token."""
         if self.stopped:
             return ""
         if self._stops:
@@ -82,7 +81,7 @@ class Detokenizer:
         return self._emit(self._before_stop(new))
 
     def finish(self, end_token_id: int | None = None) -> str:
-        """Return the text that was held back for stop strings. `push` may not follow.
+        """Return the text held back for stop strings. `push` may not follow.
 
         end_token_id: the token that ended the answer, if its text is part of the answer.
         """
@@ -143,7 +142,7 @@ class _Decoder(Protocol):
 
 
 def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """A function from a token id to its bytes after other tokens; empty for an unknown id."""
+    """Return a function from a token id to its bytes after other tokens; empty for an unknown id."""
     rule = byte_rule(tokenizer)
 
     def bytes_of(token_id: int) -> bytes:
@@ -152,7 +151,7 @@ def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
             return b""
         if rule is not None:
             return rule.to_bytes(token)
-        # Some tokens differ at the beginning of a text.
+        # some tokens differ at the beginning of a text
         once, twice = (tokenizer.decode([token_id] * times, skip_special_tokens=False) for times in (1, 2))
         return twice[len(once) :].encode()
 
@@ -165,14 +164,14 @@ def _make_decoder(tokenizer: Tokenizer) -> _Decoder:
 
 
 class ByteRule(NamedTuple):
-    """How tokens encode bytes. stripped: number of leading spaces that a text loses."""
+    """How tokens encode bytes. stripped: leading spaces that a text loses."""
 
     to_bytes: Callable[[str], bytes]
     stripped: int = 0
 
 
 def byte_rule(tokenizer: Tokenizer) -> ByteRule | None:
-    """The rule of a tokenizer. None: the bytes of a token depend on its neighbors."""
+    """None: the bytes of a token depend on its neighbors."""
     decoder = tokenizer.decoder_steps
     steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
@@ -186,7 +185,7 @@ def byte_rule(tokenizer: Tokenizer) -> ByteRule | None:
 
 
 def _is_sentencepiece(steps: list[dict[str, Any]]) -> bool:
-    """Return whether steps are, in this order: replace, byte fallback, fuse, strip leading spaces."""
+    """Return whether the steps are: replace, byte fallback, fuse, strip leading spaces."""
     letters = {"Replace": "R", "ByteFallback": "B", "Fuse": "F", "Strip": "S"}
     if not re.fullmatch("R*BF?(FS)?", "".join(letters.get(step["type"], "?") for step in steps)):
         return False
@@ -198,8 +197,6 @@ def _is_sentencepiece(steps: list[dict[str, Any]]) -> bool:
 
 
 class _ByteDecoder:
-    """For tokenizers whose tokens have fixed bytes."""
-
     def __init__(self, tokenizer: Tokenizer, rule: ByteRule) -> None:
         self._tokenizer = tokenizer
         self._to_bytes, self._spaces_to_strip = rule
@@ -221,7 +218,7 @@ class _ByteDecoder:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Byte-level BPE's characters for bytes (https://github.com/openai/gpt-2, ``bytes_to_unicode``)."""
+    """Map byte-level BPE's characters to bytes (https://github.com/openai/gpt-2, ``bytes_to_unicode``)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -245,7 +242,7 @@ def _sentencepiece_bytes(token: str, replaced: list[tuple[str, str]]) -> bytes:
 
 
 class _WindowDecoder:
-    """For all other tokenizers: decodes the last few tokens with and without the new one."""
+    """Decodes the last few tokens with and without the new one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

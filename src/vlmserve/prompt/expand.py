@@ -13,7 +13,7 @@ from vlmserve.types import ImageInput, ImageSpan, MediaKind, Prompt
 def check_placeholders(
     token_ids: Sequence[int], image_token_id: int | None, num_images: int, kind: MediaKind = "image"
 ) -> None:
-    """Raise InvalidRequestError unless the number of placeholders equals the number of images or videos."""
+    """Raise InvalidRequestError unless the numbers of placeholders and media are equal."""
     found = 0 if image_token_id is None else token_ids.count(image_token_id)
     if found != num_images:
         raise InvalidRequestError(
@@ -35,7 +35,7 @@ def expand_placeholders(
     """Make a prompt: repeat each placeholder for the tokens of its image or video, and insert text between them.
 
     frames_are_images: videos repeat the placeholder of images. label: tokens before a labelled image, by its index
-    among labelled images. Raises InvalidRequestError if the numbers of placeholders and media differ.
+    among them. Raises InvalidRequestError if placeholders and media differ in number.
     """
     check_placeholders(token_ids, image_token_id, len(images))
     check_placeholders(token_ids, video_token_id, len(videos), "video")
@@ -66,15 +66,12 @@ def expand_placeholders(
 
 
 def last_tokens(token_ids: list[int], wanted: int | None, most: int) -> list[int]:
-    """The last tokens. wanted: how many; None: all; -1: `most`."""
+    """wanted: how many tokens; None: all; -1: `most`."""
     return token_ids if wanted is None else token_ids[-(most if wanted == -1 else wanted) :]
 
 
 def truncate(prompt: Prompt, wanted: int | None, most: int) -> Prompt:
-    """The last tokens of a prompt. wanted: how many; None: all; -1: `most`.
-
-    Raises InvalidRequestError if it would remove an image or a part of one.
-    """
+    """Keep the last tokens. wanted: see `last_tokens`. Raises InvalidRequestError if it would cut an image."""
     if wanted is None:
         return prompt
     cut = len(prompt.token_ids) - len(last_tokens(prompt.token_ids, wanted, most))

@@ -18,7 +18,7 @@ MAX_JSON_BYTES = 64 * 2**20
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if the file does not exist. Raises ModelLoadError for anything else."""
+    """Return {} if the file does not exist. Raises ModelLoadError for anything but an object."""
     if not path.is_file():
         return {}
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
@@ -35,14 +35,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json; for a retriever, the part about its vision-language model. Raises ModelLoadError."""
+    """For a retriever, return the part about its vision-language model. Raises ModelLoadError."""
     return without_nesting(read_json(folder / "config.json"))
 
 
 @dataclass(frozen=True)
 class PromptFiles:
-    """The settings of a checkpoint that determine its prompts."""
-
     tokenizer_config: Mapping[str, Any]
     special_tokens: Mapping[str, str]
     """By name, such as ``bos_token``, including the model's own, such as ``image_token``."""

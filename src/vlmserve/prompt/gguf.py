@@ -87,7 +87,7 @@ class _Token(NamedTuple):
 
 
 def read_prompt_files(path: Path) -> PromptFiles:
-    """Read the prompt settings of a file. Raises as `read_header` does."""
+    """Read a file's prompt settings. Raises as `read_header` does."""
     header = read_header(path)
     ids = {f"{name}_token": _special_id(header, key) for name, key in _SPECIAL.items()}
     tokens = header.texts("tokenizer.ggml.tokens", {id_ for id_ in ids.values() if id_ is not None})
@@ -104,9 +104,8 @@ def read_prompt_files(path: Path) -> PromptFiles:
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """Read the tokenizer of a file.
-
-    Raises ModelLoadError for a missing or broken tokenizer, UnsupportedModelError for an unknown kind or pre-tokenizer.
+    """Raises ModelLoadError for a missing or broken tokenizer, UnsupportedModelError for an unknown kind or
+    pre-tokenizer.
     """
     header = read_header(path)
     texts = header.array("tokenizer.ggml.tokens")
@@ -135,7 +134,7 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 
 def write_prompt_files(path: Path, out: Path) -> None:
-    """Write the tokenizer, chat templates and generation settings of a file in Hugging Face layout.
+    """Write tokenizer, chat templates and generation settings in Hugging Face layout.
 
     Raises what `read_prompt_files` and `read_tokenizer` raise.
     """
@@ -176,7 +175,7 @@ def _byte_level(header: Header, tokens: Sequence[_Token]) -> tokenizers.Tokenize
             f"{header.path}: pre-tokenizer {name!r} is not supported; supported are {', '.join(PRE_TOKENIZERS)}"
         )
     kind = PRE_TOKENIZERS.get(name, _GPT2)
-    # The first character may be a space.
+    # the first character may be a space
     cuts = [(merge, merge.find(" ", 1)) for merge in header.array("tokenizer.ggml.merges")]
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
@@ -235,7 +234,7 @@ def _merges(tokens: Sequence[_Token]) -> list[tuple[str, str]]:
     """SentencePiece's merges: pairs that make the token with the highest score come first."""
     ids = {token.text: id_ for id_, token in enumerate(tokens) if token.kind == NORMAL}
     merges: list[tuple[str, str]] = []
-    # Look up the second half only if the first half is a token: vocabularies have hundreds of thousands of tokens.
+    # Vocabularies have hundreds of thousands of tokens, so look up the first half first.
     for text in sorted(ids, key=lambda text: (-tokens[ids[text]].score, ids[text])):
         pairs = [
             (text[:cut], right) for cut in range(1, len(text)) if text[:cut] in ids and (right := text[cut:]) in ids
@@ -247,7 +246,7 @@ def _merges(tokens: Sequence[_Token]) -> list[tuple[str, str]]:
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, tokens: Sequence[_Token], *, strips: bool = False) -> None:
-    """Add control tokens and user-defined tokens. strips: the model's own control tokens swallow spaces after them."""
+    """Add control and user-defined tokens. strips: control tokens swallow spaces after them."""
     usual = {"<unk>", "<s>", "<|endoftext|>"}
     special = [
         AddedToken(token.text, special=True, normalized=False, rstrip=strips and token.text not in usual)
@@ -260,7 +259,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, tokens: Sequence[_Token], *, st
 
 
 def _frame(tokenizer: tokenizers.Tokenizer, header: Header, tokens: Sequence[_Token], *, begins: bool) -> None:
-    """Add BOS and EOS as the file says, or by the defaults of its tokenizer kind."""
+    """Add BOS and EOS as the file says, or by defaults."""
     adds = {"bos": begins, "eos": False}
     ids = {name: _special_id(header, name) for name in adds}
     for name, default in adds.items():

@@ -1,4 +1,4 @@
-"""Prompts of models without conversations: a request is one image and one text, which some models allow to be empty."""
+"""Prompts of models without conversations: one image and one text, which may be empty for some models."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ Encode = Callable[[str, bool], list[int]]
 
 
 class OneImagePrompts(Protocol):
-    """Prompt format of a family."""
-
     @property
     def describes(self) -> bool:
         """True if an image needs no text."""
@@ -40,8 +38,9 @@ class CaptionPrompts:
 
 @dataclass(frozen=True)
 class QuestionPrompts:
-    """An encoder reads the text and the image, and the decoder cross-attends to its states. begin: the decoder's first
-    token."""
+    """An encoder reads text and image, and the decoder cross-attends to its states. begin: the decoder's first
+    token.
+    """
 
     begin: int
     describes: bool = False
@@ -60,15 +59,12 @@ class MoondreamPrompts:
     def prompt(self, image: ImageInput, text: str, encode: Encode) -> Prompt:
         pieces = ["\n\nQuestion:", f" {text}", "\n\nAnswer:"] if text else ["\n\nCaption:"]
         asked = [token_id for piece in pieces for token_id in encode(piece, False)]
-        # The model has no image token; the span marks the positions.
+        # without an image token, the span marks the positions
         return Prompt([self.begin] * (1 + image.num_tokens) + asked, (ImageSpan(image, 1),))
 
 
 def one_image_prompts(config: Mapping[str, Any]) -> OneImagePrompts | None:
-    """The prompt format for a config.json; None for a model with conversations.
-
-    Raises ModelLoadError for an invalid token id.
-    """
+    """None for a model with conversations. Raises ModelLoadError for an invalid token id."""
     family = vision_family(config)
     if family is None or family.prompts is None:
         return None
@@ -105,7 +101,7 @@ def _token_id(config: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def only_text(messages: Sequence[Message]) -> str:
-    """The text of the only user message. Raises InvalidRequestError for other conversations."""
+    """Return the text of the only user message. Raises InvalidRequestError for anything else."""
     if [message.role for message in messages] != ["user"]:
         raise InvalidRequestError(
             "this model does not support conversations: send one user message, with an image and a text",

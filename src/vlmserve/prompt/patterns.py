@@ -1,8 +1,4 @@
-"""Bound the work of a tokenizer's pattern. The tokenizers library matches patterns by backtracking (Oniguruma).
-
-`check_pattern` reads the pattern's syntax and rejects it if a failing match could take more than linear time at one
-position of a text. A whole text then takes at most quadratic time. Patterns of published tokenizers pass.
-"""
+"""Bounds the work of a tokenizer's pattern, which the tokenizers library matches by backtracking (Oniguruma)."""
 
 from __future__ import annotations
 
@@ -32,11 +28,7 @@ class PatternError(ValueError):
 
 
 class _Part(NamedTuple):
-    """A part of a pattern.
-
-    With ``n`` as the length of the text, the part ends in ``choices * n**paths`` ways, and trying all ways takes
-    ``n**degree`` steps.
-    """
+    """For a text of length ``n``, the part ends in ``choices * n**paths`` ways, found in ``n**degree`` steps."""
 
     paths: int = 0
     degree: int = 0
@@ -54,7 +46,8 @@ _ANCHOR = _Part(size=0, consumes=False)
 def check_pattern(pattern: str) -> bool:
     """Return whether each match has at least one character.
 
-    Raises PatternError for a pattern that may take more than quadratic time, or that has unknown syntax.
+    Raises PatternError if a failing match may take more than linear time at one position, so a text more than quadratic
+    time, or for unknown syntax. Patterns of published tokenizers pass.
     """
     if len(pattern) > MAX_PATTERN:
         raise PatternError(f"has {len(pattern):,} characters (at most {MAX_PATTERN:,})")
@@ -117,7 +110,7 @@ class _Parser:
         return part
 
     def _bounds(self) -> tuple[int, int | None] | None:
-        """Read the repeat at this place, if any: minimum and maximum; None: no maximum."""
+        """Return minimum and maximum (None: unlimited) of the repeat at this place, if any."""
         sign = self.text[self.at : self.at + 1]
         if sign and sign in "*+?":
             self.at += 1
@@ -174,7 +167,6 @@ class _Parser:
         return found[0]
 
     def _class(self, depth: int) -> None:
-        """Skip a class and nested classes."""
         if depth > _MAX_DEPTH:
             raise PatternError(f"nests classes more than {_MAX_DEPTH} deep")
         self.at += 1
@@ -210,6 +202,6 @@ def _repeat(part: _Part, low: int, high: int | None) -> _Part:
     ways = part.choices**most * (most - low + 1) if part.choices == 1 or most <= 10 else _MAX_CHOICES + 1
     if high is not None and part.paths == 0 and ways <= _MAX_CHOICES:
         return part._replace(choices=ways, size=size)
-    # If each repetition matches in several ways, a text can be divided in exponentially many ways.
+    # If each repetition matches in several ways, a text divides in exponentially many ways.
     degree = part.degree + (1 if part.degree else 0)
     return part._replace(paths=2 if varies else 1, degree=degree, choices=1, size=size)

@@ -56,8 +56,6 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class Vectors:
-    """How prompts become vectors."""
-
     task: Embed
     is_declared: bool = False
     """True if the checkpoint or a setting says so; otherwise it is a chat model."""
@@ -74,12 +72,12 @@ class Vectors:
 
     @property
     def begins_answers(self) -> bool:
-        """True if prompts of conversations end with the beginning of an answer, unless a request says otherwise."""
+        """True if prompts of conversations end with the beginning of an answer by default."""
         return self.message_options is None or bool(self.message_options["add_generation_prompt"])
 
     @property
     def instead_of_text(self) -> str | None:
-        """Plural name of the output of a model that cannot write answers. None: it can."""
+        """Plural name of the output of a model that cannot write answers."""
         if self.retriever is not None:
             return "vectors"
         return None if self.classes is None else "classes"
@@ -87,10 +85,7 @@ class Vectors:
     def embed(
         self, dimensions: int | None = None, *, normalize: bool | None = None, pooling: Pooling | None = None
     ) -> Embed:
-        """The task of a request. pooling: overrides the model's.
-
-        Raises InvalidRequestError if the checkpoint needs an unsupported module, or has classes.
-        """
+        """pooling: overrides the model's. Raises InvalidRequestError for an unsupported module, or with classes."""
         if self.problem is not None:
             raise InvalidRequestError(self.problem, param="model")
         if self.classes is not None:
@@ -161,7 +156,7 @@ def _layers(folder: Path, modules: Sequence[Mapping[str, Any]], kinds: Sequence[
 def _message_options(
     folder: Path, modules: Sequence[Mapping[str, Any]], kinds: Sequence[str]
 ) -> Mapping[str, Any] | None:
-    """`Vectors.message_options`, if the Transformer module reads messages."""
+    """Return `Vectors.message_options` if the Transformer module reads messages."""
     if kinds[:1] != ["Transformer"]:
         return None
     config = read_json(folder / str(modules[0].get("path", "")) / "sentence_bert_config.json")

@@ -1,4 +1,4 @@
-"""Find out what a chat template shows: render small conversations with marked texts."""
+"""Finds out what a chat template shows: renders small conversations with marked texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Form(NamedTuple):
 
 
 class Probes:
-    """Tests what a template shows. render: renders messages; may raise anything."""
+    """render: renders messages; may raise anything."""
 
     def __init__(self, render: Callable[[Chat], str], image_token: str | None) -> None:
         self._render = render
@@ -60,22 +60,22 @@ class Probes:
         """An image in a function's result is shown."""
 
     def form(self, role: str) -> Form:
-        """The form of a role. A role that shows nothing gets the user's form."""
+        """A role that shows nothing gets the user's form."""
         form = self._forms[role]
         return form if form.strings or form.one_part else self._forms["user"]
 
     def takes_assistant_first(self) -> bool:
-        """Return whether the template renders a conversation that begins with the assistant."""
+        """Return whether a conversation may begin with the assistant."""
         return self._shows_turns("assistant", "user")
 
     def takes_thoughts_with_calls(self, names: Sequence[str]) -> bool:
-        """Return whether the template renders an answer with text, a call, and reasoning under these names."""
+        """Return whether an answer may have text, a call, and reasoning under these names."""
         thoughts = dict.fromkeys(names, _mark(1))
         answer = {**self._turn("assistant", _mark(0)), "tool_calls": [_CALL], **thoughts}
         return self._shown([self._turn("user", "?"), answer], 1) is not None
 
     def takes_thinking_parts(self) -> bool:
-        """Return whether the template shows a reasoning part of an answer's content."""
+        """Return whether a reasoning part of an answer's content is shown."""
         parts = [{"type": "thinking", "thinking": _mark(0)}, _text(_mark(1))]
         return self._shown([self._turn("user", "?"), {"role": "assistant", "content": parts}], 2) is not None
 
@@ -99,12 +99,12 @@ class Probes:
         return self._shown(chat, len(chat)) is not None
 
     def _shown(self, chat: Chat, count: int) -> str | None:
-        """The rendered text, if it shows `count` marks and not the structure of the messages. None: it does not."""
+        """Return the text if it shows `count` marks and not the structure of the messages."""
         try:
             text = self._render(chat)
         except TemplateLimitError:
             raise
-        except Exception:  # any error means that it does not take these messages
+        except Exception:  # the template does not take these messages
             return None
         is_list = any(isinstance(message["content"], list) for message in chat)
         shows_structure = is_list and ("'type'" in text or '"type"' in text)

@@ -1,7 +1,4 @@
-"""Render messages with the checkpoint's jinja chat template, as transformers does.
-
-https://huggingface.co/docs/transformers/chat_templating_writing
-"""
+"""Renders messages with a jinja chat template (https://huggingface.co/docs/transformers/chat_templating_writing)."""
 
 from __future__ import annotations
 
@@ -35,8 +32,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True)
 class ImagePart:
-    """An image in a message. inline: it belongs to the text around it, even if the template moves
-    images before texts."""
+    """inline: it belongs to the text around it, even if the template moves images before texts."""
 
     inline: bool = False
 
@@ -51,7 +47,7 @@ Part = str | ImagePart | VideoPart
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function call of the assistant. arguments: decoded JSON."""
+    """arguments: decoded JSON."""
 
     id: str
     name: str
@@ -60,8 +56,6 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """A turn of a conversation."""
-
     role: Role
     parts: tuple[Part, ...]
     """Texts, images and videos in order."""
@@ -78,10 +72,7 @@ class Message:
 
 
 def read_template(source: str) -> str:
-    """Read a chat template from a path, or return `source` if it is a template.
-
-    Raises ConfigurationError for an unreadable file.
-    """
+    """Read a path, or return a template. Raises ConfigurationError for an unreadable file."""
     if "{" in source:
         return source
     try:
@@ -93,9 +84,7 @@ def read_template(source: str) -> str:
 
 
 class ChatTemplate:
-    """A compiled chat template.
-
-    Templates show different roles and content. `Probes` finds out what this template shows, and `render` rearranges
+    """Templates show different roles and content. `Probes` finds out what this template shows, and `render` rearranges
     messages so that it shows all of their text. Raises ModelLoadError for a template that does not compile.
     """
 
@@ -114,7 +103,7 @@ class ChatTemplate:
                 self._template = environment.from_string(source)
                 parsed = environment.parse(source)
             known = meta.find_undeclared_variables(parsed)
-            # A template may set its own default, such as the placeholder between other tokens.
+            # such as the placeholder between other tokens
             sets_image_token = any(
                 name.name == "image_token" and name.ctx == "store" for name in parsed.find_all(nodes.Name)
             )
@@ -148,11 +137,11 @@ class ChatTemplate:
     ) -> str:
         """Render a prompt.
 
-        tools: functions in OpenAI's format, for a template that `knows_tools`. settings: values by name; names outside
-        `settings` have no effect. continue_final_message: end with the text of the last message.
+        tools: functions in OpenAI's format, for a template that `knows_tools`. settings: values by name; unknown names
+        have no effect. continue_final_message: end with the text of the last message.
 
-        Raises InvalidRequestError if the template rejects the messages, and for settings of reserved names. Raises
-        SlowRenderingError within `only_quick`.
+        Raises InvalidRequestError for rejected messages and settings of reserved names, SlowRenderingError within
+        `only_quick`.
         """
         for name in settings or ():
             if name in _OURS or name in self._variables:
@@ -210,9 +199,9 @@ class ChatTemplate:
         return self._probes.takes_systems or (self._probes.takes_system and places == [0])
 
     def _with_one_system(self, messages: Sequence[Message]) -> list[Message]:
-        """Join all system messages into the first one, or into the user's if the template has no system role.
+        """Join system messages into the first, or into the user's without a system role.
 
-        A system message with an image keeps its place and becomes a user message.
+        A system message with an image becomes a user message in place.
         """
         others = [
             replace(message, role="user") if message.role == "system" else message
@@ -291,7 +280,6 @@ def _begins_with_assistant(messages: Sequence[Message]) -> bool:
 
 
 def _with_user_first(messages: Sequence[Message]) -> list[Message]:
-    """Insert an empty user message before the first answer."""
     place = next(place for place, message in enumerate(messages) if message.role != "system")
     return [*messages[:place], Message("user", ("",), is_string=True), *messages[place:]]
 
@@ -313,7 +301,6 @@ def _followed(first: Message, second: Message) -> Message:
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
-    """Join consecutive messages of a role."""
     turns: list[Message] = []
     for message in messages:
         last = turns[-1] if turns else None
@@ -325,7 +312,7 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_thoughts_first(message: Message) -> Message:
-    """Move the text of an answer that calls functions to the end of its reasoning, if it has both."""
+    """Move text before calls to the end of the reasoning, if there is any."""
     if message.reasoning is None or not message.tool_calls or not any(message.parts) or _has_media(message):
         return message
     return replace(message, parts=("",), reasoning=_BREAK.join((message.reasoning, *map(str, message.parts))))
@@ -355,7 +342,7 @@ def _without_a_call(messages: Sequence[Message]) -> str:
 
 
 class _GenerationBlocks(Extension):
-    """``{% generation %}`` marks the assistant's text for training; inference ignores it."""
+    """``{% generation %}`` marks text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 

@@ -1,8 +1,4 @@
-"""Limit the CPU time and memory of chat templates.
-
-A checkpoint's template is untrusted code. Jinja's sandbox isolates it, but does not stop loops or texts of gigabytes.
-Each operation that could make a large value is checked before it runs.
-"""
+"""Limits CPU time and memory of chat templates, which are untrusted code. Jinja's sandbox does not."""
 
 from __future__ import annotations
 
@@ -80,8 +76,6 @@ class SlowRenderingError(TemplateLimitError):
 
 
 class _Budget:
-    """The remaining time and memory of a rendering."""
-
     def __init__(self, seconds: float) -> None:
         self._is_quick = _only_quick.get() and seconds > QUICK_SECONDS
         self._seconds = QUICK_SECONDS if self._is_quick else seconds
@@ -90,7 +84,7 @@ class _Budget:
         self._operations = 0
 
     def charge(self, num_bytes: int) -> None:
-        """Count an operation. Raises TemplateLimitError when time or memory is used up."""
+        """Raises TemplateLimitError when time or memory is used up."""
         self._bytes -= num_bytes
         if self._bytes < 0:
             raise TemplateLimitError(f"the chat template makes more than {MAX_TOTAL_BYTES // 2**20:,} MiB of text")
@@ -110,7 +104,7 @@ _only_quick: ContextVar[bool] = ContextVar("only quick renderings", default=Fals
 
 @contextmanager
 def only_quick() -> Iterator[None]:
-    """Raise SlowRenderingError in renderings longer than `QUICK_SECONDS`. The caller may repeat them without this."""
+    """Raise SlowRenderingError after `QUICK_SECONDS`. The caller may repeat the rendering without this."""
     token = _only_quick.set(True)
     try:
         yield
@@ -119,7 +113,7 @@ def only_quick() -> Iterator[None]:
 
 
 class TemplateLimits:
-    """The limits of a template. A client with several recent timeouts gets less time."""
+    """A client with several recent timeouts gets less time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -160,20 +154,19 @@ class TemplateLimits:
 
 
 def _check(num_bytes: int) -> None:
-    """Raise TemplateLimitError if a value has too many bytes."""
     if num_bytes > MAX_VALUE_BYTES:
         raise TemplateLimitError(f"the chat template makes a value of more than {MAX_VALUE_BYTES // 2**20} MiB")
 
 
 def _size(value: Any, known: dict[int, int] | None = None) -> int:
-    """Bytes of a value; repeated parts count each time. known: sizes of containers, by id."""
+    """Repeated parts count each time. known: sizes of containers, by id."""
     if isinstance(value, str | bytes | int):
         return sys.getsizeof(value)
     if not isinstance(value, list | tuple | dict | set | frozenset):
         return 64
     known = {} if known is None else known
     if id(value) not in known:
-        known[id(value)] = 64  # in case the value contains itself
+        known[id(value)] = 64  # it may contain itself
         inner = (*value.keys(), *value.values()) if isinstance(value, dict) else value
         known[id(value)] = 64 + sum(_size(one, known) for one in inner)
     return known[id(value)]
@@ -226,7 +219,6 @@ def _check_format(text: str, num_bytes: int) -> None:
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter in the limits."""
     takes_context = hasattr(function, "jinja_pass_arg")
 
     @functools.wraps(function)
@@ -239,7 +231,7 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@pass_context  # so that jinja does not run it at compile time
+@pass_context  # not at compile time
 def _charge(_: Context, num_bytes: int) -> None:
     _budget.get().charge(num_bytes)
 
@@ -304,7 +296,7 @@ def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits. Compile and render within `TemplateLimits`."""
+    """Jinja's sandbox. Compile and render within `TemplateLimits`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, optimized=False)
@@ -348,7 +340,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return _made(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call within the limits. Jinja's parameter names cannot collide with a template's keywords."""
+        """These parameter names cannot collide with a template's keywords."""
         _budget.get().charge(0)
         method = getattr(__obj, "__wrapped__", __obj)
         owner = getattr(method, "__self__", None)

@@ -1,4 +1,4 @@
-"""Limit the time to tokenize a text. Some tokenizers' patterns take quadratic time for a run of digits."""
+"""Limits the time to tokenize a text. Some patterns take quadratic time for a run of digits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Encode = Callable[[str], object]
 
 
 def is_quadratic(encode: Encode) -> bool:
-    """Return whether runs of one character take quadratic time. Takes about 0.3 s of CPU time."""
+    """Test runs of one character. Takes about 0.3 s of CPU time."""
     for character in _CHARACTERS:
         end = "1" if character.isalpha() else "a"
         took = _seconds(encode, character * _RUN + end)
@@ -40,8 +40,8 @@ def is_quadratic(encode: Encode) -> bool:
 def check_time(encode: Encode, text: str) -> None:
     """Reject a text that would take too long, in time proportional to its length.
 
-    Encodes pieces of the text, then larger pieces. A text of ``k`` pieces takes at most ``k`` times their total,
-    because patterns take at most quadratic time. Raises InvalidRequestError and CancelledWorkError.
+    A text of ``k`` pieces takes at most ``k`` times their total, because patterns take at most quadratic time. Raises
+    InvalidRequestError and CancelledWorkError.
     """
     allowed = max(MIN_SECONDS, len(text) * SECONDS_PER_CHARACTER)
     size = SHORT_TEXT

@@ -1,8 +1,4 @@
-"""Tokenize and decode text with a checkpoint's files. Thread-safe; imports neither torch nor transformers.
-
-Reads ``tokenizer.json``, as transformers' ``TokenizersBackend`` does. Without this file, `prompt.convert` or
-transformers converts the tokenizer.
-"""
+"""Tokenizes and decodes text with a checkpoint's files. Thread-safe; imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -43,12 +39,11 @@ _PIECE = 16384
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.
+    """Reads ``tokenizer.json``; without it, `prompt.convert` or transformers converts the tokenizer.
 
-    image_token, image_token_id: placeholder of an image; None: no vision tower. video_token, video_token_id:
-    placeholder of a video. image_mark: what chat templates write for an image. frame_ends: tokens around each video
-    frame with a timestamp. frames_are_images: as in `PromptFiles`. special_tokens: by name (``bos_token``…).
-    end_token_ids: end an answer. control_tokens: users' text is never read as these.
+    image_mark: what chat templates write for an image. frame_ends: tokens around each video frame with a timestamp.
+    frames_are_images: as in `PromptFiles`. special_tokens: by name (``bos_token``…). end_token_ids: end an answer.
+    control_tokens: users' text is never read as these.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, files: PromptFiles) -> None:
@@ -97,10 +92,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, files: PromptFiles | None = None) -> Tokenizer:
-        """Read the tokenizer of a checkpoint's folder or GGUF file.
-
-        Raises ModelLoadError if it is missing or incomplete.
-        """
+        """Read a folder or GGUF file. Raises ModelLoadError if the tokenizer is missing or incomplete."""
         files = files or read_prompt_files(folder)
         if (file := language_model(folder)) is not None:
             return cls._checked(read_tokenizer(file), files, file)
@@ -126,29 +118,27 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, including added tokens."""
+        """Count token ids, including added tokens."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @cached_property
     def decoder_steps(self) -> dict[str, Any] | None:
-        """The decoder of ``tokenizer.json``."""
         decoder = self._backend.decoder
         return None if decoder is None else json.loads(decoder.__getstate__())
 
     def token(self, token_id: int) -> str | None:
-        """The token with this id; None: out of range."""
+        """Return a token; None: out of range."""
         return self._backend.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
     def mark_images(self, mark: str) -> None:
-        """Set the text that chat templates write for an image, without tokens around it."""
+        """Set what chat templates write for an image, without tokens around it."""
         self.image_mark, self._image = mark, self.image_token
 
     def write_media(self, text: str) -> str:
-        """Replace the template's image mark by the tokens of an image, and remove frame tokens around video
-        placeholders."""
+        """Replace image marks by an image's tokens, and remove frame tokens around video placeholders."""
         if self.frame_ends is not None and self.video_token is not None:
             begin, end = self.frame_ends
             text = text.replace(begin + self.video_token + end, self.video_token)
@@ -157,19 +147,18 @@ class Tokenizer:
         return text.replace(self.image_mark, self._image)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, including control tokens. BOS is not added to a text that starts with it."""
+        """Read control tokens too. BOS is not added to a text that starts with it."""
         bos = self.special_tokens.get("bos_token")
         add_special_tokens = add_special_tokens and not (bos and text.startswith(bos))
         return self._ids(self._backend, text, add_special_tokens=add_special_tokens)
 
     def encode_pair(self, first: str, second: str) -> list[int]:
-        """Token ids of two texts with the special tokens of a pair."""
         for text in (first, second):
             self._check_time(self._backend, text)
         return list(_encoding(self._backend, first, second, add_special_tokens=True).ids)
 
     def encode_inside(self, text: str) -> list[int]:
-        """Token ids of text that follows other text. Added tokens are read in it, unless they are special."""
+        """Token ids of text after other text. Only special tokens are not read in it."""
         if self._visible_pattern is None:
             return self._ids(self._plain_continuing, text)
         ids: list[int] = []
@@ -181,9 +170,8 @@ class Tokenizer:
     def check_length(self, texts: Iterable[str], max_tokens: int) -> None:
         """Reject text that is far too long for `max_tokens`, in time that depends only on `max_tokens`.
 
-        Tokenizing megabytes takes seconds. Text longer than `max_tokens` of the longest token is rejected without
-        tokenizing. Other long text is counted in pieces, up to four times `max_tokens`. The finished prompt gives the
-        exact number. Raises PromptTooLongError and CancelledWorkError.
+        Text longer than `max_tokens` of the longest token is rejected without tokenizing. Other long text is counted in
+        pieces, up to four times `max_tokens`. Raises PromptTooLongError and CancelledWorkError.
         """
         texts = list(texts)
         size = sum(map(len, texts))
@@ -202,11 +190,11 @@ class Tokenizer:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters of the longest token; byte vocabularies use at least one for each character."""
+        """Characters; byte vocabularies use at least one for each character."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
 
     def encode_quoted(self, text: str, quotation: Quotation, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of rendered text, with quoted parts as plain text.
+        """Read quoted parts as plain text.
 
         Raises InvalidRequestError if the tokenizer writes a quoted part as a control token.
         """
@@ -240,7 +228,7 @@ class Tokenizer:
         ids = self._ids(encoder, plain)
         if self._forbidden_ids.isdisjoint(ids):
             return ids
-        # Some vocabularies have a control token as an ordinary word; its single characters are not that word.
+        # Some vocabularies have a control token as an ordinary word, but not as single characters.
         cuts = {at for start, end in quotation.quoted_spans(text) for at in range(start, end + 1)}
         ids, done = [], 0
         for cut in sorted(cuts | {len(plain)}):
@@ -268,7 +256,7 @@ class Tokenizer:
             return True
 
     def _plain_variant(self, *, continuing: bool) -> tokenizers.Tokenizer:
-        """The model without added tokens. continuing: for text that is not the beginning of a prompt."""
+        """Leave out added tokens. continuing: for text that does not begin a prompt."""
         variant = tokenizers.Tokenizer(self._backend.model)
         pre_tokenizer = self._backend.pre_tokenizer
         if pre_tokenizer is not None:
@@ -289,7 +277,7 @@ class Tokenizer:
 def _encoding(
     encoder: tokenizers.Tokenizer, text: str, pair: str | None = None, *, add_special_tokens: bool = False
 ) -> tokenizers.Encoding:
-    """Encode one text or a pair. Raises InvalidRequestError if a pattern of the tokenizer gives up."""
+    """Raises InvalidRequestError if a pattern of the tokenizer gives up."""
     try:
         # Unlike `encode` this releases the GIL and computes no offsets.
         return encoder.encode_batch_fast(
@@ -304,13 +292,12 @@ def _encoding(
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Return whether Rust code of the tokenizers library panicked. Its exception class cannot be imported."""
+    """The exception class of the library's panics cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
 def _complete(backend: tokenizers.Tokenizer, files: PromptFiles) -> None:
-    """Add tokens of tokenizer_config.json that tokenizer.json lacks. tokenizer.json determines whether to add BOS and
-    EOS."""
+    """Add tokens of tokenizer_config.json that tokenizer.json lacks. The latter says whether to add BOS and EOS."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = files.tokenizer_config.get("added_tokens_decoder") or {}
     check_count(len(declared), "tokenizer_config.json")
@@ -333,7 +320,7 @@ def _unknown_id(backend: tokenizers.Tokenizer, files: PromptFiles) -> int | None
 
 
 def _ensure_token(backend: tokenizers.Tokenizer, token_id: int | None, meaning: str) -> str | None:
-    """The token with this id, registered as a special token."""
+    """Register a token as special, and return it."""
     if token_id is None:
         return None
     token = backend.id_to_token(token_id)
@@ -357,7 +344,7 @@ def _pattern(tokens: list[AddedToken]) -> re.Pattern[str]:
 
 
 def _without_first_space(pre_tokenizer: tokenizers.pre_tokenizers.PreTokenizer) -> Any:
-    """The pre-tokenizer without the space that some add before the first word."""
+    """Remove the space that some add before the first word."""
     state = json.loads(pre_tokenizer.__getstate__())
     _replace_values(state, "prepend_scheme", "first", "never")
     empty = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())

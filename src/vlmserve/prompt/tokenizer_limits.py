@@ -1,4 +1,4 @@
-"""Check limits of a checkpoint's tokenizer before the tokenizers library reads it."""
+"""Checks a checkpoint's tokenizer before the tokenizers library reads it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _File(msgspec.Struct):
 
 
 def check_sizes(folder: Path) -> None:
-    """Raise ModelLoadError if a tokenizer file in `folder` is too large."""
+    """Raise ModelLoadError for a too large tokenizer file."""
     for pattern in _FILES:
         for path in folder.glob(pattern):
             if path.suffix != ".safetensors" and path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
@@ -51,7 +51,7 @@ def check_sizes(folder: Path) -> None:
 
 
 def check_count(count: int, name: str) -> None:
-    """Raise ModelLoadError if the file `name` adds too many tokens."""
+    """Raise ModelLoadError if the file adds too many tokens."""
     if count > MAX_ADDED_TOKENS:
         raise ModelLoadError(f"{name} adds {count:,} tokens; at most {MAX_ADDED_TOKENS:,} are supported")
 
@@ -106,7 +106,6 @@ def _growth(step: dict[str, Any], name: str) -> float:
 
 
 def _check_pattern(pattern: str, name: str) -> bool:
-    """`check_pattern` that raises ModelLoadError."""
     try:
         return check_pattern(pattern)
     except PatternError as error:

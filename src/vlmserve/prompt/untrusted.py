@@ -1,10 +1,4 @@
-"""Keep users' text apart from control tokens of chat templates.
-
-A user who types ``<image>`` or ``<|im_end|>`` means these characters, not the token. Before rendering,
-`Quotation.quote` replaces text that could be read as a control token, alone or joined with its neighbors, by codes of
-private-use characters. After rendering, `Quotation.unquote` restores the text, which is then tokenized without control
-tokens. Other text passes unchanged.
-"""
+"""Keeps users' text apart from control tokens of chat templates."""
 
 from __future__ import annotations
 
@@ -30,7 +24,7 @@ def find_all(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.M
     for start in range(0, len(text), _WINDOW):
         check_cancelled()
         end = start + _WINDOW
-        # One extra character for look-ahead.
+        # one extra character for look-ahead
         for match in pattern.finditer(text, max(start, done), end + longest + 1):
             if match.start() >= end:
                 break
@@ -39,8 +33,6 @@ def find_all(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.M
 
 
 class ControlTokens:
-    """The strings that a tokenizer reads as control tokens."""
-
     def __init__(self, tokens: Iterable[str]) -> None:
         self.tokens = frozenset(token for token in tokens if token)
         longest_first = sorted(self.tokens, key=len, reverse=True)
@@ -50,11 +42,11 @@ class ControlTokens:
         self._longest = max(map(len, self.tokens), default=0)
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """The spans of `text` that are a control token, or could become one next to other text."""
+        """Return parts that are a control token, or could become one next to other text."""
         if not text:
             return []
         spans = [match.span() for match in find_all(self._dangerous, text, max(self._longest, 1))]
-        # Templates may strip the text, so check the edges of the stripped text as well.
+        # Templates may strip the text, so check the stripped edges too.
         left, right = len(text) - len(text.lstrip()), len(text.rstrip())
         for start in {0, left}:
             spans += self._edge(text, start, None)
@@ -80,7 +72,10 @@ class ControlTokens:
 
 
 class Quotation:
-    """The quoted texts of one rendering."""
+    """A user who types ``<image>`` means these characters, not the token. Before rendering, `quote` replaces text that
+    could be read as a control token by codes of private-use characters. After rendering, `unquote` restores it, to be
+    tokenized without control tokens.
+    """
 
     def __init__(self, control: ControlTokens) -> None:
         self._control = control
@@ -88,11 +83,10 @@ class Quotation:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing was quoted."""
         return not self._quoted
 
     def quote(self, text: str) -> str:
-        """Replace parts of `text` that could be read as a control token by codes."""
+        """Replace parts that could be read as a control token by codes."""
         pieces: list[str] = []
         done = 0
         for start, end in self._control.spans(text):
@@ -102,7 +96,6 @@ class Quotation:
         return "".join([*pieces, text[done:]])
 
     def unquote(self, text: str) -> str:
-        """Replace codes by the users' characters."""
         return _CODE.sub(lambda match: self._quoted[int(match[1])], text)
 
     def quoted_spans(self, text: str) -> list[tuple[int, int]]:

@@ -29,7 +29,7 @@ NO_CHANGES, NO_MIXTURE = b"no changes", b"no mixture"
 
 
 class RunnerAdapters:
-    """Owns the model's adapter slots and maps digests to slots. observer: gets all scalings."""
+    """Owns the model's adapter slots. observer: gets all scalings."""
 
     def __init__(self, model: LoadedModel, num_slots: int, source: AdapterSource, max_rank: int = 0) -> None:
         """max_rank: see `AdapterSlots`."""
@@ -58,7 +58,7 @@ class RunnerAdapters:
                 self._mixtures[digest] = adapter.mixture
 
     def slots_of(self, batch: Sequence[ScheduledRequest]) -> list[int]:
-        """Return each request's slot, negative for none. Empty if no request has an adapter."""
+        """Slots are negative for no adapter. Empty if no request has one."""
         if not any(request.state.adapter for request in batch):
             return []
         return [self._by_digest.get(request.state.adapter, -1) for request in batch]
@@ -77,7 +77,7 @@ class RunnerAdapters:
             self._rows.clear()
 
     def slots_of_scaling_pass(self, mixed: Sequence[ScheduledRequest]) -> list[int]:
-        """Like `slots_of`, for the scaling pass of X-LoRA requests. Adapters with scaling 0 count as none."""
+        """Like `slots_of`, for X-LoRA's scaling pass. Scaling 0 counts as none."""
         mixtures = [self._mixtures[request.state.adapter] for request in mixed]
         slots = zip(mixtures, self.slots_of(mixed), strict=True)
         found = [-1 if mixture.of_scaling_pass is None else slot for mixture, slot in slots]
@@ -101,10 +101,10 @@ class RunnerAdapters:
         hidden: Tensor,
         sums: dict[str, list[float]],
     ) -> Tensor:
-        """Return the scalings of the batch's rows, float32 ``[rows, columns]``.
+        """Return float32 ``[rows, columns]``.
 
-        mixed: the X-LoRA requests. hidden: their final hidden states of the scaling pass, ``[rows of mixed,
-        hidden_size]``. sums: receives each request's scalings by adapter, averaged over layers and summed over tokens.
+        mixed: the X-LoRA requests. hidden: final states of the scaling pass, ``[rows of mixed, hidden_size]``. sums:
+        receives scalings by adapter, averaged over layers and summed over tokens.
         """
         of_requests: dict[str, Tensor] = {}
         first = 0
@@ -141,5 +141,5 @@ class RunnerAdapters:
             self._rows.use(self._sampled)
 
     def use_for_all(self, digest: bytes) -> None:
-        """Select one adapter for all rows. Empty: none."""
+        """Empty: none."""
         self._rows.set_all(self._by_digest[digest] if digest else -1)

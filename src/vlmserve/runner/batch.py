@@ -53,7 +53,7 @@ class BatchDevice(Protocol):
 
 
 class BatchBuilder:
-    """Packs a step's requests. A batch is valid until the next `build`, which reuses its memory."""
+    """A batch is valid until the next `build`, which reuses its memory."""
 
     def __init__(
         self,
@@ -65,8 +65,7 @@ class BatchBuilder:
         *,
         has_states: bool = False,
     ) -> None:
-        """padding_block: the block of padding rows. cross_states: cross-attention states by key. num_columns: see
-        `CacheLayout`. has_states: see `StateRows`."""
+        """cross_states: cross-attention states by key. num_columns: see `CacheLayout`. has_states: see `StateRows`."""
         self._device = device
         self._passes = [
             BatchPacker(block_size, device, padding_block, cross_states, num_columns, number, has_states=has_states)
@@ -82,11 +81,10 @@ class BatchBuilder:
         mixed: Sequence[ScheduledRequest] = (),
         mixed_adapters: Sequence[int] = (),
     ) -> Batch:
-        """Pack at least one request. Either all requests wait for tokens of the previous step, or none.
+        """Pack at least one request. All or none wait for tokens of the previous step.
 
-        drawn: the index of each waiting request's token. extra: other arrays to upload. adapters: each request's slot,
-        negative for none; empty: no adapters. mixed: requests that need the scaling pass. mixed_adapters: their slots
-        there.
+        drawn: the index of each waiting request's token. extra: other arrays to upload. adapters: slots, negative for
+        none. mixed, mixed_adapters: for the scaling pass.
         """
         packed = [self._passes[0].pack(scheduled, drawn, adapters, rounds_width=bool(mixed))]
         if mixed:
@@ -108,8 +106,6 @@ class BatchBuilder:
 
 @dataclass(slots=True)
 class PackedBatch:
-    """One pass's batch in host memory."""
-
     parts: tuple[dict[str, np.ndarray], ...]
     """Arrays to upload: arrays sized by the numbers of rows and sequences, then block tables, then arrays of varying
     size."""
@@ -161,7 +157,7 @@ class PackedBatch:
 
 
 class BatchPacker:
-    """Packs one pass of a step. While a request keeps its row, only new blocks are written to its block tables."""
+    """Packs one pass. While a request keeps its row, only new blocks are written to its block tables."""
 
     def __init__(
         self,
@@ -185,7 +181,7 @@ class BatchPacker:
         self._token_ids, self._positions = np.empty((2, 0), np.int64)
         self._slots = np.empty((num_columns, 0), np.int64)
         self._tables = np.zeros((num_columns, 0, 0), np.int32)
-        # Each row's tables, their total blocks, and the blocks of each.
+        # tables, their total blocks, and the blocks of each
         self._rows: list[tuple[list[array[int]] | None, int, list[int]]] = []
 
     def pack(
@@ -232,7 +228,7 @@ class BatchPacker:
         varying = {"sampled_rows": _sampled_rows(scheduled, ends)}
         if scheduled[0].pending:
             varying["drawn_rows"] = np.zeros(num_rows, np.int64)
-            # A request that failed in the previous step has no token. Its result is discarded.
+            # a request that failed in the previous step has no token
             varying["drawn_rows"][:num_tokens] = [drawn.get(state.request_id, 0) for state in states]
         return PackedBatch(
             parts=(shaped, {"block_tables": self._tables[:, : len(counts), :width]}, varying),
@@ -278,7 +274,6 @@ class BatchPacker:
                 self._keep_tables(row, state.block_tables, state.num_blocks)
 
     def _place(self, counts: list[int], context_lens: list[int], shifted: Sequence[RequestState]) -> None:
-        """shifted: requests whose positions may have an offset."""
         positions, slots = self._positions[: sum(counts)], self._slots[:, : sum(counts)]
         place_tokens(counts, context_lens, self._tables, self._block_size, positions, slots)
         if shifted and any(offsets := [state.position_offset for state in shifted]):
@@ -316,7 +311,7 @@ class BatchPacker:
             self._rows = [(None, 0, [])] * shape[0]
 
     def _keep_tables(self, row: int, tables: list[array[int]], num_blocks: int) -> None:
-        """Write the new blocks of a row's block tables. A preempted request has new tables."""
+        """Write the new blocks of a row. A preempted request has new tables."""
         owner, _, written = self._rows[row]
         own = tables[self._first_table : self._first_table + self._num_columns]
         lens = [len(table) for table in own]
@@ -348,10 +343,7 @@ class BatchPacker:
 
 
 def _padding_counts(counts: Sequence[int], num_decodes: int, padding: int) -> list[int]:
-    """Return the rows of each padding sequence.
-
-    Chunks are followed by at least one, possibly empty, so captured steps have few numbers of sequences.
-    """
+    """At least one sequence, possibly empty, follows chunks, so captured steps have few numbers of sequences."""
     if num_decodes == len(counts):
         return [1] * padding
     num_empty = captured_sequences(len(counts) + 1) - len(counts) - 1 if num_decodes else 0
@@ -379,7 +371,7 @@ def _sampled_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> np
 
 
 def _sampling_once(scheduled: Sequence[ScheduledRequest]) -> list[int] | None:
-    """Return the indices of requests that sample one row. None: some sample several, or heads read other rows."""
+    """Return indices of requests that sample one row. None: some sample several, or heads read other rows."""
     for request in scheduled:
         head = request.state.head
         if request.num_sampled > 1 or head is not None:
@@ -388,7 +380,7 @@ def _sampling_once(scheduled: Sequence[ScheduledRequest]) -> list[int] | None:
 
 
 def _bidirectional_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> list[BidirectionalRows]:
-    """Return the rows of bidirectional spans, except each span's last, which sees the whole span anyway."""
+    """Return the rows of bidirectional spans, except each last row, which sees the span anyway."""
     rows = []
     for number, (request, end) in enumerate(zip(scheduled, ends.tolist(), strict=True)):
         if not request.state.bidirectional_spans:

@@ -31,8 +31,6 @@ WARM_UP_REPEATS = 2
 
 
 class ImageEncoder:
-    """Owns image embeddings, cross-attention states, and images in progress."""
-
     def __init__(self, model: LoadedModel, adapters: RunnerAdapters | None = None) -> None:
         self._model = model
         self._adapters = adapters
@@ -44,13 +42,13 @@ class ImageEncoder:
         self.unfinished: dict[bytes, _Encoding] = {}
 
     def run(self, step: SchedulerOutput) -> int:
-        """Evict and encode a step's images. Returns the tower's MACs, the maximum over ranks."""
+        """Return the tower's MACs, the maximum over ranks."""
         for key in step.embeddings_to_evict:
             if self.unfinished.pop(key, None) is None:
-                self.embeddings.pop(key, None)  # missing if its encoding ran out of memory
+                self.embeddings.pop(key, None)  # missing if memory ran out
         for key, content in step.embeddings_to_place.items():
             with self._given_up(key):
-                # A copy, because arrays from another process are read-only.
+                # arrays from another process are read-only
                 rows = torch.from_numpy(np.array(content)).view(self._model.dtype).view(-1, self._width)
                 self.embeddings[key] = to_device(rows, self._device.torch_device)
         products = self._encode(step.images_to_encode) if step.images_to_encode else 0
@@ -78,7 +76,7 @@ class ImageEncoder:
             self.unfinished[image.key] = begun
 
     def lacking(self, scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Return requests whose images or cross-attention states are missing because memory ran out."""
+        """Return requests without images or cross-attention states, because memory ran out."""
         found = []
         for request in scheduled:
             state, start = request.state, request.start
@@ -94,9 +92,9 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def warm_up(self) -> tuple[int, float]:
-        """Encode the beginning of a blank image, so that no request pays one-time costs.
+        """Encode part of a blank image, because of one-time costs.
 
-        Returns MACs and their seconds on a warm, idle device, or (0, 0.0) without example images.
+        Returns MACs and seconds on a warm, idle device, or (0, 0.0) without example images.
         """
         if self._model.vision is None or (shape := self._model.vision.example_shape) is None:
             return 0, 0.0
@@ -111,7 +109,7 @@ class ImageEncoder:
         return products, min(times[1:])
 
     def tiles_to_capture(self) -> Sequence[int]:
-        """Numbers of tiles with a captured graph of the tower."""
+        """Numbers of tiles with a captured graph."""
         vision = self._model.vision
         if not isinstance(vision, TileEncoder) or vision.example_shape is None:
             return ()
@@ -141,7 +139,7 @@ class ImageEncoder:
         return self._device.upload_pixels(image.pixels, self._model.dtype, image.levels)
 
     def _encode(self, images: list[ImageInput]) -> int:
-        """Encode images: one call per adapter, or sharded across ranks, which have no adapters."""
+        """One call per adapter, or sharded across ranks, which have no adapters."""
         if self._model.ranks is not None and len(images) > 1:
             return self._encode_divided(images, self._model.ranks)
         for adapter in {image.adapter: None for image in images}:
@@ -192,19 +190,19 @@ class ImageEncoder:
 
     def _keep(self, images: list[ImageInput], encoded: list[Tensor]) -> None:
         for image, embeddings in zip(images, encoded, strict=True):
-            # A view would keep the whole batch's embeddings alive.
+            # a view would keep the whole batch's embeddings alive
             self._add(image.key, embeddings.clone())
 
     def _add(self, key: bytes, embeddings: Tensor) -> None:
         self.embeddings[key] = embeddings
         if self.tier is not None and embeddings.dtype == self._model.dtype and embeddings.shape[1:] == (self._width,):
-            # Later steps may run on the device meanwhile, but do not write to these embeddings.
+            # Later steps do not write to these embeddings.
             on_host = embeddings.cpu().contiguous()
             self.tier.store(key, on_host.nbytes, lambda: on_host.view(torch.uint8).numpy().reshape(-1))
 
     @contextmanager
     def _given_up(self, *keys: bytes) -> Iterator[list[bytes]]:
-        """Catch out-of-memory errors, and add the images' keys to the list; their requests fail.
+        """Catch out-of-memory errors, and add the keys of images whose requests fail.
 
         With several ranks, raise them, because other ranks would continue.
         """
@@ -234,7 +232,7 @@ class ImageEncoder:
 
 
 class _Encoding:
-    """An image encoded in stages. adapter: digest. result: embeddings, when done."""
+    """An image encoded in stages. adapter: digest."""
 
     def __init__(
         self, tower: VisionEncoder, pixels: Tensor, tiling: TowerInputs | None, device: Device, adapter: bytes = b""
@@ -245,7 +243,7 @@ class _Encoding:
         self._stages = tower.in_stages([pixels], [tiling], self._budget)
 
     def advance(self, products: float) -> int:
-        """Compute up to `products` more MACs, and return the MACs computed. A rest too small for a stage is kept."""
+        """Compute up to `products` MACs, and return the MACs computed. A rest too small for a stage is kept."""
         self._budget.left += products
         before = self._budget.made
         try:

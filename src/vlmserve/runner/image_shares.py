@@ -11,9 +11,9 @@ from vlmserve.layers.parallel import Ranks
 
 
 def divide(costs: Sequence[int], count: int) -> list[list[int]]:
-    """Assign images to `count` ranks: sorted indices, equal on all ranks. costs: MACs of each image.
+    """Assign images to ranks: sorted indices, equal on all ranks. costs: MACs.
 
-    Each image goes to the least loaded rank, most expensive images first (Graham 1969).
+    Each image goes to the least loaded rank, most expensive first (Graham 1969).
     """
     shares: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
@@ -34,15 +34,14 @@ def exchange(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    """Gather the embeddings of all images in order, each ``[lengths[i], width]``, as views.
-
-    own: this rank's embeddings, in the order of its share. lengths: embeddings of each image.
+    """Gather the embeddings of all images, ``[lengths[i], width]``, as views. own: in the order of this rank's
+    share.
     """
     sizes = [[lengths[index] for index in share] for share in shares]
     padded = torch.zeros((max(map(sum, sizes)), width), dtype=dtype, device=device)
     if own:
         padded[: sum(sizes[ranks.rank])] = torch.cat(list(own))
-    # Every backend can exchange bytes.
+    # every backend can exchange bytes
     parts = [part.view(dtype) for part in ranks.gather(padded.view(torch.uint8))]
     found: dict[int, Tensor] = {}
     for part, share, size in zip(parts, shares, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""KV cache and state tensors, on the device and in host memory, and copies of their blocks."""
+"""KV cache and state tensors, on the device and in host memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class KVTensors:
             self._host_states = model.device.host_blocks(self.states, sizes.host_slots, allocate_slots)
 
     def prepare(self, step: SchedulerOutput) -> None:
-        """Zero blocks, copy blocks, copy states, in the order of a step's lists."""
+        """Zero blocks, copy blocks, copy states, in order."""
         if step.blocks_to_zero:
             _clear(self._distinct, step.blocks_to_zero)
         if step.block_copies:
@@ -67,16 +67,13 @@ class KVTensors:
         return sum(tensor[:1].nbytes for layer in self._distinct for tensor in layer.tensors)
 
     def populate(self, num_bytes: int) -> None:
-        """Back the first `num_bytes` of blocks with memory. Requests get these first."""
+        """Back the first `num_bytes` of blocks, which requests get first, with memory."""
         for layer in self._distinct:
             for tensor in layer.tensors:
                 populate(tensor, num_bytes // self.block_bytes)
 
     def contents(self, blocks: Sequence[int]) -> Bytes:
-        """Copy at least one block to the host, ``[blocks, bytes]``, layer by layer.
-
-        The device gathers `STAGED_BYTES` at a time.
-        """
+        """Copy blocks to the host, ``[blocks, bytes]``, layer by layer. The device gathers `STAGED_BYTES` at a time."""
         at_once = max(1, STAGED_BYTES // self.block_bytes)
         return np.concatenate([self._gathered(blocks[i : i + at_once]) for i in range(0, len(blocks), at_once)])
 
@@ -91,8 +88,7 @@ def _copy(
     copies: Iterable[BlockCopy], layers: Sequence[Blocks], host: HostBlocks | None, contents: Sequence[Bytes] = ()
 ) -> None:
     for kind, group in itertools.groupby(copies, lambda copy: copy.kind):
-        # The last copy into a block wins. Reading all sources first equals copying in order, because no written block
-        # is a source later in the group.
+        # The last copy into a block wins. Sources can be read first, because no later source in the group was written.
         by_target = {copy.target: copy.source for copy in group}
         sources, targets = list(by_target.values()), list(by_target)
         if kind == "copy":
@@ -149,7 +145,7 @@ def _fill(layers: Sequence[Blocks], blocks: Sequence[int], contents: Sequence[By
 
 
 def _write(flat: Tensor, places: Sequence[int], part: Tensor, *, through_device: bool) -> None:
-    """Write rows of the host to places. through_device: the host does not wait."""
+    """through_device: the host does not wait."""
     part = to_device(part, flat.device) if through_device else part.contiguous()
     for first, last in runs(places):
         flat[places[first] : places[first] + last - first].copy_(part[first:last])

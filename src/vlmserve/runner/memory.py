@@ -30,7 +30,7 @@ _LEVELS = Levels(1 / 255, (0.5,) * 3, (0.5,) * 3)
 def run_largest_step(
     model: LoadedModel, *, num_tokens: int, num_rows: int, max_model_len: int, block_size: int
 ) -> None:
-    """Run the largest step, so that the device can measure its memory.
+    """Let the device measure the memory of the largest step.
 
     Runs prompts of `num_tokens` total tokens through the decoder, then `num_rows` rows through output head and
     sampling. max_model_len: tokens of the longest sequence.
@@ -63,10 +63,10 @@ def run_largest_step(
 def run_longest_step(
     model: LoadedModel, *, num_tokens: int, num_seqs: int, max_model_len: int, block_size: int, passes: int = 1
 ) -> None:
-    """Run a small step with the maximum lengths on the host, which allocates the buffers that captured steps read.
+    """Allocate the buffers of captured steps by a small step with maximum lengths on the host.
 
-    They are for uploads, split-KV and RoPE tables. On the device, sequences have a few tokens. Backends that do not
-    read lengths on the device need no such step. passes: 2 if requests may have X-LoRA.
+    They are for uploads, split-KV and RoPE tables. Backends that do not read lengths on the device need no such step.
+    passes: 2 if requests may have X-LoRA.
     """
     if not model.backend.reads_on_device:
         return
@@ -79,14 +79,13 @@ def run_longest_step(
 
 
 def _largest_arrays(model: LoadedModel, num_rows: int, num_blocks: int) -> list[np.ndarray]:
-    """Arrays of the size that `runner.batch` uploads for the largest step. num_blocks: of all block tables."""
+    """Arrays of the size that `runner.batch` uploads. num_blocks: of all block tables."""
     columns = len(model.language_model.cache_layout.windows)
     return [np.zeros((columns, num_blocks), np.int32), np.zeros((columns + ROW_ARRAYS, num_rows), np.int64)]
 
 
 @torch.inference_mode()
 def run_largest_graphs(model: LoadedModel, *, num_decodes: int, block_size: int) -> None:
-    """Run the largest steps to capture at start: `num_decodes` decodes, and tiles of the vision tower."""
     _run_short(model, [1] * num_decodes, block_size)
     if (shape := _tiles_shape(model)) is not None:
         assert isinstance(model.vision, TileEncoder)
@@ -105,7 +104,7 @@ def _tiles_shape(model: LoadedModel) -> tuple[int, ...] | None:
 
 
 def _run_short(model: LoadedModel, lens: list[int], block_size: int, **changes: Any) -> None:
-    """Run the layers over prompts of `lens` tokens, at most 2 each. changes: of the batch's metadata."""
+    """Run prompts of `lens` tokens, at most 2 each. changes: of the batch's metadata."""
     language_model, device = model.language_model, model.device.torch_device
     tables = [[0] * -(-2 // block_size)] * len(lens)
     metadata = BatchMetadata.of_chunks([(0, length) for length in lens], tables, block_size, device)
@@ -118,10 +117,10 @@ def _run_short(model: LoadedModel, lens: list[int], block_size: int, **changes: 
 
 @torch.inference_mode()
 def run_largest_encoding(model: LoadedModel, *, num_tokens: int, num_images: int) -> Stages[list[Tensor]] | None:
-    """Encode as many images as fit into a step, so that the device can measure the memory.
+    """Let the device measure the memory of encoding as many images as fit into a step.
 
-    Returns the encoding of an image after its first stage, since its memory adds to that of later steps. Skips towers
-    without example images. num_tokens: of a step, which limits embeddings. num_images: maximum per step.
+    Returns an encoding after its first stage, since its memory adds to later steps. Skips towers without example
+    images. num_tokens, num_images: maximum per step.
     """
     tower, device = model.vision, model.device
     if tower is None or (shape := tower.example_shape) is None:
@@ -150,8 +149,7 @@ def num_pages(
 ) -> int:
     """Return the pages that fit into `budget` bytes, at most for `max_num_seqs` full contexts.
 
-    max_chunk: maximum tokens of a step. passes: of the model, each with its own pages. Raises CapacityError if no block
-    of all layers fits.
+    max_chunk: maximum tokens of a step. passes: each has its own pages. Raises CapacityError if no block fits.
     """
     useful = passes * max_num_seqs * of_tokens.pages(max_model_len, max_chunk)
     pages = min(budget // of_tokens.page, useful)

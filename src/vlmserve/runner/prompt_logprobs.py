@@ -16,7 +16,7 @@ from vlmserve.types import TokenLogprobs
 def score_prompts(
     batch: Sequence[ScheduledRequest], hidden: Tensor, model: LanguageModel, adapters: RunnerAdapters | None = None
 ) -> dict[str, list[TokenLogprobs | None]]:
-    """Return log-probabilities of the prompt tokens after a step's tokens, for requests that ask for them.
+    """Return log-probabilities of prompt tokens after a step's tokens, if requested.
 
     hidden: ``[tokens, hidden_size]``.
     """
@@ -38,7 +38,7 @@ def score_prompts(
 def _score_prompt(
     request: ScheduledRequest, first: int, hidden: Tensor, model: LanguageModel
 ) -> list[TokenLogprobs | None]:
-    """first: the first token without log-probabilities. After a preemption, some tokens already have them."""
+    """first: the first token without log-probabilities."""
     state, start = request.state, request.start
     end = min(start + request.num_tokens + 1, state.num_prompt_tokens)
     of_images = {place for image in state.images_between(first, end) for place in range(image.start, image.end)}

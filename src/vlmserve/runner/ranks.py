@@ -1,4 +1,4 @@
-"""Runners of several ranks: rank 0 runs each step and samples, other ranks follow."""
+"""Runners of several ranks: rank 0 samples, other ranks follow."""
 
 from __future__ import annotations
 
@@ -26,17 +26,15 @@ class RankStep(msgspec.Struct, frozen=True):
 
 
 class Followers(Protocol):
-    """All ranks but 0, seen from rank 0."""
-
     @property
     def ranks(self) -> Ranks: ...
 
     def send(self, frames: Frames) -> None:
-        """Send a `RankStep` to all ranks. Raises EngineDeadError if one has ended."""
+        """Send a `RankStep`. Raises EngineDeadError if a rank has ended."""
         ...
 
     def explained(self) -> AbstractContextManager[None]:
-        """End all ranks on an error in this block. If a rank ended first, the error says so."""
+        """End all ranks on an error. If a rank ended first, the error says so."""
         ...
 
     @property
@@ -55,7 +53,7 @@ class Followers(Protocol):
 
 
 class LeadingRunner(ModelRunner):
-    """Rank 0's runner. It sends each step to the other ranks, then runs it."""
+    """Sends each step to the other ranks, then runs it."""
 
     def __init__(
         self,
@@ -69,7 +67,7 @@ class LeadingRunner(ModelRunner):
         self._sampled: dict[str, list[int]] = {}
 
     def submit(self, step: SchedulerOutput) -> RunningStep:
-        """Like `ModelRunner.submit`, but the previous step must have ended."""
+        """The previous step must have ended."""
         new_requests = [_unsampled(request) for request in step.new_requests]
         message = RankStep(msgspec.structs.replace(step, new_requests=new_requests), self._sampled)
         self._followers.send(pack(message))
@@ -90,7 +88,7 @@ class LeadingRunner(ModelRunner):
 
 
 class FollowingRunner(ModelRunner):
-    """Another rank's runner. It computes the same steps; rank 0 sends the sampled tokens."""
+    """Computes the same steps; rank 0 sends the sampled tokens."""
 
     def __init__(self, model: LoadedModel, sizes: PoolSizes) -> None:
         super().__init__(model, sizes, _no_matcher)

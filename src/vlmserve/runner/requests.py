@@ -1,4 +1,4 @@
-"""The runner's state of each request, from its first step until it finishes."""
+"""The runner's state of each request."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class RequestState:
 
     @property
     def position_offset(self) -> int:
-        """Offset of positions: long requests start after all positions of short requests."""
+        """Long requests start after all positions of short requests."""
         if self._max_short_len is not None and len(self.token_ids) > self._max_short_len:
             return self._max_short_len
         return self._first_position
@@ -126,7 +126,7 @@ class RequestState:
         return [image for image in self.images if image.start < end and image.end > start]
 
     def sampling_row(self, pending: int = 0) -> SamplingRow:
-        """Return how to sample the next token. pending: earlier tokens that are not known here yet."""
+        """pending: earlier tokens that are not known here yet."""
         num_generated = len(self.token_ids) - self.num_prompt_tokens + pending
         if self.thinking is not None and (forced := self.forced) is not None:
             return SamplingRow(self.params, self.seed, num_generated, forced=forced)
@@ -209,7 +209,7 @@ class RequestState:
             self.num_blocks += len(blocks)
 
     def _unwanted(self, allowed: Allowed | None) -> frozenset[int]:
-        """Return tokens that would repeat an n-gram or complete a bad word. Empty if no other token is allowed."""
+        """Return tokens that would repeat an n-gram or complete a bad word, unless no other token is allowed."""
         unwanted = _NOTHING_BANNED if self.ngrams is None else self.ngrams.repeating()
         if self.bad_words is not None:
             first = max(self.num_prompt_tokens, len(self.token_ids) - self.bad_words.longest)
@@ -263,8 +263,9 @@ class RequestStates:
                     state.append(token)
 
     def update(self, step: SchedulerOutput) -> list[ScheduledRequest]:
-        """Update the states from a step and return its batch: decodes (one token) first, as attention needs, with
-        requests of an adapter adjacent."""
+        """Return a step's batch: decodes (one token) first, as attention needs, with requests of an adapter
+        adjacent.
+        """
         states = self._states
         for request_id in step.finished_request_ids:
             guide = states.pop(request_id).guide

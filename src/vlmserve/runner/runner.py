@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
 
 def _costliest(scheduled: list[ScheduledRequest]) -> ScheduledRequest:
-    """Return the request to drop first when memory runs out: it has the most tokens; on ties, the last."""
+    """The request with the most tokens, on ties the last."""
     return max(reversed(scheduled), key=lambda request: request.num_tokens)
 
 
@@ -75,7 +75,6 @@ def _wanted_rows(batch: Batch, scheduled: list[ScheduledRequest], of_heads: Tens
 
 
 def _mixed(scheduled: list[ScheduledRequest], num_columns: int) -> list[ScheduledRequest]:
-    """Return the X-LoRA requests, which also have block tables for the scaling pass."""
     return [request for request in scheduled if len(request.state.block_tables) > num_columns]
 
 
@@ -90,7 +89,7 @@ def _parted(
 
 
 def _note_memory_error(error: Exception, model: LoadedModel) -> None:
-    """Log that memory ran out. Raises the error if it is another one, or if other ranks continue with the step."""
+    """Raises other errors, and this one if other ranks continue with the step."""
     if model.ranks is not None or not is_out_of_memory(error):
         raise error
     logger.warning("Memory ran out: %s", error)
@@ -113,10 +112,9 @@ def _raising(error: Exception) -> Callable[[], NoReturn]:
 
 
 class ModelRunner:
-    """Owns the model, the KV tensors, image embeddings and request states. It knows requests only from steps.
+    """Owns the model, KV tensors, image embeddings and request states. It knows requests only from steps.
 
-    make_matcher: starts a matcher for a request's grammar. padding_block: the last KV block, which padding rows write
-    to.
+    make_matcher: for a request's grammar. padding_block: the last KV block, which padding rows write to.
     """
 
     def __init__(
@@ -138,7 +136,7 @@ class ModelRunner:
             sizes.block_size, model.device, sizes.pages, self.images.embeddings, columns, has_states=self._has_states
         )
         self._kv = KVTensors(model, sizes)
-        # Tokens that the last step sampled asynchronously (at least one element), and each request's index.
+        # tokens that the last step sampled asynchronously, and each request's index
         self._drawn = torch.zeros(1, dtype=torch.int32, device=model.device.torch_device)
         self._drawn_rows: dict[str, int] = {}
 
@@ -158,7 +156,7 @@ class ModelRunner:
         self.images.tier = tier
 
     def keep_blocks(self, tier: DiskTier, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Write KV blocks, as many as fit, to a disk tier before a later step changes them. blocks: ids and keys."""
+        """Write KV blocks, as many as fit, before a later step changes them. blocks: ids and keys."""
         size = self._kv.block_bytes
         taken = blocks[: tier.room // size]
         try:
@@ -180,10 +178,7 @@ class ModelRunner:
         self.images.encode_tiles(count)
 
     def submit(self, step: SchedulerOutput) -> RunningStep:
-        """Run a step. Returns early if the device samples asynchronously.
-
-        Steps run in the order of submission. Take their results in this order.
-        """
+        """Returns early if the device samples asynchronously. Take results in the order of submission."""
         try:
             return RunningStep(self._launch(step))
         except Exception as error:
@@ -191,7 +186,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def collect(self, timeout: float) -> ModelRunnerOutput:
-        """Return tokens of earlier steps that waited for slow grammars. timeout: seconds to wait for one."""
+        """Return tokens of earlier steps that waited for slow grammars. timeout: seconds."""
         output = ModelRunnerOutput()
         self._sampler.collect(timeout, output)
         return output
@@ -210,9 +205,9 @@ class ModelRunner:
         output = ModelRunnerOutput()
         scheduled = self.requests.update(step)
         if device.draw_later is not None and not self._drawn_rows:
-            # The previous step ran out of memory before it sampled these requests' tokens.
+            # the previous step ran out of memory before it sampled these requests' tokens
             scheduled = [request for request in scheduled if not request.pending]
-        # Requests with late rows that are scheduled again were preempted.
+        # requests with late rows that are scheduled again were preempted
         self._sampler.drop(step.finished_request_ids, scheduled)
         if lacking := self.images.lacking(scheduled):
             scheduled = _fail(output, scheduled, lacking)
@@ -220,7 +215,7 @@ class ModelRunner:
         while scheduled and run is None:
             scheduled = _fail(output, scheduled, [_costliest(scheduled)])
             if self._has_states:
-                # Computed layers have already changed states.
+                # computed layers have already changed states
                 output.undone = [request.state.request_id for request in scheduled]
                 break
             run = self._compute(scheduled, None) if scheduled else None
@@ -251,7 +246,7 @@ class ModelRunner:
     ) -> tuple[list[tuple[str, Tensor]], Callable[[], list[int]] | None]:
         """Pass rows to heads, sample, and score prompts. Returns results of heads, and what `_sample` returns.
 
-        If memory runs out, the requests that lack a token, a result or log-probabilities fail.
+        If memory runs out, requests that lack a token, a result or log-probabilities fail.
         """
         language_model, results, tokens = self.model.language_model, list[tuple[str, Tensor]](), None
         failing = [request for request in scheduled if request.state.head or request.state.num_scored is not None]
@@ -289,7 +284,7 @@ class ModelRunner:
         return can_draw_later(scheduled)
 
     def _compute(self, scheduled: list[ScheduledRequest], clock: Clock | None) -> Run | None:
-        """Return a batch's hidden states and logits. None: memory ran out. clock: marked after building."""
+        """Return hidden states and logits. None: memory ran out."""
         device = self.model.device
         later = device.draw_later
         if later is not None and not self._draws_later(scheduled):
@@ -332,8 +327,7 @@ class ModelRunner:
     def _scalings(
         self, scheduled: list[ScheduledRequest], batch: Batch | None, sums: dict[str, list[float]]
     ) -> Tensor | None:
-        """Run the scaling pass and return the scalings of all rows, if a request needs it. sums: see
-        `ModelRunnerOutput`."""
+        """Run the scaling pass if a request needs it. sums: see `ModelRunnerOutput`."""
         if batch is None:
             return None
         assert self._adapters is not None
@@ -342,7 +336,7 @@ class ModelRunner:
         return self._adapters.scalings(scheduled, mixed, self.hidden_states(batch), sums)
 
     def hidden_states(self, batch: Batch, wanted: Tensor | None = None) -> Tensor:
-        """Run the decoder. Returns final hidden states ``[tokens, hidden_size]``, of `wanted` rows only."""
+        """Returns final hidden states ``[tokens, hidden_size]``, of `wanted` rows only."""
         language_model = self.model.language_model
         token_ids = batch.token_ids
         if batch.drawn_rows is not None:

@@ -23,7 +23,7 @@ PATIENCE = 0.005
 
 
 class _Row(NamedTuple):
-    """A row of logits to sample from. place: its row in the step's logits. None: see `kept`."""
+    """place: its row in the step's logits. None: see `kept`."""
 
     state: RequestState
     place: int | None = None
@@ -36,11 +36,7 @@ class _Row(NamedTuple):
 
 
 class TokenSampler:
-    """Samples the next tokens of requests.
-
-    A row with a slow grammar keeps its logits in host memory until a later step, so other requests do not wait. A
-    request has at most one such late row.
-    """
+    """A row with a slow grammar keeps its logits in host memory until a later step, at most one per request."""
 
     def __init__(self, draw: Draw, device: torch.device) -> None:
         self._draw, self._device = draw, device
@@ -57,8 +53,7 @@ class TokenSampler:
 
         logits: float32 ``[rows, vocabulary]``, `num_sampled` rows per request; overwritten. A draft is accepted if it
         equals the token sampled in its place; then the row after it is sampled too. Each round samples one row per
-        request, because penalties, grammars and random numbers depend on earlier tokens. So drafts do not change
-        answers.
+        request, because penalties, grammars and random numbers depend on earlier tokens.
         """
         first = 0
         rows: list[_Row] = []
@@ -102,7 +97,7 @@ class TokenSampler:
         searching = [index for index, row in enumerate(ready) if row.state.guide and row.state.guide.searches]
         raw = dict(zip(searching, own[searching], strict=True)) if searching else {}
         asking = [index for index, row in enumerate(ready) if row.state.params.logprobs is not None]
-        raw_asked = own[asking] if asking else None  # copied, because sampling overwrites logits
+        raw_asked = own[asking] if asking else None  # sampling overwrites logits
         drawn = sample(own, [row.state.sampling_row() for row in ready], self._draw)
         tokens, undecided = _settle(ready, drawn, deadline) if searching else (drawn, frozenset[int]())
         if raw_asked is not None:
@@ -119,12 +114,12 @@ class TokenSampler:
         return drafted
 
     def _keep(self, state: RequestState, logits: Tensor, output: ModelRunnerOutput) -> None:
-        """Sample these ``[vocabulary]`` logits later. Logits after an accepted draft are recomputed instead."""
+        """Sample ``[vocabulary]`` logits later. Logits after an accepted draft are recomputed instead."""
         if state.request_id not in output.token_ids:
             self._late[state.request_id] = _Row(state, kept=logits.to("cpu", copy=True))
 
     def _gather(self, rows: Sequence[_Row], logits: Tensor | None) -> Tensor:
-        """Return ``[rows, vocabulary]`` logits: `logits` itself if it has exactly these rows."""
+        """Return ``[rows, vocabulary]``: `logits` itself if it has exactly these rows."""
         places = [row.place for row in rows if row.place is not None]
         kept = [to_device(row.kept, self._device) for row in rows if row.kept is not None]
         late = [torch.stack(kept)] if kept else []
@@ -148,10 +143,7 @@ def can_draw_later(batch: Sequence[ScheduledRequest]) -> bool:
 
 
 def append_drawn(tokens: Sequence[int], drawn: Sequence[ScheduledRequest], output: ModelRunnerOutput) -> None:
-    """Append asynchronously sampled tokens, one per request, to request states and `output`.
-
-    Requests that failed in the step get none.
-    """
+    """Append asynchronously sampled tokens. Requests that failed in the step get none."""
     for request, token in zip(drawn, tokens, strict=True):
         if request.state.request_id not in output.failures:
             _append(request.state, None if token < 0 else token, output)
@@ -166,8 +158,7 @@ def _wait(rows: Iterable[_Row], deadline: float) -> None:
 def _settle(
     rows: Sequence[_Row], drawn: Sequence[int | None], deadline: float
 ) -> tuple[list[int | None], frozenset[int]]:
-    """Replace tokens after which the answer could not be completed in time. Also returns the rows that are still
-    undecided."""
+    """Replace tokens after which the answer could not be completed in time. Also returns undecided rows."""
     tokens = list(drawn)
     searching: dict[int, Guide] = {}
     for index, (row, token) in enumerate(zip(rows, drawn, strict=True)):
@@ -189,7 +180,6 @@ def _add_logprobs(
     undecided: frozenset[int],
     output: ModelRunnerOutput,
 ) -> None:
-    """asking: the rows of `logits`."""
     params = [rows[index].state.params for index in asking]
     chosen = [tokens[index] or 0 for index in asking]
     num_top = [one.logprobs or 0 for one in params]
@@ -202,7 +192,7 @@ def _add_logprobs(
 
 
 def _append(state: RequestState, token: int | None, output: ModelRunnerOutput) -> bool:
-    """Append a sampled token (None: sampling failed). Returns whether another may follow."""
+    """None: sampling failed. Returns whether another token may follow."""
     request_id, guide = state.request_id, state.guide
     tokens = output.token_ids.setdefault(request_id, [])
     if token is None:

@@ -1,4 +1,4 @@
-"""Runs steps at start, so that no request waits for kernel compilation and graph capture."""
+"""Runs steps at start, so that no request waits for compilation and capture."""
 
 from __future__ import annotations
 
@@ -96,11 +96,7 @@ def warm_up_steps(
 
 
 def _prompts(runner: ModelRunner, most: int, max_model_len: int) -> list[Callable[[], None]]:
-    """Return steps with chunks of up to `most` rows, one for each kind of kernel.
-
-    Chunks run alone, with a decode, with adapters, with changed logits, with images, and after a long context
-    (split-KV).
-    """
+    """Return steps with chunks of up to `most` rows, one for each kind of kernel."""
     sizes = sorted({min(rows, most) for rows in PROMPT_ROWS})
     steps: list[Callable[[], None]] = []
     for rows in sizes:
@@ -114,7 +110,7 @@ def _prompts(runner: ModelRunner, most: int, max_model_len: int) -> list[Callabl
         if _has_kernels_of_images(runner.model):
             of_image = partial(_prefill, runner, shows_image=True)
             steps += [partial(of_image, few, start=start, beside=one) for start in (0, long) for one in ((), (0,))]
-            # One row runs as a decode, here at a column of its image that differs from the row.
+            # one row runs as a decode, at another column of its image
             steps.append(partial(of_image, 1, start=2))
     if runner.takes_adapters:
         steps += [partial(_prefill, runner, rows, adapter=NO_CHANGES) for rows in sizes]
@@ -128,10 +124,7 @@ def _has_kernels_of_images(model: LoadedModel) -> bool:
 
 
 def time_rows(runner: ModelRunner, max_rows: int) -> list[tuple[int, float]]:
-    """Measure steps of one request that verify drafts. Returns numbers of rows in order, and seconds.
-
-    max_rows: of a step.
-    """
+    """Measure steps that verify drafts. Returns ascending rows, and seconds."""
     fastest: dict[int, float] = {}
     started = time.perf_counter()
     for number in range(_ROUNDS_OF_DRAFTS):
@@ -156,7 +149,7 @@ def _check_drafts(runner: ModelRunner, rows: int) -> float:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Report the steps done: as a bar on a terminal, else in a line every few seconds."""
+    """A bar on a terminal, else a line every few seconds."""
     if sys.stderr.isatty() and log_format_in_use() != "json":
         from rich.console import Console
         from rich.progress import Progress
@@ -185,10 +178,10 @@ def _encode(runner: ModelRunner, tiles: int) -> None:
 def _decode(runner: ModelRunner, size: int, max_model_len: int, adapter: bytes) -> None:
     """Capture a batch of `size` decodes, and submit the next step before it ends, as the engine does.
 
-    Also runs one context of the maximum length, because split-KV launches other kernels. adapter: of all requests.
+    Also runs one context of the maximum length, because split-KV launches other kernels.
     """
     for longest in (1, max(1, max_model_len - _STEPS_OF_DECODES)):
-        # The first table has the maximum number of blocks, so that upload buffers grow before captures.
+        # upload buffers must grow before captures
         requests = [_request(runner, 0, 1, start=longest - 1, max_tokens=max_model_len, adapter=adapter)]
         requests += [_request(runner, number, 1, adapter=adapter) for number in range(1, size)]
         with runner.model.device.capturing("first"):
@@ -212,7 +205,7 @@ def _prefill(
 ) -> None:
     """Run a decode for each context length in `beside`, and a chunk after `start` tokens, `rows` rows in total.
 
-    adapter, params: of the chunk. shows_image: the chunk's rows are of one image.
+    shows_image: the chunk's rows are of one image.
     """
     requests = [_request(runner, number, 1, start=context) for number, context in enumerate(beside)]
     count = rows - len(beside)
@@ -248,7 +241,7 @@ def _request(
 ) -> NewRequest:
     """Return a request that only uses the padding block, or block 0, which is free at start.
 
-    num_tokens: after `start` earlier tokens. max_tokens: capacity of the block table. X-LoRA has tables of two passes.
+    num_tokens: after `start` earlier tokens. max_tokens: capacity of the block table.
     """
     block = runner.padding_block if runner.model.device.padding_blocks else 0
     length = start + num_tokens

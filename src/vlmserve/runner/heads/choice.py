@@ -11,7 +11,7 @@ from vlmserve.tasks import Embed, Generate, Prefill, Score, ScoreBranch, Task
 
 
 def head_of(task: Task, num_tokens: int, layers: OutputLayers | None = None) -> Head | None:
-    """Return a request's head. None: it samples tokens. num_tokens: of the prompt."""
+    """None: it samples tokens. num_tokens: of the prompt."""
     match task:
         case Generate():
             return None

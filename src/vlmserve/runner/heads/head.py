@@ -18,11 +18,11 @@ class Head(ABC):
         self._next = task.reads_from(num_tokens) or 0
 
     def places(self, start: int, end: int) -> range:
-        """Return the tokens of ``start <= i < end`` whose states the head reads. Recomputed tokens are read once."""
+        """The tokens of ``start <= i < end`` that the head reads. Recomputed tokens are read once."""
         return range(min(end, max(start, self._next)), end)
 
     def take(self, rows: Tensor, count: int) -> None:
-        """Read the states of the next `count` tokens, ``[count, hidden_size]``, or what `TokenHead` reads of them."""
+        """Read states ``[count, hidden_size]`` of the next tokens, or what `TokenHead` reads of them."""
         self._next += count
         self._add(rows.float())
 

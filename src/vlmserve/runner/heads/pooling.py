@@ -11,7 +11,7 @@ from vlmserve.tasks import Embed
 
 
 class EmbedHead(Head):
-    """Pools hidden states. Mean pooling keeps a running sum, so prompts may be chunked."""
+    """Mean pooling keeps a running sum, so prompts may be chunked."""
 
     def __init__(self, task: Embed, num_tokens: int, layers: OutputLayers | None = None) -> None:
         """layers: applied to pooled states."""

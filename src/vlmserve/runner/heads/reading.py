@@ -32,7 +32,7 @@ def head_rows(scheduled: Sequence[ScheduledRequest], device: torch.device) -> Te
 def read_rows(
     scheduled: Sequence[ScheduledRequest], hidden: Tensor, model: LanguageModel, adapters: RunnerAdapters | None
 ) -> list[tuple[str, Tensor]]:
-    """Give each head its rows. Returns finished results by request. hidden: ``[rows of head_rows, hidden_size]``."""
+    """Give each head its rows. Returns finished results. hidden: ``[rows of head_rows, hidden_size]``."""
     results: list[tuple[str, Tensor]] = []
     logprobs = _logprobs(scheduled, hidden, model, adapters)
     first = 0
@@ -51,7 +51,7 @@ def read_rows(
 def _logprobs(
     scheduled: Sequence[ScheduledRequest], hidden: Tensor, model: LanguageModel, adapters: RunnerAdapters | None
 ) -> dict[str, Tensor]:
-    """Return what token heads read by request, computed together for each adapter."""
+    """Computes the rows of each adapter together."""
     groups: dict[bytes, list[tuple[ScheduledRequest, TokenHead, int]]] = {}
     first = 0
     for request in scheduled:
@@ -79,7 +79,6 @@ def _logprobs(
 
 
 def write_results(results: Sequence[tuple[str, Tensor]], output: ModelRunnerOutput) -> None:
-    """Wait for the device and output results."""
     host = torch.cat([values for _, values in results]).cpu().numpy().astype("<f4", copy=False)
     first = 0
     for request_id, tensor in results:

@@ -23,7 +23,7 @@ class TokenHead(Head):
 
     @abstractmethod
     def tokens_after(self, place: int, token_ids: Sequence[int]) -> Sequence[int]:
-        """Tokens to score after a place. token_ids: of the sequence."""
+        """token_ids: of the sequence."""
 
     def _add(self, rows: Tensor) -> None:
         self._read.append(rows)
@@ -33,7 +33,7 @@ class TokenHead(Head):
 
 
 class ScoreHead(TokenHead):
-    """Scores the first tokens of all continuations, then the other tokens of the first branch if drafts compute it."""
+    """Scores the first tokens of all continuations, and a branch that drafts compute."""
 
     def __init__(self, task: Score, num_tokens: int) -> None:
         super().__init__(task, num_tokens)
@@ -46,8 +46,6 @@ class ScoreHead(TokenHead):
 
 
 class BranchHead(TokenHead):
-    """Scores the token after each place."""
-
     def __init__(self, task: ScoreBranch, num_tokens: int) -> None:
         super().__init__(task, num_tokens)
         self._last = task.last
@@ -57,7 +55,7 @@ class BranchHead(TokenHead):
 
 
 def logprobs_after(hidden: Tensor, wanted: Sequence[Sequence[int]], model: LanguageModel) -> Tensor:
-    """Return the log-probabilities of the tokens wanted after each state, float32, one after another.
+    """Return the log-probabilities of the tokens wanted after each state, float32.
 
     hidden: ``[tokens, hidden_size]``. Computes at most `MAX_LOGITS` logits at a time.
     """
