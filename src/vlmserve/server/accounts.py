@@ -52,18 +52,16 @@ class Bucket:
         self.taken += amount
 
     def tell(self) -> float:
-        """Return what was taken since the last call, less the refill since then, to report to other servers."""
+        """Return what was taken since the last call, less the refill, to report to other servers."""
         told = min(self.taken, max(0.0, self.per_minute - self.level))
         self.taken = 0.0
         return told
 
     def hear(self, used: float) -> None:
-        """Set the amount that all servers together have used."""
         self._level = self.per_minute - used - self.taken
         self._then = self._clock()
 
     def seconds_until(self, amount: float) -> float:
-        """Seconds until the bucket holds `amount` if nothing is taken."""
         return max(0.0, amount - self.level) * _MINUTE / self.per_minute
 
 
@@ -71,7 +69,7 @@ class Account:
     """A key's running requests and remaining limits. Not thread-safe.
 
     owner: of the key's history, the same after every start. on_use: called when a limit was used or given back. places:
-    this server's share of the key's `max_concurrency`; None: it counts alone.
+    this server's share of `max_concurrency`.
     """
 
     def __init__(self, key: StoredKey, clock: Clock = time.monotonic, owner: str = "") -> None:
@@ -96,7 +94,7 @@ class Account:
     def admit(self) -> Iterator[None]:
         """Count a request while it runs. Raises RefusedError (429) beyond a limit.
 
-        A request may start while any token is left; its cost is taken when it is known.
+        Its cost is taken when it is known, so it may start while any token is left.
         """
         most = self.key.max_concurrency
         if most is not None and self.num_running >= (most if self.places is None else min(most, self.places)):
@@ -151,7 +149,7 @@ class Account:
 
 
 def duration(seconds: float) -> str:
-    """``6m0s``, ``1.5s`` or ``20ms``, rounded up to a millisecond."""
+    """Write seconds as ``6m0s``, ``1.5s`` or ``20ms``, rounded up to a millisecond."""
     milliseconds = math.ceil(seconds * 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms"
@@ -160,20 +158,15 @@ def duration(seconds: float) -> str:
 
 
 class SharedLimits(Protocol):
-    """Limits of keys that several servers share."""
-
     async def refresh(self, account: Account) -> None:
         """Update what other servers have taken of an account's limits."""
 
 
 class KeyRing:
-    """The accounts of all keys: plain keys, and keys of a file, which is reloaded when it changes.
-
-    limits: shared with other servers; None: this server counts alone.
-    """
+    """Plain keys, and keys of a file, which is reloaded when it changes. limits: shared with other servers."""
 
     def __init__(self, plain: Sequence[str], path: Path | None, clock: Clock = time.monotonic) -> None:
-        """Raises ConfigurationError for an empty or too long key, or a file that cannot be read."""
+        """Raises ConfigurationError for an empty or too long key, or an unreadable file."""
         if not all(0 < len(key) <= MAX_KEY_LENGTH for key in plain):
             raise ConfigurationError(f"an API key must have 1 to {MAX_KEY_LENGTH} characters")
         self.limits: SharedLimits | None = None
@@ -190,13 +183,13 @@ class KeyRing:
 
     @classmethod
     def of(cls, config: ServerConfig) -> KeyRing | None:
-        """The keys of the settings; None if no key is needed."""
+        """Read the keys of the settings; None if no key is needed."""
         if not config.api_key and config.api_keys_file is None:
             return None
         return cls(config.api_key, None if config.api_keys_file is None else expanded(config.api_keys_file))
 
     def find(self, key: str) -> Account | None:
-        """Compares all keys, so that timing reveals none."""
+        """Find a key's account. Compares all keys, so that timing reveals none."""
         self._reload()
         if not 0 < len(key) <= MAX_KEY_LENGTH:
             return None
@@ -207,7 +200,7 @@ class KeyRing:
         return found
 
     def of_owner(self, owner: str) -> Account | None:
-        """The account that owns a history; None if its key was removed."""
+        """Find the account that owns a history; None if its key was removed."""
         self._reload()
         return next((account for account in (*self._plain, *self._stored) if account.owner == owner), None)
 
@@ -225,24 +218,24 @@ class KeyRing:
         except ConfigurationError as error:
             logger.error("The API keys stay as they were: %s", error)
             return
-        # A key that did not change keeps what it has used up.
+        # an unchanged key keeps what it has used up
         known = {account.key: account for account in self._stored}
         self._stored = [known.get(key) or Account(key, self._clock) for key in keys]
         logger.info("Read %d API keys from %s", len(keys), self._path)
 
 
 def owner_of_key(name: str) -> str:
-    """The owner of a stored key's history. A new key with a removed key's name continues its history."""
+    """Return the owner of a stored key's history. A new key with a removed key's name continues it."""
     return f"key {name}"
 
 
 def _owner(key: str) -> str:
-    """The owner of a plain key's history. People choose such keys, so the hash must be slow."""
+    """Return the owner of a plain key's history. People choose such keys, so the hash must be slow."""
     return "plain " + hashlib.scrypt(key.encode(), salt=b"vlmserve owner", n=2**14, r=8, p=1, dklen=24).hex()
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:
-    """A value that changes with the file; None if there is no file."""
+    """Return a value that changes with the file; None if there is no file."""
     try:
         status = path.stat()
     except OSError:

@@ -14,10 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def activity_line(before: EngineStats, after: EngineStats, seconds: float) -> str | None:
-    """Describe the `seconds` between two snapshots of one engine.
-
-    None if the engine was idle all the time. The last line after some work says "0 running".
-    """
+    """Describe the time between two snapshots; None if the engine was idle. The last line says "0 running"."""
     busy = any(stats.num_running or stats.num_waiting for stats in (before, after))
     if not busy and after.steps == before.steps:
         return None
@@ -55,10 +52,7 @@ def _percent(part: int, whole: int) -> str:
 
 @contextlib.asynccontextmanager
 async def activity_log(stats: Callable[[], EngineStats | None], interval: float) -> AsyncGenerator[None, None]:
-    """Log the engine's activity every `interval` seconds and at the end; never if `interval` is 0.
-
-    stats: returns None while there is no engine.
-    """
+    """Log the activity every `interval` seconds and at the end; never if `interval` is 0."""
     if interval == 0:
         yield
         return

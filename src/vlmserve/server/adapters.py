@@ -33,10 +33,10 @@ Signature = tuple[tuple[int, int, int], ...]
 
 
 class Adapters:
-    """The state of adapters that the engine does not keep.
+    """The adapters that the engine does not keep.
 
-    folder: the only folder to load adapters from while the server runs. A request that names an adapter in it loads the
-    adapter, and reloads it when its files have changed.
+    folder: the only folder to load adapters from while the server runs. A request that names an adapter in it loads it,
+    and reloads it when its files have changed.
     """
 
     def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
@@ -47,13 +47,13 @@ class Adapters:
         if self.folder is not None and not self.folder.is_dir():
             raise ConfigurationError(f"--lora-folder {server.lora_folder} is not a folder")
         self._configured = {read_module(entry).name for entry in engine.lora_modules}
-        # Loaded by requests; to be loaded again by a restarted engine.
+        # to be loaded again by a restarted engine
         self._loaded: dict[str, Path] = {}
         # Adapters of the settings that were unloaded.
         self._unloaded: set[str] = set()
         # Changed adapters of X-LoRA checkpoints; see `EngineClient.load_adapter`.
         self._pools: dict[str, dict[str, str]] = {}
-        # Adapters from the folder: their files when they were loaded, and the time of the last check.
+        # their files when they were loaded, and the time of the last check
         self._seen: dict[str, Signature] = {}
         self._checked: dict[str, float] = {}
         self._failed: dict[str, tuple[Signature, str]] = {}
@@ -74,10 +74,7 @@ class Adapters:
         yield from ((name, served.get(name)) for name in sorted(names))
 
     async def resolve(self, client: EngineClient, name: str) -> None:
-        """Have the engine serve the current version of an adapter.
-
-        Raises UnknownModelError for an unknown adapter, AdapterError for one that cannot be loaded.
-        """
+        """Have the engine serve the current version. Raises UnknownModelError, AdapterError."""
         if name in self._loaded or self.folder is None or name in self._configured:
             if self._restoring is not None:
                 await asyncio.wait([self._restoring])
@@ -111,11 +108,11 @@ class Adapters:
                 if name not in client.calls.adapters:
                     self._failed[name] = signature, str(error)
                     raise
-                # Files that are being replaced may be inconsistent for a moment.
+                # files that are being replaced may be inconsistent for a moment
                 logger.warning("adapter %s stays as it was: %s", name, error)
 
     async def load(self, client: EngineClient, name: str, path: str) -> AdapterInfo:
-        """Load an adapter from the folder under a name. Raises AdapterError, also for a path outside of the folder."""
+        """Load an adapter from the folder. Raises AdapterError, also for a path outside of it."""
         check_name(name)
         folder = self._inside(path)
         async with self._locks.setdefault(name, asyncio.Lock()):
@@ -139,8 +136,8 @@ class Adapters:
     async def mix(self, client: EngineClient, mixture: str, name: str, path: str, *, replace: bool) -> None:
         """Have an X-LoRA checkpoint mix an adapter from the folder.
 
-        mixture: the checkpoint's name. name: an output of its classifier. replace: allow to replace an adapter. Raises
-        AdapterError for an adapter that does not fit, and the errors of `resolve`.
+        mixture: the checkpoint's name. name: an output of its classifier. Raises AdapterError for an adapter that does
+        not fit, and the errors of `resolve`.
         """
         await self._set_pool(client, mixture, name, str(self._inside(path)), replace=replace)
 
@@ -167,7 +164,7 @@ class Adapters:
             self._pools[mixture] = pool
 
     def restore(self, client: EngineClient) -> None:
-        """Restore the adapters on a restarted engine, which has only the adapters of the settings."""
+        """Restore adapters on a restarted engine, which has only the adapters of the settings."""
         self._seen.clear()
         self._checked.clear()
         self._restoring = asyncio.ensure_future(self._restore(client))
@@ -181,7 +178,7 @@ class Adapters:
                 logger.error("adapter %s is lost: %s", name, error)
                 self._loaded.pop(name, None)
                 self._pools.pop(name, None)
-                # Drop it: the version of the settings lacks the changes that requests made.
+                # the version of the settings lacks the changes that requests made
                 await self._drop(client, name)
         for name in sorted(self._unloaded):
             await self._drop(client, name)
@@ -192,7 +189,7 @@ class Adapters:
                 await client.calls.unload_adapter(name)
 
     def _inside(self, path: str) -> Path:
-        """Resolve a path inside of `folder`. Raises AdapterError for any other."""
+        """Resolve a path. Raises AdapterError outside of `folder`."""
         if self.folder is None:
             raise AdapterError("adapters are loaded only from the folder of --lora-folder, and none is set")
         try:
@@ -205,7 +202,7 @@ class Adapters:
         return folder
 
     def _check_files(self, folder: Path, name: str) -> None:
-        """Raise AdapterError if an adapter's files are links to outside of `self.folder`. name: for the error."""
+        """Raise AdapterError if files are links to outside of `self.folder`. name: for the error."""
         self._check_inside(files_of(folder), name)
         if holds_adapter(folder) and is_xlora(folder):
             mixed = XLoraFolder.find(folder).adapters
@@ -221,7 +218,6 @@ class Adapters:
             raise UnknownModelError(f"There is no model {name!r:.100} here", param="model")
 
     def _in_folder(self, name: str) -> Path | None:
-        """The folder of an adapter; None if there is none."""
         if self.folder is None or not name or name.startswith(".") or "/" in name or "\\" in name or "\0" in name:
             return None
         try:

@@ -148,7 +148,6 @@ def create_app(service: Service) -> Starlette:
 
 
 def assemble(front: Front, served: Sequence[Route]) -> Starlette:
-    """Make an application of routes plus page, OpenAPI document, keys, access log and errors."""
     config = front.config
 
     @functools.lru_cache(1)
@@ -161,7 +160,7 @@ def assemble(front: Front, served: Sequence[Route]) -> Starlette:
     pages = page_routes() if config.enable_page else []
     middleware = [Middleware(RequestLog, service=front), Middleware(Guard, service=front)]
     if config.cors_origins:
-        # Outermost: preflight requests have no key, and a page sees errors only with CORS headers.
+        # outermost: preflight requests have no key, and a page sees errors only with CORS headers
         cors = Middleware(
             CORSMiddleware,
             allow_origins=[origin for origin in config.cors_origins if origin == "*"],
@@ -184,7 +183,7 @@ def assemble(front: Front, served: Sequence[Route]) -> Starlette:
 
 
 def version() -> str:
-    """The installed version; "unknown" when it runs from a folder that was never installed."""
+    """Return the installed version; "unknown" in a folder that was never installed."""
     try:
         return metadata.version("vlmserve")
     except metadata.PackageNotFoundError:
@@ -248,7 +247,6 @@ async def show_live(request: Request) -> Response:
 
 
 async def count_and_handle_error(request: Request, error: Exception) -> Response:
-    """Exception handler for `VLMServeError`."""
     assert isinstance(error, VLMServeError)
     note_failure(request.scope, error)
     return await handle_vlmserve_error(request, error)

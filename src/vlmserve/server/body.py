@@ -24,8 +24,6 @@ _BRISK_RATE = 10 * 1024**2
 
 
 class BodyMemory:
-    """Counts the bytes of bodies in memory, at most `capacity`."""
-
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.used = 0
@@ -41,7 +39,7 @@ class BodyMemory:
             share.give_back()
 
     def make_room(self, num_bytes: int) -> bool:
-        """Reject slow bodies, the largest first, until `num_bytes` are free. Returns whether they are free."""
+        """Reject slow bodies, the largest first. Returns whether `num_bytes` are free."""
         if self.used + num_bytes <= self.capacity:
             return True
         slow = sorted((share for share in self.arriving if share.is_slow), key=lambda share: share.taken)
@@ -51,8 +49,6 @@ class BodyMemory:
 
 
 class BodyShare:
-    """The memory of one body."""
-
     def __init__(self, memory: BodyMemory) -> None:
         self._memory = memory
         self.taken = 0
@@ -63,7 +59,6 @@ class BodyShare:
 
     @property
     def is_slow(self) -> bool:
-        """The body gives way when memory is short."""
         return time.monotonic() - self._began > BRISK_PATIENCE + self.taken / _BRISK_RATE
 
     @contextlib.asynccontextmanager
@@ -78,7 +73,6 @@ class BodyShare:
                 self._waiting = None  # it holds the task, whose error may hold this share
 
     def reject(self) -> None:
-        """Give a slow body's memory to others."""
         self.is_rejected = True
         self.give_back()
         self._memory.arriving.discard(self)
@@ -86,7 +80,7 @@ class BodyShare:
             self._waiting.reschedule(asyncio.get_running_loop().time())
 
     def take(self, num_bytes: int) -> bool:
-        """Take more bytes, if they are free. Returns whether they were."""
+        """Take more bytes, and return whether they were free."""
         if not self._memory.make_room(num_bytes):
             return False
         self._memory.used += num_bytes
@@ -104,7 +98,7 @@ class BodyShare:
 
 
 async def read_json_body(request: Request, max_bytes: int, share: BodyShare, pause: float = 30.0) -> bytearray:
-    """Read the body of a JSON request. Raises RefusedError, like `read_body` and for another content type."""
+    """Raises RefusedError, like `read_body` and for another content type."""
     kind = content_type(request)
     if kind != "application/json" and not kind.endswith("+json"):
         raise wrong_content_type("application/json", kind)
@@ -114,7 +108,7 @@ async def read_json_body(request: Request, max_bytes: int, share: BodyShare, pau
 
 
 def skip_byte_order_mark(body: bytearray) -> None:
-    """Delete the UTF-8 byte order mark that some programs on Windows write before JSON."""
+    """Some programs on Windows write a byte order mark before JSON."""
     if body.startswith(_BYTE_ORDER_MARK):
         del body[: len(_BYTE_ORDER_MARK)]
 
@@ -129,9 +123,7 @@ def wrong_content_type(wanted: str, kind: str) -> RefusedError:
 
 
 async def read_body(request: Request, max_bytes: int, share: BodyShare, pause: float = 30.0) -> bytearray:
-    """Read the body of a request, and decompress it.
-
-    Raises RefusedError for a body that is
+    """Read and decompress a body. Raises RefusedError for a body that is
 
     - over `max_bytes`, compressed or not
     - too large for the free memory, or slow while others need memory
@@ -150,7 +142,7 @@ async def read_body(request: Request, max_bytes: int, share: BodyShare, pause: f
     body = bytearray()
     more = True
     latest, received = time.monotonic() + pause, 0
-    # Many clients read no answer before they have sent all of the body, so read and drop as much again.
+    # Many clients send all of the body before they read an answer, so drop as much again.
     while more and spare >= 0 and not (refusal and expects_continue):
         try:
             async with share.arrives(min(pause, latest + received / MIN_RATE - time.monotonic())):

@@ -56,8 +56,6 @@ class Miss:
 
 
 class AskedPrompt:
-    """Digests of a prompt's parts, and its tokens."""
-
     def __init__(
         self,
         owner: str,
@@ -84,7 +82,7 @@ class AskedPrompt:
         return self._token_ids.nbytes + _PART_BYTES * (num_parts + 10)
 
     def miss_after(self, earlier: AskedPrompt) -> Miss | None:
-        """Return why a prompt that follows an earlier one cannot reuse all of it. None: it can."""
+        """Return why a prompt cannot reuse all of an earlier one; None if it can."""
         common = self._num_common(earlier)
         reason, changed = self._change(earlier, common)
         if reason is None:
@@ -93,7 +91,7 @@ class AskedPrompt:
         return Miss(reason, reusable, len(self._token_ids) - reusable, len(earlier._token_ids) - reusable, changed)
 
     def not_cached(self, earlier: AskedPrompt, cached_tokens: int, block_size: int) -> Miss | None:
-        """Return a miss if the caches lack full blocks of the common beginning, although nothing changed."""
+        """Return a miss if the caches lack full blocks of the common beginning."""
         common = min(self._num_common(earlier), len(self._token_ids) - 1)
         if cached_tokens >= common // block_size * block_size:
             return None
@@ -121,7 +119,7 @@ class AskedPrompt:
         changed = _first_change(earlier._messages, self._messages)
         if changed is not None:
             return "messages", changed
-        # Some templates start an answer differently from how they show it in the next turn.
+        # some templates start an answer differently from how they show it in the next turn
         return ("settings", None) if common < earlier.num_tokens - _GENERATION_PROMPT else (None, None)
 
 
@@ -141,23 +139,21 @@ class CacheLog:
             self._num_bytes -= oldest.num_bytes
 
     def find(self, response_id: str, owner: str) -> tuple[str, AskedPrompt] | None:
-        """Return model and prompt of an owner's earlier response. None: it is not known, or forgotten."""
+        """Find an owner's earlier response; None: it is unknown or forgotten."""
         found = self._asked.get(response_id)
         return None if found is None or found[1].owner != owner else found
 
 
 class Diagnosis:
-    """Compares a request with the request of an earlier response."""
-
     def __init__(self, log: CacheLog, asked: AskedPrompt, earlier_id: str | None) -> None:
-        """earlier_id: of the response; None: there is none yet."""
+        """earlier_id: of an earlier response, if any."""
         self._log, self._asked = log, asked
         self._earlier = None if earlier_id is None else log.find(earlier_id, asked.owner)
         self.is_unknown = earlier_id is not None and self._earlier is None
         """There is no such response of this owner, or it is forgotten."""
 
     def begin(self, response_id: str, model: str) -> Miss | None:
-        """Remember the prompt under the id of its response. Return what changed since the earlier one, if known."""
+        """Remember the prompt. Return what changed since the earlier one, if known."""
         self._log.keep(response_id, model, self._asked)
         if self._earlier is None:
             return None
@@ -167,7 +163,7 @@ class Diagnosis:
         return self._asked.miss_after(earlier)
 
     def end(self, cached_tokens: int) -> Miss | None:
-        """Return a miss of a prompt that has not changed."""
+        """Return a miss of an unchanged prompt."""
         if self._earlier is None:
             return None
         return self._asked.not_cached(self._earlier[1], cached_tokens, self._log.block_size)

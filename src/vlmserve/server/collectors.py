@@ -37,7 +37,7 @@ class StatMetric(Generic[Stats]):
 
 
 class RunningEngine(NamedTuple):
-    """An engine process. load_seconds: of the model. silence: seconds without a heartbeat."""
+    """load_seconds: of the model. silence: seconds without a heartbeat."""
 
     pid: int
     info: ModelInfo
@@ -219,8 +219,6 @@ IMAGE_CACHE_METRICS: tuple[StatMetric[ImageCacheStats], ...] = (
 
 
 class StatsCollector(Collector, Generic[Stats]):
-    """Exports metrics of the stats at the time of the scrape; none while there are no statistics."""
-
     def __init__(
         self, model_name: str, metrics: Sequence[StatMetric[Stats]], stats: Callable[[], Stats | None]
     ) -> None:
@@ -240,9 +238,7 @@ class StatsCollector(Collector, Generic[Stats]):
 
 
 class Distribution(Collector):
-    """A histogram for one thread. Locks and bucket searches of the library's own would take a tenth of the server's
-    time per streamed token.
-    """
+    """A histogram for one thread. The library's own would take a tenth of the time per streamed token."""
 
     def __init__(self, model_name: str, name: str, text: str, bounds: Sequence[float]) -> None:
         self._model_name, self._name, self._text = model_name, PREFIX + name, text
@@ -263,8 +259,6 @@ class Distribution(Collector):
 
 
 class ModelFacts(Collector):
-    """Metrics of the loaded model."""
-
     def __init__(
         self,
         model_name: str,
@@ -288,7 +282,7 @@ class ModelFacts(Collector):
         ranks = str(info.tensor_parallel_size)
         about = {"architecture": info.architecture, "device": info.device, "dtype": info.dtype, "ranks": ranks}
         yield self._gauge("model_info", "1; the model's properties are labels.", 1, about)
-        # With sliding windows a block of the cache holds tokens of some layers, but readers multiply by block_size.
+        # with sliding windows a block holds tokens of some layers, but readers multiply by block_size
         num_blocks = info.kv_cache_tokens // int(self._cache_config["block_size"])
         cache = {**self._cache_config, "num_gpu_blocks": str(num_blocks)}
         if cache["cache_dtype"] == "auto":
@@ -308,8 +302,6 @@ class ModelFacts(Collector):
 
 
 class Processes(Collector):
-    """Memory and CPU time of the server, the engine and its ranks."""
-
     def __init__(self, model_name: str, engine: Callable[[], RunningEngine | None]) -> None:
         self._model_name = model_name
         self._engine = engine
@@ -327,7 +319,7 @@ class Processes(Collector):
         )
         engine = self._engine()
         for name, pid in {"server": os.getpid(), **({} if engine is None else _engine_pids(engine))}.items():
-            # A process that has just died has no metrics.
+            # a process that has just died has no metrics
             with contextlib.suppress(psutil.NoSuchProcess), (process := psutil.Process(pid)).oneshot():
                 times = process.cpu_times()
                 memory.add_metric((self._model_name, name), process.memory_info().rss)
@@ -352,8 +344,6 @@ def _engine_pids(engine: RunningEngine) -> dict[str, int]:
 
 
 class Gpu(Collector):
-    """Exports the latest stats of the GPU; none without a GPU."""
-
     def __init__(self, model_name: str, engine: Callable[[], RunningEngine | None]) -> None:
         self._model_name = model_name
         self._engine = engine

@@ -19,7 +19,7 @@ class AnswerConfidences:
         self._deltas: dict[int, list[TextDelta]] = defaultdict(list)
 
     def read(self, delta: TextDelta) -> Any:
-        """The probabilities of an answer's values at its last delta, unset before. None: incomplete JSON.
+        """The probabilities of values at the last delta, unset before. None: incomplete JSON.
 
         Read each delta once. See `confidence`.
         """

@@ -42,10 +42,7 @@ Result = TypeVar("Result")
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work`, but cancel it and raise ClientDisconnect when the client disconnects.
-
-    The body must have been read.
-    """
+    """Raise ClientDisconnect when the client disconnects. The body must have been read."""
     worker = asyncio.current_task()
     left = False
 
@@ -92,12 +89,11 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 def _shown(text: str) -> str:
-    """Shorten a text and put it on one line, for the log."""
     return (text if text.isprintable() else ascii(text))[:200]
 
 
 def note(request: Request, text: str, **fields: str | int) -> None:
-    """Add text and fields to the request's line in the access log; only JSON logs have the fields."""
+    """Add text and fields to the access log; only JSON logs have the fields."""
     add_note(request.scope, text, **fields)
 
 
@@ -118,7 +114,7 @@ def request_id_of(request: Request) -> str:
 
 
 class RequestLog:
-    """Middleware that assigns request ids, traces requests, writes the access log and hides tracebacks from clients."""
+    """Assigns request ids, traces requests, writes the access log and hides tracebacks from clients."""
 
     def __init__(self, app: ASGIApp, service: Front) -> None:
         self._app = app

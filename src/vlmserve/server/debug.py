@@ -1,7 +1,4 @@
-"""``GET /debug/cache``: what the caches hold and where unfinished requests stand, for debugging.
-
-Only served with ``--enable-debug``. Numbers only: no text and no image of any request.
-"""
+"""``GET /debug/cache`` with ``--enable-debug``: cache contents and unfinished requests, in numbers only."""
 
 from __future__ import annotations
 

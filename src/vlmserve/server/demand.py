@@ -32,7 +32,6 @@ class Demand:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the model loaded while the block runs."""
         self._num_users += 1
         try:
             yield
@@ -41,7 +40,7 @@ class Demand:
             self._last_use = time.monotonic()
 
     async def load(self) -> None:
-        """Ask for the model, and wait until it is loaded or `failure` says why not."""
+        """Wait until the model is loaded or `failure` says why not."""
         self.wanted.set()
         await self._settled.wait()
 
@@ -50,7 +49,7 @@ class Demand:
         self._settled.set()
 
     def failed(self, reason: str) -> None:
-        """End the wait of current requests; a later request asks for the model again."""
+        """End the wait of requests; a later request asks for the model again."""
         self.failure = reason
         self._settled.set()
         self.unloaded()

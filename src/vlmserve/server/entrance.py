@@ -1,4 +1,4 @@
-"""Start concurrent requests a few at a time, so that the event loop also serves others."""
+"""Starts concurrent requests a few at a time, so that the event loop also serves others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PER_ROUND = 4
 
 
 class Entrance:
-    """Starts requests, with clients in round-robin order. Only bursts wait. Use it from one event loop."""
+    """Clients in round-robin order. Only bursts wait. Use it from one event loop."""
 
     def __init__(self, per_round: int = PER_ROUND) -> None:
         self._waiting: OrderedDict[str, deque[Callable[[], bool]]] = OrderedDict()
@@ -29,9 +29,9 @@ class Entrance:
         """True if the next round is scheduled."""
 
     def admit(self, name: str, begin: Callable[[], bool]) -> None:
-        """Call `begin` for a request of client `name`, in a later iteration of the event loop if this one is full.
+        """Call `begin` in a later iteration of the event loop if this one is full.
 
-        begin: returns False if the request needs no turn, because its client has left.
+        begin: returns False if the client has left.
         """
         self._schedule()
         if self._left and self._looks and not self._waiting:
@@ -40,7 +40,7 @@ class Entrance:
             self._waiting.setdefault(name, deque()).append(begin)
 
     async def enter(self, has_left: Callable[[], bool] = lambda: False) -> None:
-        """Wait until a request of the current client may begin. Raises ClientDisconnect if its client has left then."""
+        """Wait for a turn. Raises ClientDisconnect if the client has left before it."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def begin() -> bool:

@@ -49,10 +49,7 @@ _CONTEXT = re.compile(r"context length is (?P<context>\d+) tokens.* has (?:more 
 
 
 class RefusedError(VLMServeError):
-    """A request that is rejected for its headers, key or time, not for its content.
-
-    retry_after: seconds until a retry makes sense. headers: of the response.
-    """
+    """A request that is rejected for its headers, key or time. retry_after: seconds. headers: of the response."""
 
     def __init__(
         self,
@@ -89,7 +86,7 @@ def status_of(error: VLMServeError) -> HTTPStatus:
 
 
 def error_body(error: VLMServeError) -> dict[str, Any]:
-    """The JSON object of an error, also sent as the last event of a stream that failed."""
+    """Make the JSON object of an error, also for the last event of a stream."""
     kind = "invalid_request_error" if status_of(error) < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
     match error:
         case OverloadedError():
@@ -115,7 +112,6 @@ def error_code(error: VLMServeError) -> str:
 
 
 def messages_error_body(error: VLMServeError) -> dict[str, Any]:
-    """The JSON object of an error in Anthropic's form."""
     kind = _MESSAGES_KINDS.get(status_of(error), "api_error")
     place = getattr(error, "param", None)
     message = str(error) if place is None or place in str(error) else f"{place}: {error}"
@@ -131,19 +127,19 @@ def _counted(counts: re.Match[str]) -> str:
 
 
 def retry_after(error: VLMServeError) -> str:
-    """The value of ``Retry-After``: whole seconds, at least 1."""
+    """Return the value of ``Retry-After``: whole seconds, at least 1."""
     seconds: float = getattr(error, "retry_after", 1.0)
     return str(max(1, math.ceil(seconds)))
 
 
 def error_response(error: VLMServeError, path: str = "") -> Response:
-    """The error response, in the form of the API at the path."""
+    """Make an error response in the form of the API at the path."""
     status = status_of(error)
     headers = error.headers if isinstance(error, RefusedError) else {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         headers = {**headers, "Retry-After": retry_after(error)}
     body = msgspec.json.encode(_body_at(path, error))
-    # LiteLLM searches the body for '"code": "context_length_exceeded"', with the space.
+    # LiteLLM searches for '"code": "context_length_exceeded"', with the space.
     return json_response(msgspec.Raw(msgspec.json.format(body, indent=0)), status, headers)
 
 
@@ -164,7 +160,7 @@ def framing_too_large(max_bytes: int) -> RefusedError:
 
 
 def internal_error_response() -> Response:
-    """The response after a bug. Only the log has the traceback."""
+    """Make the response after a bug. Only the log has the traceback."""
     message = "Something went wrong inside the server; its log says what"
     return json_response(
         {"error": {"message": message, "type": "server_error", "param": None, "code": "internal_error"}},

@@ -14,7 +14,7 @@ from vlmserve.cancellation import Result, client, run_in_thread
 class FairQueue:
     """Limits concurrent work in total and per client. Use it from one event loop.
 
-    The client with the least running work is next. Ties go round-robin; a client's requests run in order of arrival.
+    The client with the least running work is next, on ties round-robin.
     """
 
     def __init__(self, capacity: int, per_client: int) -> None:
@@ -29,19 +29,15 @@ class FairQueue:
 
     @property
     def is_free(self) -> bool:
-        """True if the current client's work would run at once."""
         return self.running < self._capacity and self._running[client.get()] < self._per_client
 
     async def run(self, executor: Executor, work: Callable[[], Result]) -> Result:
-        """Wait for the client's turn, then run `work` in a thread (see `run_in_thread`).
-
-        After a caller leaves, its work still counts until its thread is free.
-        """
+        """Run `work` in a thread (see `run_in_thread`). After a caller leaves, it still counts until its end."""
         name = await self.acquire()
         return await run_in_thread(executor, work, partial(self.release, name))
 
     async def acquire(self) -> str:
-        """Wait until work of the current client may run. Returns the client's name for `release`."""
+        """Wait until work of the client may run. Returns its name for `release`."""
         name = client.get()
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(name, deque()).append(granted)

@@ -23,8 +23,6 @@ _COPIES = 3
 
 
 class Form(NamedTuple):
-    """A file, and the text fields beside it."""
-
     data: bytes
     filename: str
     fields: dict[str, Any]
@@ -45,15 +43,11 @@ async def _chunks(body: bytearray) -> AsyncGenerator[bytes, None]:
 
 
 def max_form_file(limit: int, body_memory: int) -> int:
-    """Maximum bytes of a form's file within a limit and the memory for bodies."""
     return min(limit, body_memory // _COPIES - _FORM_BYTES)
 
 
 async def read_form(request: Request, max_bytes: int, share: BodyShare, pause: float) -> Form:
-    """Read a form with a file of at most `max_bytes`. pause: as for `read_body`.
-
-    Raises InvalidRequestError, and the errors of `read_body`.
-    """
+    """pause: as for `read_body`. Raises InvalidRequestError, and the errors of `read_body`."""
     kind = content_type(request)
     if kind != "multipart/form-data":
         raise wrong_content_type("multipart/form-data", kind)

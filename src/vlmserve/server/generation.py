@@ -1,4 +1,4 @@
-"""Generate a request's answers: from prompts to text deltas and usage."""
+"""Generates a request's answers: from prompts to text deltas and usage."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from vlmserve.types import (
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request for `num_answers` answers to each prompt, by beam search if `beams` is set."""
+    """Answers to each prompt, by beam search if `beams` is set."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -62,7 +62,7 @@ class GenerationRequest:
     """Common prefix of all prompts, computed first so that they find it cached."""
 
     def params_of(self, index: int) -> SamplingParams:
-        """The parameters of a sample: its own seed if one is set, and logprobs if the most likely are returned."""
+        """Its own seed if one is set, and logprobs if the most likely are returned."""
         return self.params.of_sample(index, ranked=self.num_samples > self.num_answers)
 
 
@@ -75,8 +75,6 @@ class OffsetLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New text of answer number `index`."""
-
     index: int
     text: str
     finish_reason: str | None = None
@@ -100,8 +98,6 @@ class OutputStream(Protocol):
 
 
 class Answer:
-    """A running answer."""
-
     def __init__(
         self, index: int, stream: OutputStream, text: AnswerText, record: AnswerRecord, request: GenerationRequest
     ) -> None:
@@ -164,12 +160,12 @@ class Answer:
 
     @property
     def timings(self) -> RequestTimings | None:
-        """Durations of its phases so far; None before the first token."""
+        """Durations of the answer's phases; None before the first token."""
         return self._record.timings
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from the request's arrival to the first token; None before it."""
+        """Seconds from the request's arrival; None before the first token."""
         return self._record.ttft
 
     @property
@@ -202,7 +198,7 @@ class Answer:
         return Said("".join(one.thought for one in said), "".join(one.text for one in said))
 
     def _shown(self, finish_reason: str | None) -> tuple[OffsetLogprobs, ...]:
-        """Logprobs of tokens whose text is complete and was not returned yet; without a stop string's tokens."""
+        """Tokens whose text is complete and was not returned yet; without a stop string's tokens."""
         if self._request.every_token or (finish_reason is not None and self._text.stop_string is None):
             count = len(self._held)
         else:
@@ -215,10 +211,7 @@ class Answer:
 
 
 class Generation:
-    """A running generation.
-
-    answers: all samples, prompt by prompt. first_request_ids: of the engine's first requests.
-    """
+    """answers: all samples, prompt by prompt. first_request_ids: of the engine's first requests."""
 
     def __init__(
         self,
@@ -252,7 +245,7 @@ class Generation:
         asked = sum(len(prompt.token_ids) for prompt in prompts)
         generated = sum(answer.num_tokens for answer in self.answers)
         details = PromptTokensDetails(
-            # Only the first sample of a prompt counts; the others find the prompt that it cached.
+            # The other samples find the prompt that the first cached.
             cached_tokens=sum(answer.num_cached_tokens for answer in self.answers[:: self.request.num_samples]),
             images=sum(prompt.num_images for prompt in prompts),
             images_encoded=sum(answer.num_images_encoded for answer in self.answers),
@@ -266,7 +259,7 @@ class Generation:
         return Usage(asked, generated, asked + generated, details, generated_details)
 
     def _usage_after(self, shared: EngineOutput) -> Usage:
-        """The usage if a shared prefix was computed; it counts once."""
+        """Count a shared prefix once."""
         start, prompts = self.request.shared, self.request.prompts
         assert start is not None
         again = len(prompts) - 1
@@ -288,7 +281,7 @@ class Generation:
         return [size for prompt in self.request.prompts for size in prompt.image_sizes] or msgspec.UNSET
 
     def summary(self) -> tuple[str, dict[str, str | int]]:
-        """The generation's part of the access log, as text and fields."""
+        """Return text and fields for the access log."""
         usage = self.usage
         text = f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, {self.id}"
         fields: dict[str, str | int] = {
@@ -308,12 +301,12 @@ class Generation:
             answer.close()
 
     def prompt_logprobs(self, index: int) -> list[TokenLogprobs | None]:
-        """Prompt logprobs of answer `index` after its first delta; empty unless requested."""
+        """Prompt logprobs of an answer after its first delta; empty unless requested."""
         prompt, number = divmod(index, self.request.num_answers)
         return self.answers[prompt * self.request.num_samples + number].prompt_logprobs or []
 
     def results(self) -> list[npt.NDArray[np.float32]]:
-        """Values of a finished task other than `Generate`: one array for each prompt."""
+        """Values of a task other than `Generate`: one array for each prompt."""
         found = []
         for number, answer in enumerate(self.answers):
             assert answer.result is not None
@@ -325,7 +318,7 @@ class Generation:
         return found
 
     async def finished(self) -> list[TextDelta]:
-        """Wait for all answers and return each as one delta, in order. Raises VLMServeError.
+        """Return each answer as one delta, in order. Raises VLMServeError.
 
         With `best_of`: the most likely answers of each prompt, in order of likelihood.
         """
@@ -343,13 +336,12 @@ class Generation:
         return [replace(answer, index=index) for index, answer in enumerate(best)]
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
-        """Yield the deltas of all answers as they come."""
         if len(self.answers) == 1:
             async with contextlib.aclosing(self.answers[0].deltas()) as deltas:
                 async for delta in deltas:
                     yield delta
             return
-        # Bounded: a slow client gets longer deltas, not a longer queue.
+        # a slow client gets longer deltas, not a longer queue
         queue: asyncio.Queue[TextDelta | Exception] = asyncio.Queue(len(self.answers))
         tasks = [asyncio.ensure_future(_forward(answer, queue)) for answer in self.answers]
         try:
@@ -399,8 +391,8 @@ async def start_generation(
 ) -> Generation:
     """Submit all answers to the engine, in the order of prompts.
 
-    adapter: "" is the model itself. priority: see `EngineRequest`. Raises the errors of
-    `EngineClient.submit_together`, and InvalidRequestError for an invalid grammar.
+    adapter: "" is the model itself. priority: see `EngineRequest`. Raises the errors of `EngineClient.submit_together`,
+    and InvalidRequestError for an invalid grammar.
     """
     request = replace(request, params=service.preparer.answers.with_bad_words(request.params))
     _check_vectors(service, request)
@@ -466,9 +458,9 @@ def _check_vectors(service: Service, request: GenerationRequest) -> None:
 async def _compute_shared(
     client: EngineClient, request: GenerationRequest, first: EngineRequest
 ) -> EngineOutput | None:
-    """Compute the prompts' shared prefix, if they have one. first: one of the requests that will find it cached.
+    """Compute the prompts' shared prefix, if any. first: a request that will find it cached.
 
-    Raises VLMServeError if the engine cannot compute it.
+    Raises VLMServeError.
     """
     if request.shared is None:
         return None

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GpuStats:
-    """Stats of a GPU. None: the driver does not report it, as for a part of a divided GPU."""
+    """None: the driver does not report it, as for a part of a divided GPU."""
 
     index: int
     """The driver's number."""
@@ -25,17 +25,14 @@ class GpuStats:
 
 
 class GpuReader:
-    """Reads stats from the driver. The first call loads its library, which may take seconds."""
+    """The first call loads the driver's library, which may take seconds."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
         self._broken = False
 
     def read(self, uuid: str, pid: int) -> GpuStats | None:
-        """Stats of the GPU with this UUID, and of a process on it.
-
-        None without a driver; the reason is logged once.
-        """
+        """Read the stats of a GPU and of a process on it. None without a driver; the reason is logged once."""
         if self._broken:
             return None
         try:
@@ -81,7 +78,7 @@ class GpuReader:
 
 
 def _open_nvml() -> Any:
-    """The initialized library. Raises ImportError if it is not installed, OSError if there is no driver."""
+    """Raises ImportError for a missing library, OSError for a missing driver."""
     import pynvml
 
     try:

@@ -1,4 +1,4 @@
-"""Middleware in front of all routes: API keys, rate limits, and rejections during shutdown."""
+"""Middleware for API keys, rate limits, and rejections during shutdown."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ACCOUNT = "vlmserve.account"
 
 
 class Guard:
-    """The middleware. It rejects in OpenAI's form, and changes only the headers of other responses."""
+    """Rejects in OpenAI's form, and changes only the headers of other responses."""
 
     def __init__(self, app: ASGIApp, service: Front) -> None:
         self._app = app
@@ -87,7 +87,7 @@ class Guard:
     def _check_head(self, scope: Scope) -> None:
         """Raise RefusedError for HTTP without headers (505), several Host headers (400) or a long head (431).
 
-        The HTTP protocol accepts a long head that arrives in one piece, so it is checked here.
+        The HTTP protocol accepts a long head that arrives in one piece.
         """
         if scope["http_version"] not in _VERSIONS:
             message = f"HTTP/{scope['http_version']} is not supported; use HTTP/1.1"
@@ -100,7 +100,7 @@ class Guard:
             raise RefusedError(HTTPStatus.BAD_REQUEST, message, "invalid_http")
 
     def _authenticate(self, scope: Scope) -> Account | None:
-        """The request's account; None if no key is needed. Raises RefusedError (401)."""
+        """Find the request's account; None if no key is needed. Raises RefusedError (401)."""
         if self._keys is None or scope["path"] in self._open or scope["path"].startswith(ASSETS):
             return None
         key = _presented(Headers(scope=scope))
@@ -122,7 +122,7 @@ class Guard:
     async def _check_open(self, scope: Scope, receive: Receive) -> None:
         if self._service.phase != "closing" or (problem := self._service.problem()) is None:
             return
-        # The connection closes after the response; a client that is still sending might not read it.
+        # a client that is still sending might not read the response before the connection closes
         await drop_body(Request(scope, receive), self._service.max_body_bytes)
         raise problem
 
@@ -133,13 +133,13 @@ def account_of(request: Request) -> Account | None:
 
 
 def salt_of(request: Request, cache_salt: str | None) -> str:
-    """The cache salt of a request and its key together; "" without either."""
+    """The salt of a request and its key together; "" without either."""
     tenant: bytes | None = request.scope.get(TENANT)
     return cache_salt or "" if tenant is None else salted(tenant, cache_salt or "")
 
 
 def _presented(headers: Headers) -> str | None:
-    """The key of a request, in the header of OpenAI's or Anthropic's clients."""
+    """Return the key in the header of OpenAI's or Anthropic's clients."""
     scheme, _, key = headers.get("authorization", "").strip().partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()

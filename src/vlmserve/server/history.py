@@ -1,4 +1,4 @@
-"""Read a request's history: its owner, earlier turns, and files."""
+"""Reads a request's history: its owner, earlier turns, and files."""
 
 from __future__ import annotations
 
@@ -31,17 +31,14 @@ def owner_of(request: Request) -> str:
 
 
 def needed_store(service: Service, param: str | None = None) -> Store:
-    """The history store. Raises NotFoundError if the server keeps no history."""
+    """Return the history. Raises NotFoundError if the server keeps none."""
     if service.store is None:
         raise NotFoundError(_OFF, param=param)
     return service.store
 
 
 async def read_items(store: Store, items: Sequence[StoredItem], max_bytes: int, share: BodyShare) -> list[Message]:
-    """Read stored items. Raises PromptTooLongError, before it reads any, if they exceed `max_bytes`.
-
-    Raises RefusedError if they do not fit into memory with other requests.
-    """
+    """Raises PromptTooLongError before it reads items over `max_bytes`, RefusedError without memory for them."""
     size = sum(item.num_bytes for item in items)
     if size > max_bytes:
         raise PromptTooLongError(
@@ -55,9 +52,9 @@ async def read_items(store: Store, items: Sequence[StoredItem], max_bytes: int, 
 async def kept_items(
     service: Service, owner: str, items: Sequence[InputItem | ItemReference], share: BodyShare
 ) -> list[Message]:
-    """Convert a request's items to stored form, and replace references by copies of earlier items.
+    """Convert items to stored form, and replace references by copies.
 
-    Raises NotFoundError, naming the place, for an unknown item, and the errors of `read_items`.
+    Raises NotFoundError for an unknown item, and the errors of `read_items`.
     """
     places = {index: item.id for index, item in enumerate(items) if isinstance(item, ItemReference)}
     copies: dict[int, Message] = {}
@@ -71,16 +68,16 @@ async def kept_items(
                     "are not kept. Send the item itself",
                     param=f"input[{index}]",
                 )
-        # An item that is referenced twice is read and counted twice, which bounds the expansion.
+        # An item that is referenced twice counts twice, which bounds the expansion.
         read = await read_items(store, [found[id] for id in places.values()], service.max_body_bytes, share)
         copies = {index: copy_of(item) for index, item in zip(places, read, strict=True)}
     return [copies[index] if isinstance(item, ItemReference) else item.stored() for index, item in enumerate(items)]
 
 
 async def with_files(service: Service, owner: str, messages: Sequence[Message], share: BodyShare) -> list[Message]:
-    """Replace file ids in messages by the files' contents.
+    """Replace file ids by the files' contents.
 
-    Raises NotFoundError, naming the place, for an unknown file; RefusedError if the files do not fit into memory.
+    Raises NotFoundError for an unknown file, RefusedError without memory for them.
     """
     urls: dict[str, tuple[str, str]] = {}
 
@@ -142,7 +139,7 @@ async def fitting(
 ) -> Prompt:
     """Make a prompt of the system message and as many of the last turns as fit into `max_tokens`.
 
-    A turn starts at a user message. If not even the last turn fits, its prompt is returned, and rejected later.
+    A turn starts at a user message. A last turn that does not fit is returned, and rejected later.
     """
     first = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
     turns = [index for index in range(first, len(messages)) if messages[index]["role"] == "user"]

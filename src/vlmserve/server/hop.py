@@ -1,7 +1,4 @@
-"""Information that a gateway sends with a request, and the generation that it wants to watch.
-
-A server behind a gateway has no keys: the gateway names the owner and the tenant of a request.
-"""
+"""Data that a gateway sends with a request: owner, tenant, and the generation that it wants to watch."""
 
 from __future__ import annotations
 
@@ -17,8 +14,6 @@ _KEY = "vlmserve.hop"
 
 @dataclass(frozen=True)
 class Hop:
-    """A gateway's settings for a request."""
-
     seed: int
     """For requests without a seed, so that another worker can repeat the answer."""
     tag: str

@@ -14,10 +14,7 @@ _PAUSE = 1.0
 
 
 class IdleMemory:
-    """Returns freed memory to the system after all work has ended, because the C library keeps it.
-
-    executor: runs the call. is_busy: returns whether work runs. Use it from one event loop.
-    """
+    """The C library keeps freed memory. executor: runs the call. is_busy: returns whether work runs."""
 
     def __init__(self, executor: Executor, is_busy: Callable[[], bool]) -> None:
         self._executor = executor

@@ -18,7 +18,7 @@ _OUTPUT_BYTES = 256 * 1024
 
 
 def check_encoding(encoding: str) -> str:
-    """The coding of a ``Content-Encoding`` header: "gzip", "deflate", or "" for none. Raises RefusedError (415)."""
+    """Read ``Content-Encoding``: "gzip", "deflate", or "" for none. Raises RefusedError (415)."""
     coding = encoding.strip().lower()
     if coding in ("", "identity"):
         return ""
@@ -35,7 +35,7 @@ def check_encoding(encoding: str) -> str:
 
 
 async def inflate(body: bytearray, coding: str) -> AsyncGenerator[bytes, None]:
-    """Yield the content of a compressed body in bounded pieces. Raises RefusedError (400) for a broken body."""
+    """Decompress a body in bounded pieces. Raises RefusedError (400) for a broken body."""
     decompressor = zlib.decompressobj(_window_bits(body, coding))
     try:
         for start in range(0, len(body), _INPUT_BYTES):
@@ -46,7 +46,7 @@ async def inflate(body: bytearray, coding: str) -> AsyncGenerator[bytes, None]:
                 await asyncio.sleep(0)
             if decompressor.eof and (data or decompressor.unused_data or start + _INPUT_BYTES < len(body)):
                 raise _broken(coding, "it has bytes after its end")
-        # If the input was cut off, the decompressor may still hold the last bytes.
+        # if the input was cut off, the decompressor may still hold the last bytes
         while not decompressor.eof and (rest := decompressor.decompress(b"", _OUTPUT_BYTES)):
             yield rest
             await asyncio.sleep(0)

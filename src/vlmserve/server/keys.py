@@ -1,9 +1,4 @@
-"""API keys and the file that stores their hashes.
-
-Each line of the file is a JSON object, `StoredKey`; empty lines and lines that start with # are ignored. A key is 256
-random bits, so one salted blake2b suffices: nobody can guess it. Slow hashes like scrypt protect passwords that people
-choose, and would cost every request tens of milliseconds.
-"""
+"""API keys and the file that stores their hashes."""
 
 from __future__ import annotations
 
@@ -68,7 +63,7 @@ def salted(tenant: bytes, cache_salt: str) -> str:
 
 
 def hash_key(key: str, salt: bytes) -> bytes:
-    """Hash a key to 32 bytes. key: at most `MAX_KEY_LENGTH` characters."""
+    """key: at most `MAX_KEY_LENGTH` characters. It is random, so the hash may be fast."""
     return hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=32, salt=salt, person=_PERSON).digest()
 
 
@@ -77,10 +72,7 @@ def new_key() -> str:
 
 
 def store(key: str, name: str, **limits: int | str | None) -> StoredKey:
-    """Make the stored form of a key. limits: other fields of `StoredKey`.
-
-    Raises ConfigurationError for an invalid name or limit.
-    """
+    """Raises ConfigurationError for an invalid name or limit."""
     salt = secrets.token_bytes(_SALT_BYTES)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     values = {"name": name, "salt": salt.hex(), "hash": hash_key(key, salt).hex(), "created": now, **limits}
@@ -91,7 +83,7 @@ def store(key: str, name: str, **limits: int | str | None) -> StoredKey:
 
 
 def read_keys(path: Path) -> list[StoredKey]:
-    """Read the keys of a file. Raises ConfigurationError, naming the line, if that fails."""
+    """Read the keys of a file. Raises ConfigurationError, naming the line."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -114,7 +106,7 @@ def read_keys(path: Path) -> list[StoredKey]:
 
 
 def add_key(path: Path, name: str, **limits: int | str | None) -> str:
-    """Make a key, add its hash to a file, which need not exist, and return the key. It is stored nowhere else.
+    """Make a key, add its hash to a file, which need not exist, and return the key.
 
     Raises ConfigurationError if a key has that name already.
     """
@@ -129,7 +121,7 @@ def add_key(path: Path, name: str, **limits: int | str | None) -> str:
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Remove a key from a file. Raises ConfigurationError if it is not there."""
+    """Raises ConfigurationError if the key is not there."""
     if all(key.name != name for key in read_keys(path)):
         raise ConfigurationError(f"there is no key with the name {name} in {path}")
     lines = path.read_text("utf-8").splitlines()

@@ -1,7 +1,4 @@
-"""Live statistics (``GET /live``), for the web page and for people without Prometheus.
-
-They are numbers only, without any content of requests.
-"""
+"""Live statistics (``GET /live``), without any content of requests."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ class LiveStats(msgspec.Struct):
 
 
 class LiveView:
-    """Answers all clients of /live, and asks the engine at most once in `MAP_AGE` seconds."""
+    """Asks the engine at most once in `MAP_AGE` seconds."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -50,7 +47,6 @@ class LiveView:
         self._asking: asyncio.Task[None] | None = None
 
     async def stats(self) -> LiveStats:
-        """Current statistics, with the latest map of the blocks."""
         service = self._service
         stats = service.engine_stats()
         if stats is not None:

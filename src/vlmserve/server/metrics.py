@@ -1,8 +1,4 @@
-"""Prometheus metrics: the engine's stats, and histograms of requests' phases.
-
-Names are vLLM's with another prefix where the meaning is the same:
-https://docs.vllm.ai/en/stable/usage/metrics/
-"""
+"""Prometheus metrics, with vLLM's names after the prefix: https://docs.vllm.ai/en/stable/usage/metrics/"""
 
 from __future__ import annotations
 
@@ -148,20 +144,20 @@ class ServerMetrics:
         self._restarts.inc()
 
     async def refresh(self) -> None:
-        """Read the GPU's stats from the driver, for the following scrapes."""
+        """Read the GPU's stats for the following scrapes."""
         await self._gpu.refresh()
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._registry.collect():
-            # Few use the creation times of series, which are a third of all samples.
+            # few use creation times, a third of all samples
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
             yield metric
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """The page and its content type, in the format of the `Accept` header."""
+        """The page and its content type, by the `Accept` header."""
         encode, content_type = choose_encoder(accept)
         if content_type.startswith("application/openmetrics-text"):
-            # The names need no escaping, but the library would escape their colons.
+            # the names need no escaping, but the library would escape their colons
             encode = partial(encode, escaping=ALLOWUTF8)  # type: ignore[call-arg]  # which it has in that case
         return encode(_Page(self.collect)), content_type
 
@@ -175,7 +171,7 @@ class ServerMetrics:
 
 
 class AnswerRecord:
-    """Collects the metrics of one answer during generation. Call `end` at its end.
+    """Collects the metrics of one answer. Call `end` at its end.
 
     Latencies, token counts and the engine's timings count only for complete answers; first tokens and gaps for all.
     """
@@ -235,16 +231,16 @@ class AnswerRecord:
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from the request's arrival to the first token; None before it."""
+        """Seconds from the request's arrival; None before the first token."""
         return self._first - self._arrived if self._num_tokens else None
 
     @property
     def timings(self) -> RequestTimings | None:
-        """Durations of its phases so far; None before the first token."""
+        """Durations of the answer's phases; None before the first token."""
         timings = self._timings
         if timings is None or timings.decode is not None:
             return timings
-        # After a stop string, the engine does not know yet that the answer has ended.
+        # after a stop string, the engine does not know yet that the answer has ended
         return msgspec.structs.replace(timings, decode=self._last - self._first)
 
 

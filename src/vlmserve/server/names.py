@@ -1,4 +1,4 @@
-"""Names under which requests reach the model and its adapters."""
+"""Names of the model and its adapters in requests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ _MOST_SHOWN = 5
 
 
 class ServedNames:
-    """The names of one server."""
-
     def __init__(
         self,
         engine: EngineConfig,
@@ -55,7 +53,7 @@ class ServedNames:
         return self._adapters.infos(self._client())
 
     async def adapter(self, client: EngineClient, name: str | None) -> str:
-        """Have the engine serve the adapter that a request names. Returns its name; "" for the model itself.
+        """Have the engine serve the adapter that a request names; "" for the model itself.
 
         Raises UnknownModelError or AdapterError.
         """

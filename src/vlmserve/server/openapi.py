@@ -54,7 +54,7 @@ def _called(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
 
 
 def document(version: str, operations: Iterable[Operation], max_logprobs: int | None = None) -> Schema:
-    """Make the OpenAPI document of operations. max_logprobs: the engine's limit, if known."""
+    """Make the OpenAPI document. max_logprobs: the engine's limit, if known."""
     components: dict[str, Schema] = {}
     paths: dict[str, Schema] = {}
     for one in operations:

@@ -1,8 +1,4 @@
-"""Checks of the Host and Origin headers.
-
-A web page in someone's browser can reach servers on the same machine or network that its author cannot. ``Origin``
-names the page. In DNS rebinding, the page's own domain resolves to the server, and ``Host`` shows it.
-"""
+"""Checks Host and Origin headers, because web pages in browsers can reach servers that their authors cannot."""
 
 from __future__ import annotations
 
@@ -25,7 +21,8 @@ _PRIVATE = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
 class Origins:
     """Raises RefusedError (403) for requests of foreign web pages.
 
-    If every request needs a key, which such pages do not have, it checks only what the settings name.
+    ``Origin`` names the page. In DNS rebinding, the page's domain resolves to the server, and ``Host`` shows it. If
+    every request needs a key, which such pages do not have, only what the settings name is checked.
     """
 
     def __init__(self, config: ServerConfig, *, needs_key: bool) -> None:
@@ -39,7 +36,7 @@ class Origins:
         self._origins = re.compile(origin_pattern((*config.allowed_origins, *config.cors_origins)))
 
     def check(self, headers: Headers) -> None:
-        """Check ``Host`` and ``Origin`` of a request. Without either, it comes from no browser."""
+        """Check ``Host`` and ``Origin``. A request without either comes from no browser."""
         host = headers.get("host", "").lower()
         if host and not self._any_host and not self._is_allowed(host):
             raise _refused(
@@ -61,12 +58,12 @@ class Origins:
         name = _name(host)
         if name is None:
             return False
-        # Nobody can register a name without a dot either: localhost, a container, a machine.
+        # nobody can register a name without a dot: localhost, a container, a machine
         return "." not in name or name in self._hosts or name.endswith(self._suffixes) or _is_address(name)
 
 
 def origin_pattern(origins: Iterable[str]) -> str:
-    """A regular expression of the origins in a setting, in lower case. The origin ``*`` is skipped.
+    """A regular expression of the origins in a setting, in lower case, without ``*``.
 
     ``scheme://*`` allows all origins of a scheme, ``*.example.com`` all subdomains, ``:*`` any port.
     """
@@ -84,7 +81,7 @@ def _one_pattern(origin: str) -> str:
 
 
 def _host_of(origin: str) -> str | None:
-    """Host and port of an origin, in the form of ``Host``; None for ``null`` or an invalid origin."""
+    """Return host and port in the form of ``Host``; None for ``null`` or an invalid origin."""
     try:
         return urlsplit(origin).netloc or None
     except ValueError:

@@ -1,4 +1,4 @@
-"""Normalize paths, and suggest known paths for unknown ones."""
+"""Normalizes paths, and suggests known paths for unknown ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OLLAMA = "/api/"
 
 
 class OnePath:
-    """Middleware that merges repeated slashes and drops a trailing slash."""
+    """Merges repeated slashes and drops a trailing slash."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -41,7 +41,6 @@ def methods_at(path: str, routes: Iterable[BaseRoute]) -> list[str]:
 
 
 def not_found_message(path: str, routes: Sequence[BaseRoute]) -> str:
-    """The message for an unknown path, with a suggestion."""
     shown = path if len(path) <= _SHOWN else f"{path[:_SHOWN]}…"
     if path.startswith(OLLAMA):
         there = [route.path for route in routes if isinstance(route, Route) and route.path.startswith(OLLAMA)]
@@ -57,7 +56,7 @@ def not_found_message(path: str, routes: Sequence[BaseRoute]) -> str:
 
 
 def _with_right_prefix(path: str, routes: Sequence[Route]) -> str | None:
-    """The known path that `path` becomes with ``/v1`` added, or without a prefix such as ``/v1`` or ``/openai``."""
+    """`path` with ``/v1`` added, or without a prefix such as ``/v1`` or ``/openai``, if known."""
     starts = [match.start() for match in re.finditer("/", path)][1:]
     for candidate in (_API + path, *(path[start:] for start in starts), *(_API + path[start:] for start in starts)):
         if any(route.path_regex.match(candidate) for route in routes):

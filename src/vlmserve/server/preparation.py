@@ -44,11 +44,9 @@ _FILES = frozenset({"file", "video_url"})
 
 
 class Preparation:
-    """The threads, and the preparer after the model has loaded."""
-
     def __init__(self, media: MediaConfig) -> None:
         self._preparer: RequestPreparer | None = None
-        # Separate pools: slow images must not delay text, and slow hosts must not delay images that have arrived.
+        # slow images must not delay text, and slow hosts must not delay images that have arrived
         self._body_workers = ThreadPoolExecutor(1, "parse-bodies")
         self._text_workers = ThreadPoolExecutor(_TEXT_THREADS, "prepare-text")
         self._text_queue = FairQueue(_TEXT_THREADS, _TEXT_THREADS - 1)
@@ -87,11 +85,11 @@ class Preparation:
 
     @property
     def supports_videos(self) -> bool:
-        """The model takes videos; True while it loads."""
+        """True if the model takes videos, and while it loads."""
         return self._preparer is None or self._preparer.media.supports_videos
 
     def image_cache_stats(self) -> ImageCacheStats | None:
-        """Stats of the image cache; None while the model loads."""
+        """None while the model loads."""
         return None if self._preparer is None else self._preparer.media.image_cache.stats()
 
     def close(self) -> None:
@@ -109,17 +107,17 @@ class Preparation:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def parse(self, parse: Callable[[], Result]) -> Result:
-        """Call `parse` for a large body in a worker thread. Raises what `parse` raises."""
+        """Parse a large body in a worker thread."""
         return await run_in_thread(self._body_workers, parse)
 
     async def text(self, make: Callable[[RequestPreparer], Result], size: int) -> Result:
-        """Call `make` for text of `size` characters, in a worker thread if it is long. Raises what `make` raises."""
+        """Call `make` for text of `size` characters, in a worker thread if it is long."""
         if size <= _SHORT_TEXT:
             return make(self.preparer)
         return await self._text_queue.run(self._text_workers, functools.partial(make, self.preparer))
 
     async def predict(self, prompt: Prompt, text: str) -> Prompt:
-        """Add a text to a prompt that its answer probably repeats. Raises InvalidRequestError for a too long text."""
+        """Add text that the answer probably repeats. Raises InvalidRequestError for a too long text."""
 
         def encode(preparer: RequestPreparer) -> list[int]:
             return preparer.encode(text, add_special_tokens=False, param="prediction")
@@ -127,10 +125,7 @@ class Preparation:
         return msgspec.structs.replace(prompt, prediction=await self.text(encode, len(text)))
 
     async def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> list[str]:
-        """Check whether the engine can compile a grammar. Returns and raises the same as the preparer.
-
-        Slow grammars delay only slow grammars, and clients take turns.
-        """
+        """Takes and raises the same as the preparer."""
         check = functools.partial(self.preparer.answers.check_grammar, grammar, tools)
         if self.preparer.answers.knows_grammar(grammar):
             return check()
@@ -140,15 +135,14 @@ class Preparation:
             return await self._slow_grammar_queue.run(self._slow_grammar_workers, check)
 
     async def read_file(self, work: Callable[[], Result]) -> Result:
-        """Run `work`, which may take as long as opening a file, in an image thread."""
+        """Run work that may take as long as opening a file, in an image thread."""
         return await self._run_media(self._image_workers, work)
 
     async def render(self, work: Callable[[], Result]) -> Result:
-        """Run `work`, which renders a document."""
         return await self._run_media(self._file_workers, work)
 
     async def fetch(self, url: str, limits: MediaConfig) -> bytes:
-        """Fetch the file at an http(s) URL. Takes and raises the same as `fetch_file`."""
+        """Fetch a file. Takes and raises the same as `fetch_file`."""
         return await self._run_media(self._fetch_workers, functools.partial(fetch_file, url, limits))
 
     async def _run_media(self, workers: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
@@ -160,12 +154,7 @@ class Preparation:
     async def prepare(
         self, messages: list[dict[str, Any]], known: KnownMedia | None = None, **options: Unpack[ConversationOptions]
     ) -> Prompt:
-        """Make the prompt of a conversation in a worker thread. Takes and raises the same as the preparer.
-
-        Slow templates delay only slow templates, and clients take turns.
-
-        known: media of other conversations with the same salt, see `MediaPreparer.prepare_all`.
-        """
+        """Make the prompt of a conversation in a worker thread. Takes and raises the same as the preparer."""
         shown = [
             part
             for message in messages
@@ -184,7 +173,7 @@ class Preparation:
         is_short = not (shown or has_tools) and sum(map(_num_characters, messages)) <= _SHORT_TEXT
         has_files = any(part["type"] != "image_url" for part in shown)
         try:
-            # Not `except`: an exception that is being handled would keep the files in memory.
+            # In `except`, the handled exception would keep the files in memory.
             with contextlib.suppress(SlowRenderingError):
                 return await self._prepare_in(None if is_short else workers, quickly)
             return await self._prepare_slowly(conversation, workers, has_files=has_files)
@@ -196,7 +185,7 @@ class Preparation:
     async def _prepare_slowly(
         self, conversation: Conversation, workers: ThreadPoolExecutor, *, has_files: bool
     ) -> Prompt:
-        """Prepare a conversation with a slow chat template. Few at a time may keep files in memory."""
+        """Prepare slowly. Few conversations at a time may keep files in memory."""
         with contextlib.ExitStack() as stack:
             if has_files:
                 if waits := not self._slow_files.is_free:
@@ -215,7 +204,7 @@ class Preparation:
         return await self._text_queue.run(workers, prepare)
 
     def _workers(self, shown: Sequence[Mapping[str, Any]]) -> ThreadPoolExecutor:
-        """The thread pool for a conversation with these parts, by how long they take."""
+        """Choose the threads by how long the parts take."""
         if any(part["type"] in _FILES for part in shown):
             return self._file_workers
         if any(not url.startswith("data:") for part in shown for url in _urls(part)):

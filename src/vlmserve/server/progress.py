@@ -22,7 +22,7 @@ _PATIENCE = 1.0
 
 
 def progress_comments(client: EngineClient, generation: Generation) -> Callable[[], Awaitable[bytes | None]]:
-    """Return a function that makes the next comment, the JSON of `describe`; None if nothing is known."""
+    """Return a function that makes the next comment, the JSON of `describe`."""
 
     async def comment() -> bytes | None:
         if any(answer.num_tokens for answer in generation.answers):

@@ -18,8 +18,8 @@ _LONGEST = 2000
 
 
 def log_prompt(request: Request, body: ModelRequest) -> None:
-    """Log a request's content as one line of JSON. Images and long texts are cut."""
-    # `instructions` is no content field, because responses repeat it.
+    """Log a request's content, with images and long texts cut."""
+    # `instructions` is no content field, because responses repeat it
     said = body.model_dump(include={*body.content_fields, "instructions"}, exclude_none=True, mode="json")
     shown, request_id = _cut(said), request_id_of(request)
     fields = {"request_id": request_id, "prompt": shown}
@@ -29,7 +29,7 @@ def log_prompt(request: Request, body: ModelRequest) -> None:
 def _cut(value: Any) -> Any:
     match value:
         case dict():
-            # Anthropic's API has base64 images in `data`.
+            # Anthropic's API has base64 images in `data`
             return {key: "..." if key == "data" else _cut(part) for key, part in value.items()}
         case list():
             return [_cut(part) for part in value]

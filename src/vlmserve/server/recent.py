@@ -35,8 +35,6 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class _Slot:
-    """Counts of one time slot's latencies, by bucket."""
-
     def __init__(self, number: int) -> None:
         self.number = number
         self.counts: dict[Latency, dict[int, int]] = {kind: {} for kind in get_args(Latency)}
@@ -59,7 +57,7 @@ class RecentLatencies:
         counts[bucket] = counts.get(bucket, 0) + 1
 
     def percentiles(self, kind: Latency, window: int) -> Percentiles:
-        """Percentiles of the last `window` seconds, give or take a slot. window: up to the longest of `WINDOWS`."""
+        """window: seconds, up to the longest of `WINDOWS`, give or take a slot."""
         oldest = self._now() - int(window / _SLOT)
         counts: dict[int, int] = {}
         for slot in self.slots:

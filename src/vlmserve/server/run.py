@@ -1,6 +1,5 @@
-"""Start and stop the engine process and the web server.
-
-Few modules are imported before the engine process runs, so that both processes load their libraries in parallel.
+"""Starts and stops the engine process and the web server. Few imports precede the engine's, so that both load in
+parallel.
 """
 
 from __future__ import annotations
@@ -48,8 +47,6 @@ SIGNAL_ECHO = 0.3
 
 @dataclass(frozen=True)
 class Membership:
-    """How a server takes part in a cluster."""
-
     wrap: Callable[[ASGIApp, Service], ASGIApp]
     """Adds middleware to the application."""
     announce: Callable[[str, Service], None]
@@ -61,8 +58,8 @@ class Membership:
 def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig, membership: Membership | None = None) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish; a second signal ends everything at once.
 
-    The port opens before the model has loaded; `/health` reports that. membership: None outside of a cluster. Raises
-    ConfigurationError if the address is taken, ModelLoadError if the model cannot be loaded.
+    The port opens before the model has loaded. Raises ConfigurationError if the address is taken, ModelLoadError if the
+    model cannot be loaded.
     """
     set_up_logging(server.log_format, level=level_number(server.log_level))
     for chatty in ("uvicorn.error", "httpx", *(() if server.access_log else ("vlmserve.access",))):
@@ -102,7 +99,7 @@ def _announce_server(url: str, service: Service) -> None:
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """The faster event loop's factory; None if only asyncio's own is installed."""
+    """Return the faster event loop's factory; None if only asyncio's own is installed."""
     try:
         import uvloop
     except ImportError:
@@ -111,8 +108,6 @@ def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class _Launcher:
-    """Starts engine processes, one at a time."""
-
     def __init__(self, engine: EngineConfig, folder: Path) -> None:
         self.engine = engine
         self.folder = folder
@@ -138,7 +133,7 @@ class _Launcher:
 
 
 def bind(server: ServerConfig) -> socket.socket:
-    """A socket that is bound to the address. It refuses connections until the web server listens on it.
+    """A socket that refuses connections until the web server listens on it.
 
     Raises ConfigurationError if the address is in use or not this machine's.
     """
@@ -154,7 +149,7 @@ def bind(server: ServerConfig) -> socket.socket:
 
 
 def address_of(server: ServerConfig) -> tuple[socket.AddressFamily, socket.SocketKind, tuple[Any, ...]]:
-    """Family, type and address of the server's socket. Raises ConfigurationError."""
+    """Return family, type and address of the socket. Raises ConfigurationError."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -213,7 +208,7 @@ async def _supervise(
 ) -> None:
     """Serve until the server has stopped and drained. batches: closed before draining.
 
-    Raises EngineDeadError if the engine cannot be kept alive.
+    Raises EngineDeadError.
     """
     from vlmserve.frontend.client import EngineClient
     from vlmserve.server.supervision import Supervisor
@@ -238,7 +233,7 @@ async def _supervise(
 async def _load(
     service: Service, launcher: _Launcher, media: MediaConfig
 ) -> tuple[EngineClient, RequestPreparer, float]:
-    """Make the engine client and the preparer in parallel, when wanted. Also returns the seconds that it took."""
+    """Make client and preparer in parallel, when wanted. Also returns the seconds."""
     await service.demand.wanted.wait()
     began = time.monotonic()
     from vlmserve.frontend.client import EngineClient
@@ -279,7 +274,7 @@ async def _drain(service: Service) -> None:
 
 
 def stop_on_signals(kill: Callable[[], None]) -> asyncio.Event:
-    """An event that the first signal sets. The second signal kills the engine and ends the process."""
+    """An event that the first signal sets. The second kills the engine and ends the process."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     first = 0.0
@@ -316,7 +311,6 @@ def _announce(line: str, url: str, model: str) -> None:
 
 
 def ready_line(url: str, model: str, info: ModelInfo) -> str:
-    """The start-up line: address, model, weights and KV cache."""
     facts = [f"model {model}", info.device, info.dtype]
     if info.weight_bytes:
         bits = 8 * info.weight_bytes / max(1, info.num_parameters)

@@ -1,4 +1,4 @@
-"""State that the routes share: engine client, request preparer, names, limits, and the server's phase."""
+"""State that the routes share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SHARE_OF_AN_ANSWER = 0.2
 
 
 def open_tracing(endpoint: str | None) -> Tracing | None:
-    """Open tracing; None if it is off. Raises ConfigurationError if the extra is not installed."""
+    """None if tracing is off. Raises ConfigurationError if the extra is not installed."""
     if endpoint is None:
         return None
     try:
@@ -61,7 +61,7 @@ _TOLD_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
 class Service:
-    """A server's state. It is loading until `open`, and rejects new requests after `drain`.
+    """Loading until `open`. Rejects new requests after `drain`.
 
     Raises ConfigurationError for unreadable API keys, or an invalid address for traces.
     """
@@ -110,14 +110,14 @@ class Service:
         )
 
     def open(self, client: EngineClient, preparer: RequestPreparer, defaults: SamplingParams | None = None) -> None:
-        """Start to serve. preparer: knows the engine's limits. defaults: sampling parameters of requests."""
+        """preparer: knows the engine's limits. defaults: sampling parameters of requests."""
         self.replace(client)
         self.preparation.open(preparer)
         self.defaults = defaults or self.defaults
         self.batch_news.set()
 
     def replace(self, client: EngineClient | None) -> None:
-        """Continue with another engine after a crash or sleep. None: unload the model until a request needs it."""
+        """Continue with another engine. None: unload the model until a request needs it."""
         self._client = client
         if client is None:
             self.demand.unloaded()
@@ -129,18 +129,17 @@ class Service:
 
     @property
     def awake(self) -> bool:
-        """True if requests need not wait for the model."""
         return not self.demand.loads_model or self._client is not None or self._closing
 
     async def wake(self) -> None:
-        """Load the model if it is loaded on demand, or wait for its load. Raises UnavailableError if that fails."""
+        """Load the model, or wait for its load. Raises UnavailableError if that fails."""
         if not self.awake:
             await self.demand.load()
             if not self.awake:
                 raise UnavailableError(f"{self.model_name} could not be loaded: {self.demand.failure}")
 
     async def drain(self, grace: float) -> bool:
-        """Reject new requests and wait for running ones. Returns whether they ended within `grace` seconds."""
+        """Reject new requests. Returns whether running ones ended within `grace` seconds."""
         self._closing = True
         self.demand.loaded()
         with contextlib.suppress(TimeoutError):
@@ -157,7 +156,7 @@ class Service:
 
     @property
     def num_answers(self) -> int:
-        """Number of running answers, from the arrival of their requests."""
+        """Running answers, counted from the arrival of their requests."""
         return self._num_answers
 
     @property
@@ -171,7 +170,7 @@ class Service:
 
     @property
     def info(self) -> ModelInfo | None:
-        """The model, a new object after every engine start; None while it loads."""
+        """A new object after every engine start; None while the model loads."""
         return None if self._client is None else self._client.info
 
     @property
@@ -199,7 +198,7 @@ class Service:
         )
 
     def engine_stats(self) -> EngineStats | None:
-        """The engine's latest stats; None without a living engine. Unreported requests count as waiting."""
+        """None without a living engine. Unreported requests count as waiting."""
         if self._client is None or not self._client.alive:
             return None
         stats = self._client.stats
@@ -223,13 +222,12 @@ class Service:
         return "loading" if self.demand.wanted.is_set() else "asleep"
 
     def check_serving(self) -> None:
-        """Raise the errors of `client`, except while the model waits for a request to load it."""
+        """Raise the errors of `client`, except while the model waits for a request."""
         problem = self.problem()
         if problem is not None and not (self.demand.loads_model and self.phase in ("asleep", "loading")):
             raise problem
 
     def problem(self) -> VLMServeError | None:
-        """The reason that no request can be answered."""
         if self._closing:
             return UnavailableError("The server is shutting down")
         if self._client is None:
@@ -243,14 +241,14 @@ class Service:
         return None
 
     def silence(self) -> UnavailableError | None:
-        """The reason to send requests elsewhere while the engine runs: it has been silent for too long."""
+        """The engine has been silent for too long."""
         if self._client is None or self._client.heartbeat.silence < self.config.engine_silence:
             return None
         return UnavailableError(f"The engine has not responded for {self._client.heartbeat.silence:.0f} s")
 
     @contextlib.contextmanager
     def admit(self, num_answers: int) -> Iterator[None]:
-        """Count a request's answers while it runs. Raises OverloadedError beyond the limit."""
+        """Count a request's answers. Raises OverloadedError beyond the limit."""
         if self._num_answers + num_answers > self._max_answers:
             counts = f"{self._num_answers} answers run or wait, this request wants {num_answers}"
             raise OverloadedError(f"{counts}, and {self._max_answers} are allowed; try again later")
@@ -270,7 +268,6 @@ class Service:
 
     @property
     def default_limit(self) -> int:
-        """Maximum tokens of an answer if the request sets no limit."""
         own = self.config.default_max_tokens
         return own or max(1, int(self.client.info.max_model_len * _SHARE_OF_AN_ANSWER))
 

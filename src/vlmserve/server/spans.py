@@ -1,7 +1,4 @@
-"""Spans and attributes of traces by OpenTelemetry's conventions, without prompts and answers.
-
-https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
-"""
+"""Spans by https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/, without prompts and answers."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def record_preparation(trace: Trace, seconds: float) -> None:
 
 
 def record_generation(trace: Trace, operation: str, generation: Generation) -> None:
-    """Add spans and attributes of a finished, failed or aborted generation. operation: OpenTelemetry's name of it."""
+    """Add spans and attributes of an ended generation. operation: OpenTelemetry's name of it."""
     usage, details = generation.usage, generation.usage.prompt_tokens_details
     reasons = [answer.finish_reason for answer in generation.answers if answer.finish_reason is not None]
     attributes: dict[str, str | bool | int | float | list[str]] = {
@@ -73,10 +70,7 @@ def _request_attributes(request: GenerationRequest) -> Attributes:
 
 
 def _record_parts(trace: Trace, timings: RequestTimings, attributes: Attributes) -> None:
-    """Add the spans of an answer in the engine.
-
-    Image encoding may be spread over several prefill steps; its span starts at the first and has their total length.
-    """
+    """Image encoding may be spread over several prefill steps; its span has their total length."""
     started = timings.arrived + timings.queue
     answered = started + timings.prefill
     trace.part("queue", timings.arrived, timings.queue, attributes)

@@ -1,7 +1,4 @@
-"""Server-sent events, with pings while there is no event.
-
-Proxies and clients close silent connections: nginx after 60 s, Node's fetch after 300 s.
-"""
+"""Server-sent events, with pings, because proxies and clients close silent connections after 60 s or more."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def _ping_at(path: str) -> bytes:
 
 
 def _error_event(path: str, body: bytes) -> bytes:
-    """The event that ends a failed stream of the API at `path`. body: the body of an error response."""
+    """Make the event that ends a failed stream. body: of an error response."""
     if path.startswith(MESSAGES_PATH):
         return b"event: error\ndata: " + body + b"\n\n"
     if path.startswith(_RESPONSES_PATH):
@@ -54,7 +51,7 @@ def _error_event(path: str, body: bytes) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events. When the client disconnects, the generator and `resources` close, also between events.
+    """When the client disconnects, the generator and `resources` close, also between events.
 
     After `interval` seconds without an event (0: never) it sends a comment or, in Anthropic's API, a ping. comment:
     makes the text to send in their place; None: the usual ping.
@@ -95,7 +92,7 @@ class EventStream(Response):
             self._resources.close()
 
     async def _wait(self, *tasks: asyncio.Future[Any]) -> bool:
-        """Wait for a task until `interval` seconds of silence. Returns whether one has ended."""
+        """Return whether a task has ended within `interval` seconds."""
         left = max(0.0, self._latest + self._interval - time.monotonic()) if self._interval else None
         done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         return bool(done)
@@ -125,10 +122,10 @@ async def begin_in_time(
     interval: float,
     comment: Callable[[], bytes | None] | None = None,
 ) -> Response:
-    """The response of `answering`, or after `interval` seconds a stream that sends pings and then the response.
+    """The response, or after `interval` seconds a stream that sends pings and then the response.
 
-    streams: returns whether the request wants a stream. interval: 0: always wait for the response. comment: makes the
-    text to send every `NEWS_SECONDS` in place of pings; None: there is no news.
+    streams: returns whether the request wants a stream. interval: 0: always wait. comment: makes the text to send every
+    `NEWS_SECONDS` in place of pings.
     """
     if not interval:
         return await answering
@@ -148,8 +145,6 @@ async def begin_in_time(
 
 
 class _Pings:
-    """The pings of a stream that has not begun. comment: see `begin_in_time`."""
-
     def __init__(self, path: str, interval: float, comment: Callable[[], bytes | None] | None) -> None:
         self._path, self._interval, self._comment = path, interval, comment
         self._latest = time.monotonic()
@@ -211,7 +206,6 @@ def _is_stream(response: Response) -> bool:
 
 
 def note_failure(scope: Scope, error: VLMServeError) -> None:
-    """Count and log an error that ends a request."""
     front: Front = scope["app"].state.front
     code = error_code(error)
     front.metrics.count_error(code)

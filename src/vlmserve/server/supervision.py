@@ -1,4 +1,4 @@
-"""Keep an engine alive: restart a dead one, and unload an idle one until a request needs it."""
+"""Restarts a dead engine, and unloads an idle one until a request needs it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ _LONGEST_BACKOFF = 60.0
 
 
 class Supervisor:
-    """Watches the engine of an open service. `close` closes the engine, too.
-
-    start: starts an engine with the same settings. load_time: seconds that the first load took; clients get it as
-    Retry-After.
-    """
+    """`close` closes the engine, too. load_time: seconds of the first load; clients get it as Retry-After."""
 
     def __init__(
         self,
@@ -60,7 +56,7 @@ class Supervisor:
         await self._client.close()
 
     async def _wait_until_dead(self) -> bool:
-        """Wait until the engine has died, or hung and was killed. False: it is idle and should sleep."""
+        """Kills a hung engine. Returns False if it is idle and should sleep."""
         client, config = self._client, self._service.config
         dying = asyncio.ensure_future(client.died.wait())
         try:
@@ -83,7 +79,7 @@ class Supervisor:
         return service.demand.idle_seconds >= limit
 
     async def _sleep(self) -> None:
-        """Unload the model until a request needs it. A failed load is not repeated before another request."""
+        """A failed load is not repeated before another request."""
         service = self._service
         service.replace(None)
         await self._client.close()
@@ -124,7 +120,6 @@ class Supervisor:
         logger.warning("The engine runs again, as process %d", self._client.process.pid)
 
     def _begin(self, began: float) -> None:
-        """Serve with a new engine. began: time of its start."""
         self._started = time.monotonic()
         self._load_time = self._started - began
         self._served = self._service.metrics.num_served

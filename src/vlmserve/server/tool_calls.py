@@ -1,4 +1,4 @@
-"""Parse reasoning, text and tool calls of a request's answers, for all APIs."""
+"""Parses reasoning, text and tool calls of answers, for all APIs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from vlmserve.types import SamplingParams
 
 
 class AnswerReader:
-    """Parses the answers to one request as they come. Before `expect`, it parses no tool calls.
-
-    shows_thoughts: return reasoning.
-    """
+    """Before `expect`, it parses no tool calls. shows_thoughts: return reasoning."""
 
     def __init__(self) -> None:
         self._parsers: Sequence[ToolParser] = ()
@@ -25,7 +22,7 @@ class AnswerReader:
     def expect(
         self, form: ToolForm, tools: ToolUse | None, params: SamplingParams, num_answers: int = 1
     ) -> SamplingParams:
-        """Expect calls of tools in a form, and return the sampling parameters that allow them.
+        """Return the sampling parameters that allow calls.
 
         Raises InvalidRequestError if the request's grammar conflicts with the tools.
         """

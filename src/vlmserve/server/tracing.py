@@ -1,7 +1,4 @@
-"""OpenTelemetry traces: spans of requests, sent to a collector over OTLP.
-
-It needs the extra ``otel``; import it only if traces are wanted.
-"""
+"""OpenTelemetry traces over OTLP. Needs the extra ``otel``."""
 
 from __future__ import annotations
 
@@ -50,7 +47,6 @@ class Trace:
         return self._span.is_recording()
 
     def describe(self, name: str, attributes: Attributes) -> None:
-        """Set name and attributes when the request is known."""
         self._is_described = True
         self._span.update_name(name)
         self._span.set_attributes(attributes)
@@ -62,7 +58,7 @@ class Trace:
         span.end(begin + int(seconds * _NANOSECONDS))
 
     def end(self, status: int, error: str | None, attributes: Attributes, *, failed: bool) -> None:
-        """End the span. status: HTTP. error: code. failed: the server's fault, not the client's."""
+        """status: HTTP. error: code. failed: the server's fault, not the client's."""
         self._span.set_attributes({"http.response.status_code": status, **attributes})
         if not self._is_described and "http.route" in attributes:
             self._span.update_name(f"{self._method} {attributes['http.route']}")
@@ -74,9 +70,9 @@ class Trace:
 
 
 class Tracing:
-    """Starts traces and sends them in the background, in batches. Close it to send the rest.
+    """Sends traces in the background, in batches. Close it to send the rest.
 
-    endpoint: URL of an OTLP/HTTP collector; the default path is added. Variables of OpenTelemetry set the rest, like
+    endpoint: URL of an OTLP/HTTP collector; the default path is added. OpenTelemetry's variables set the rest, like
     OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME and OTEL_TRACES_SAMPLER. Raises ConfigurationError for an invalid URL.
     """
 
@@ -111,8 +107,6 @@ class Tracing:
 
 
 class _LoggingExporter(SpanExporter):
-    """Logs when the collector becomes unreachable and reachable."""
-
     def __init__(self, exporter: SpanExporter, url: str) -> None:
         self._exporter = exporter
         self._url = url

@@ -1,4 +1,4 @@
-"""Convert items to chat messages, and errors about the messages back to items."""
+"""Converts items to chat messages, and errors about the messages back to items."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _INSTRUCTIONS, _EARLIER = "instructions", "an earlier turn"
 class Turns:
     """Chat messages of items, after the system message.
 
-    An answer's reasoning, text and following calls become one message. Calls that were cut off are dropped.
+    An answer's reasoning, text and following calls become one message, without calls that were cut off.
 
-    before, new: stored items of earlier turns and of this request, for errors. Raises InvalidRequestError without any
-    message, and for a result without its call.
+    before, new: items of earlier turns and of this request. Raises InvalidRequestError without any message, and for a
+    result without its call.
     """
 
     def __init__(self, instructions: str | None, before: Sequence[Item], new: Sequence[Item]) -> None:
@@ -44,7 +44,6 @@ class Turns:
             raise InvalidRequestError("input has nothing that the model can read; add a message", param="input")
 
     def reword(self, error: InvalidRequestError) -> None:
-        """Replace messages by items in an error's text."""
         error.args = (_PLACE.sub(self._reworded, str(error)),)
         if error.param is not None:
             renamed = _PLACE.sub(self._reworded, error.param)

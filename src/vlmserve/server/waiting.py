@@ -16,7 +16,7 @@ from vlmserve.server.generation import Generation
 
 @contextlib.asynccontextmanager
 async def limit_preparation(limit: float) -> AsyncGenerator[None, None]:
-    """Raise RefusedError (503) if the block, which prepares a prompt, takes `limit` seconds. 0: never."""
+    """Raise RefusedError (503) if the block takes `limit` seconds. 0: never."""
     try:
         async with asyncio.timeout(limit or None):
             yield
@@ -26,7 +26,7 @@ async def limit_preparation(limit: float) -> AsyncGenerator[None, None]:
 
 @contextlib.contextmanager
 def limit_wait(client: EngineClient, generation: Generation, arrived: float, limit: float) -> Iterator[None]:
-    """In the block, fail a generation with RefusedError (503) unless the engine starts an answer in time.
+    """Fail a generation with RefusedError (503) unless the engine starts an answer in time.
 
     limit: seconds after `arrived`, by `time.monotonic`; 0: no limit.
     """
@@ -39,7 +39,7 @@ def limit_wait(client: EngineClient, generation: Generation, arrived: float, lim
         nonlocal check_task
         check_task = asyncio.ensure_future(_give_up(client, generation, limit))
 
-    # A timer is cheaper than a task, and most requests finish before it fires.
+    # a timer is cheaper than a task, and most requests finish before it fires
     timer = asyncio.get_running_loop().call_later(max(0.0, arrived + limit - time.monotonic()), check)
     try:
         yield
@@ -52,7 +52,7 @@ def limit_wait(client: EngineClient, generation: Generation, arrived: float, lim
 async def _give_up(client: EngineClient, generation: Generation, limit: float) -> None:
     if any(answer.num_tokens for answer in generation.answers):
         return
-    # A dead engine has failed the generation already.
+    # a dead engine has failed the generation already
     with contextlib.suppress(VLMServeError):
         await client.fail_waiting(generation.first_request_ids, lambda: _too_long(limit))
 

@@ -52,7 +52,7 @@ _CHUNK_FRAMING = 20
 
 
 class WebServer:
-    """Serves an application over HTTP on a bound socket."""
+    """Serves an application on a bound socket."""
 
     def __init__(self, app: ASGIApp, limits: ServerConfig, listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]
@@ -62,7 +62,7 @@ class WebServer:
         self._task: asyncio.Task[None] | None = None
         config = uvicorn.Config(
             app,
-            # uvicorn accepts any callable that returns a protocol.
+            # uvicorn accepts any callable that returns a protocol
             http=functools.partial(  # type: ignore[arg-type]
                 _Protocol,
                 head_timeout=limits.head_timeout,
@@ -82,18 +82,15 @@ class WebServer:
         self._server = _Uvicorn(config)
 
     def start(self) -> None:
-        """Accept connections from now on; then the URL may be announced."""
-        # Duplicates inherit this object's timeout. A blocking socket would block another process that shares it.
+        """Accept connections; then the URL may be announced."""
+        # Duplicates inherit this timeout. A blocking socket would block another process that shares it.
         self._listeners[0].setblocking(False)
         self._listeners[0].listen(self._server.config.backlog)
         self._listeners += [self._listeners[0].dup() for _ in range(_ACCEPTED - 1)]
         self._task = asyncio.ensure_future(self._server.serve(self._listeners))
 
     async def leave(self, grace: float) -> None:
-        """Accept no more connections, and wait at most `grace` seconds until clients have closed theirs.
-
-        Meanwhile the application answers, and should ask clients to close.
-        """
+        """Accept no more connections, and wait at most `grace` seconds until clients close theirs."""
         for server in self._server.servers:
             server.close()
         for listener in self._listeners:
@@ -104,16 +101,15 @@ class WebServer:
                     await asyncio.sleep(_LOOK)
 
     async def stop(self) -> None:
-        """Close the socket, let complete responses be sent, and end the rest."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task
 
 
 class Waiting:
-    """Connections that wait for a request or its rest, longest first. They make room for new connections.
+    """Connections that wait for a request or its rest, longest first, make room for new ones.
 
-    Connections that are idle after a request go first; others may have started to send one.
+    Idle connections go first; others may have started to send.
     """
 
     def __init__(self, max_connections: int) -> None:
@@ -132,7 +128,6 @@ class Waiting:
         (self._idle if idle else self._begun)[connection] = None
 
     def begin(self, connection: _Protocol) -> None:
-        """Record that an idle connection sends a request."""
         if connection in self._idle:
             self.add(connection)
 
@@ -151,10 +146,7 @@ class Waiting:
 
 
 class _Protocol(HttpToolsProtocol):
-    """A connection with limits of heads, trailers, chunk extensions, and pauses of a client that reads an answer.
-
-    Its errors have the usual form.
-    """
+    """Limits heads, trailers, chunk extensions, and pauses of a client that reads an answer."""
 
     def __init__(
         self,
@@ -210,7 +202,7 @@ class _Protocol(HttpToolsProtocol):
             self._unread = None
 
     def _expect_reading(self, before: int | None = None) -> None:
-        """Close the connection if its client has read none of `before` unread bytes; otherwise check again later."""
+        """Close the connection if its client has read none of `before` unread bytes."""
         unread = self.transport.get_write_buffer_size()
         if before is None or unread < before:
             self._unread = self.loop.call_later(self._send_timeout, self._expect_reading, unread)
@@ -237,7 +229,7 @@ class _Protocol(HttpToolsProtocol):
             self._refuse(head_too_large(self._max_head))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Drop trailers: the headers of a running request must not change.
+        # the headers of a running request must not change
         if not self._in_body:
             super().on_header(name, value)
 
@@ -247,7 +239,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Start a request's task. POST requests start a few at a time, so that health probes need not wait."""
+        """POST requests start a few at a time, so that health probes need not wait."""
         begin = super()._start_asgi_task
         if cycle.scope["method"] != "POST":
             begin(cycle, app)
@@ -277,12 +269,12 @@ class _Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client ended its side. Returns True to keep the connection, because the client may still read.
+        """Return True to keep the connection, because the client may still read.
 
         A client that has left looks the same until a write to it fails; see `_probe`.
         """
         cycle: RequestResponseCycle | None = self.cycle
-        # A started answer may be silent for long, and nothing can be written in between to check.
+        # a started answer may be silent for long
         if self._in_body or cycle is None or cycle.response_started:
             return False
         cycle.keep_alive = False
@@ -321,7 +313,6 @@ class _Protocol(HttpToolsProtocol):
         self._refuse(RefusedError(HTTPStatus.BAD_REQUEST, "This is not a valid HTTP request", "invalid_http"))
 
     def _refuse(self, error: RefusedError) -> None:
-        """Send the connection's last response, unless an answer is being sent."""
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is not None and self._in_body:
             may_answer = not cycle.response_started
@@ -343,5 +334,5 @@ class _Protocol(HttpToolsProtocol):
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leave signals to the caller, which lets answers finish before the web server stops."""
+        """The caller lets answers finish before the web server stops."""
         yield

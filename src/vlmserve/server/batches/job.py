@@ -67,9 +67,8 @@ class Job:
             self._stop("cancelled")
 
     async def run(self) -> None:
-        """Work until the batch has ended or another server has it.
-
-        Raises StorageError, StorageFullError, OverloadedError or RefusedError; then any server may continue.
+        """Run the batch. Raises StorageError, StorageFullError, OverloadedError or RefusedError; then any server may
+        continue.
         """
         batch, store = self._batch, self._store
         with self._service.bodies.share() as share:
@@ -96,7 +95,6 @@ class Job:
             self._stopped.set()
 
     async def _answer(self, rows: Sequence[int], requests: Requests) -> None:
-        """Answer rows until all are done or something stops the job."""
         if not rows or self._stopped.is_set():
             return
         left = self._batch.expires_at - time.time()
@@ -141,9 +139,9 @@ class Job:
             failed.result()
 
     async def _account(self) -> Account | None:
-        """Wait until the batch's key may have another row, and return its account; None on a server without keys.
+        """Wait until the batch's key may have another row; None on a server without keys.
 
-        Half of a key's limit per minute is reserved for interactive requests.
+        Half of a key's limit per minute is for interactive requests.
         """
         keys = self._service.keys
         if keys is None:
@@ -167,7 +165,7 @@ class Job:
         if self._num_bytes > self._service.config.max_file_bytes:
             limit = f"{self._service.config.max_file_bytes:,} bytes, the server's limit of a file (--max-file-bytes)"
             self._stop("failed", "output_too_large", f"The answers are more than {limit}; split the batch")
-        # Keep the slot until the result is written, which bounds the waiting results.
+        # Keeping the slot until the result is written bounds the waiting results.
         written = asyncio.get_running_loop().create_future()
         self._unwritten.append((result, written))
         self._news.set()
@@ -175,7 +173,6 @@ class Job:
 
     @contextlib.asynccontextmanager
     async def _writing(self) -> AsyncGenerator[None, None]:
-        """Write results during the block, and the last ones after it."""
         writing = asyncio.ensure_future(self._write_all())
         try:
             yield
@@ -197,7 +194,7 @@ class Job:
                 self._news.set()
 
     async def _write(self) -> None:
-        """Write the waiting results in one transaction, which completes even if the caller is cancelled."""
+        """Write results in one transaction, which completes even if the caller is cancelled."""
         some, self._unwritten = self._unwritten, []
         store, results = self._store, [result for result, _ in some]
         adding = asyncio.ensure_future(store.run(store.batches.add, self._holder, self._batch.id, results))

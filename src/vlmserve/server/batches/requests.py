@@ -25,7 +25,7 @@ class _Checked(LineForm, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Request(LineForm, frozen=True, kw_only=True):
-    """A line. body: JSON, as in the file."""
+    """body: JSON, as in the file."""
 
     body: msgspec.Raw
 
@@ -35,7 +35,7 @@ _REQUEST = msgspec.json.Decoder(Request)
 
 
 class WrongInputError(Exception):
-    """An invalid input file. errors: code, message, param and line of each."""
+    """errors: code, message, param and line of each."""
 
     def __init__(self, errors: list[dict[str, Any]]) -> None:
         super().__init__(errors)
@@ -44,8 +44,6 @@ class WrongInputError(Exception):
 
 @dataclass(frozen=True)
 class Requests:
-    """All requests of a file."""
-
     data: bytes
     spans: list[tuple[int, int]]
     """Start and end of each line."""
@@ -61,9 +59,9 @@ class Requests:
 
 
 def read_requests(data: bytes, endpoint: str, most: int) -> Requests:
-    """Parse the requests of a file: at most `most`, all to `endpoint` and to one model.
+    """Parse at most `most` requests, all to `endpoint` and to one model.
 
-    Raises WrongInputError. A large file takes long: call it in a thread.
+    Raises WrongInputError. Call it in a thread.
     """
     errors: list[dict[str, Any]] = []
     spans: list[tuple[int, int]] = []

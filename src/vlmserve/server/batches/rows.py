@@ -40,7 +40,7 @@ _AGAIN = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """The response to a request. body: JSON."""
+    """body: JSON."""
 
     status: int
     request_id: str
@@ -55,11 +55,11 @@ class RowAnswer:
 
 
 class Rows:
-    """Answers batch requests with the server's own routes, below keys and rate limits."""
+    """Answers with the server's own routes, below keys and rate limits."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        # Retry requests one at a time after an engine death, so that none is blamed for another.
+        # after an engine death, one at a time, so that none is blamed for another
         self._suspects = asyncio.Lock()
         self._app = Starlette(
             routes=[
@@ -74,7 +74,7 @@ class Rows:
         self._app.state.service = self._app.state.front = service
 
     async def answer(self, batch: Batch, account: Account | None, body: bytes) -> RowAnswer:
-        """The answer to a request, with retries where they may help."""
+        """Answer a request, with retries where they may help."""
         pause, deaths = FIRST_PAUSE, 0
         for attempt in range(1, ATTEMPTS + 1):
             await self._until_serving()
@@ -91,7 +91,6 @@ class Rows:
         return answer
 
     async def _until_serving(self) -> None:
-        """Wait while the engine is restarted."""
         while True:
             try:
                 self._service.check_serving()

@@ -42,7 +42,7 @@ async def batches_running(service: Service) -> AsyncGenerator[None, None]:
 
 
 class BatchRunner:
-    """Takes batches that no server runs, and holds them while it runs."""
+    """Holds the batches that it runs, so that no other server takes them."""
 
     def __init__(self, service: Service, store: Store) -> None:
         self._service, self._store = service, store
@@ -61,7 +61,7 @@ class BatchRunner:
                     await self._look()
                 except VLMServeError as error:  # a failure of the history; try again
                     logger.warning("Batches cannot be looked for: %s", error)
-                # In Python 3.11, `asyncio.wait_for` ignores a cancellation if the event was just set.
+                # in Python 3.11, `asyncio.wait_for` ignores a cancellation if the event was just set
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._service.config.batch_lease / _LOOKS):
                         await news.wait()

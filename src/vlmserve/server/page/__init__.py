@@ -1,6 +1,4 @@
-"""The pages that ``web/`` builds: chat and live view at ``/``, API reference at ``/docs``. They use only the public
-API.
-"""
+"""The pages that ``web/`` builds: chat and live view at ``/``, API reference at ``/docs``."""
 
 from __future__ import annotations
 
@@ -38,7 +36,6 @@ _COMPRESSED = ("text/", "application/json", "image/svg+xml")
 
 
 def page_routes() -> list[Route]:
-    """The routes of the pages."""
     return [
         Route("/", _show_document),
         Route("/assets/{name}", _show_asset),
@@ -63,7 +60,7 @@ async def _show_reference_file(request: Request) -> Response:
 
 
 def _checked(request: Request, kind: str, *parts: str) -> Response:
-    """A built file that browsers revalidate."""
+    """Respond with a built file that browsers revalidate."""
     content, packed = _read(*parts)
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = {
@@ -82,7 +79,7 @@ async def _show_asset(request: Request) -> Response:
     if name not in _names("assets"):
         raise HTTPException(404)
     content, packed = _read("assets", name)
-    # The name holds a digest, so the content never changes.
+    # the name holds a digest
     headers = {"Cache-Control": f"public, max-age={_YEAR}, immutable"}
     return _response(request, content, packed, mimetypes.guess_type(name)[0] or "application/octet-stream", headers)
 

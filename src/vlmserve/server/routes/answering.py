@@ -48,7 +48,7 @@ _STOP_STRINGS = ("stop", "stop_sequences")
 
 
 class Dialect(ABC, Generic[Body]):
-    """Reads the requests and writes the responses of one API."""
+    """Reads requests and writes responses of one API."""
 
     kind: type[Body]
     id_prefix: str
@@ -81,11 +81,11 @@ class Dialect(ABC, Generic[Body]):
         """The response without ``stream``: builtins or msgspec structs. Raises VLMServeError."""
 
     def events(self, body: Body, generation: Generation) -> AsyncGenerator[bytes, None]:
-        """Yield the events of the response with ``stream``. An error is the last event."""
+        """Yield the events of a stream. An error is the last event."""
         raise NotImplementedError
 
     def reword(self, error: InvalidRequestError) -> None:
-        """Replace field names of chat completions in an error by this API's."""
+        """Replace field names of chat completions by this API's."""
         if error.param in (None, "messages"):
             error.param = self.content_field
 
@@ -94,9 +94,9 @@ class Dialect(ABC, Generic[Body]):
 
 
 async def answer(request: Request, dialect: Dialect[Body]) -> Response:
-    """Answer a request. Errors before the first byte are HTTP statuses; later ones are the stream's last event."""
+    """Errors before the first byte are HTTP statuses; later ones are the stream's last event."""
     service: Service = request.app.state.service
-    # A gateway sends the pings: before the first token, another worker may still answer.
+    # a gateway sends the pings: before the first token, another worker may still answer
     interval = _ping_interval(service, dialect) if hop_of(request.scope) is None else 0
     return await begin_in_time(request, _answer(request, dialect), lambda: dialect.streams, interval)
 

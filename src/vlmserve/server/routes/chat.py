@@ -41,7 +41,7 @@ from vlmserve.server.tool_calls import AnswerReader
 
 
 class ChatDialect(Dialect[ChatRequest]):
-    """OpenAI's chat completions. Make one for each request: it has the state of the answers' parsers."""
+    """OpenAI's chat completions. Make one for each request: it has the state of the parsers."""
 
     kind = ChatRequest
     id_prefix = "chatcmpl-"

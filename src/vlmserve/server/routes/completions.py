@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 
 class Echo(NamedTuple):
-    """A prompt to repeat before its answer."""
-
     text: str
     token_ids: list[int]
 
@@ -105,7 +103,7 @@ class CompletionDialect(Dialect[CompletionRequest]):
     def _choice(
         self, body: CompletionRequest, generation: Generation, delta: TextDelta, *, begins: bool
     ) -> CompletionChoice:
-        """A delta of an answer. With `echo`, the first delta includes the prompt."""
+        """Convert a delta of an answer. With `echo`, the first delta includes the prompt."""
         echo = self._echoes[delta.index] if self._echoes else Echo("", [])
         logprobs = None
         names = TokenNames(generation.token_bytes, body.return_tokens_as_token_ids)

@@ -39,7 +39,7 @@ from vlmserve.types import Prompt, SamplingParams
 
 
 class DecisionDialect(Dialect[DecisionRequest]):
-    """OpenAI's decisions. All answers to all questions continue one content, which is computed once."""
+    """OpenAI's decisions. The content before all questions is computed once."""
 
     kind = DecisionRequest
     id_prefix = "dec-"
@@ -78,7 +78,7 @@ class DecisionDialect(Dialect[DecisionRequest]):
         )
 
     async def _content(self, service: Service, turns: Turns, share: BodyShare) -> list[Message]:
-        """The messages before a question, with files and fetched images in place: all questions use them.
+        """The messages before a question, with files and fetched images in place.
 
         Raises VLMServeError, naming the item.
         """
@@ -133,7 +133,7 @@ def _instructions(question: Question) -> Parts:
 
 
 async def _with_fetched(service: Service, messages: Sequence[Message], share: BodyShare) -> list[Message]:
-    """Replace each http(s) URL of an image by a data URL. Raises ImageFetchError, naming the part."""
+    """Replace http(s) URLs of images by data URLs. Raises ImageFetchError."""
     urls: dict[str, str] = {}
 
     async def fetched(part: dict[str, Any], place: str) -> dict[str, Any]:
@@ -162,7 +162,7 @@ async def _with_fetched(service: Service, messages: Sequence[Message], share: Bo
 
 
 def _name_question(error: InvalidRequestError, number: int, last: int, start: int) -> None:
-    """Let an error about a question's parts name the question. They begin at part `start` of message `last`."""
+    """Let an error name the question, whose parts begin at part `start` of message `last`."""
     found = re.match(r"messages\[(\d+)\]\.content\[(\d+)\]", error.param or "")
     if found is not None and int(found[1]) == last and int(found[2]) >= start:
         place = f"questions[{number}].instructions[{int(found[2]) - start}]"

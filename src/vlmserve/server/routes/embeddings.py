@@ -87,7 +87,7 @@ class _VectorDialect(Dialect[Vectors]):
 
 
 class EmbeddingDialect(_VectorDialect[EmbeddingRequest]):
-    """OpenAI's embeddings. OpenAI's client requests base64 by default, and reads lists as well."""
+    """OpenAI's client requests base64 by default, and reads lists as well."""
 
     kind = EmbeddingRequest
 
@@ -100,8 +100,6 @@ class EmbeddingDialect(_VectorDialect[EmbeddingRequest]):
 
 
 class PoolingDialect(_VectorDialect[PoolingRequest]):
-    """vLLM's vectors of inputs or tokens."""
-
     kind = PoolingRequest
     id_prefix = "pool-"
 
@@ -118,14 +116,14 @@ async def written(vectors: Sequence[npt.NDArray[np.float32]], *, as_base64: bool
     def write() -> list[str]:
         if as_base64:
             return [base64.b64encode(one.astype("<f4").tobytes()).decode() for one in vectors]
-        # Encode here: the event loop encodes the whole response.
+        # the event loop encodes the whole response
         return [cast("str", msgspec.Raw(msgspec.json.encode(one.tolist()))) for one in vectors]
 
     return write() if sum(one.size for one in vectors) <= _FEW_VALUES else await asyncio.to_thread(write)
 
 
 async def prompts_of(service: Service, inputs: list[str | list[int]], kept: int | None) -> list[Prompt]:
-    """Prepare texts and token ids. kept: last tokens of each to keep, see `ModelRequest.truncate_prompt_tokens`."""
+    """Prepare texts and token ids. kept: see `ModelRequest.truncate_prompt_tokens`."""
     most = service.client.info.max_prompt_len
     if any(not isinstance(one, str) for one in inputs):
         log_once("Input", "token ids", _FOREIGN_IDS, logging.WARNING)
@@ -140,7 +138,6 @@ async def prompts_of(service: Service, inputs: list[str | list[int]], kept: int 
 
 
 def usage_of(generation: Generation) -> EmbeddingUsage:
-    """Count the tokens of all prompts."""
     usage = generation.usage
     return EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens, usage.prompt_tokens_details)
 

@@ -18,17 +18,16 @@ _encoder = msgspec.json.Encoder()
 
 
 def usage_until_now(options: StreamOptions | None, generation: Generation) -> Usage | UnsetType | None:
-    """The usage in an event before the last one; null unless all events have it."""
+    """Return the usage for an event before the last one; null unless all events have it."""
     if options is None or not options.include_usage:
         return UNSET
     return generation.usage if options.continuous_usage_stats else None
 
 
 def event(value: object) -> bytes:
-    """An event without a name. value: builtins or msgspec structs."""
+    """Encode an event without a name. value: builtins or msgspec structs."""
     return b"data: " + _encoder.encode(value) + b"\n\n"
 
 
 def named_event(value: Mapping[str, object]) -> bytes:
-    """An event with the name of its type."""
     return f"event: {value['type']}\n".encode() + event(value)

@@ -45,7 +45,7 @@ Block = ThinkingContent | TextContent | ToolUseContent
 
 
 class MessagesDialect(Dialect[MessagesRequest]):
-    """Anthropic's messages. Make one for each request: it has the state of the answer's parser."""
+    """Anthropic's messages. Make one for each request: it has the state of the parser."""
 
     kind = MessagesRequest
     id_prefix = "msg_"
@@ -109,7 +109,7 @@ class MessagesDialect(Dialect[MessagesRequest]):
             yield named_event(messages_error_body(error))
 
     def _diagnostics(self, generation: Generation, cached_tokens: int | None = None) -> Diagnostics | None:
-        """Return why the caches lacked a part of the prompt. cached_tokens: how many they had; None: not known yet."""
+        """Return why the caches lacked a part of the prompt. cached_tokens: None: not known yet."""
         if self._diagnosis is None:
             return None
         miss = self._diagnosis.begin(generation.id, generation.model)
@@ -128,14 +128,13 @@ class MessagesDialect(Dialect[MessagesRequest]):
 
 
 class BlockEvents:
-    """The events of a stream's content blocks, one block after the other."""
+    """The events of a stream's content blocks, in order."""
 
     def __init__(self) -> None:
         self._index = -1
         self._open: type[Block] | None = None
 
     def push(self, new: Event) -> bytes:
-        """Return the events of a new part of the answer."""
         match new:
             case ThoughtDelta(text):
                 begun = b"" if self._open is ThinkingContent else self._begin(ThinkingContent(""))
@@ -149,7 +148,6 @@ class BlockEvents:
                 return self._delta({"type": "input_json_delta", "partial_json": arguments})
 
     def finish(self) -> bytes:
-        """Return the end of the last block, if any."""
         return b"" if self._open is None else named_event({"type": "content_block_stop", "index": self._index})
 
     def _begin(self, block: Block) -> bytes:
@@ -167,7 +165,7 @@ def _call(begun: ToolCallStart) -> ToolUseContent:
 
 
 def _content(events: Iterable[Event], *, cut: bool) -> list[Block]:
-    """The blocks of a complete answer. cut: a call may be incomplete."""
+    """Return the blocks of a complete answer. cut: a call may be incomplete."""
     content: list[Block] = []
     calls: list[ToolUseContent] = []
     inputs: list[str] = []

@@ -14,7 +14,7 @@ from vlmserve.server.service import Service
 
 
 def is_for_anthropic(request: Request) -> bool:
-    """Return whether an Anthropic client asks: both APIs share the path ``/v1/models``."""
+    """Return whether an Anthropic client asks: both APIs share ``/v1/models``."""
     return "anthropic-version" in request.headers
 
 

@@ -53,8 +53,6 @@ API_VERSION = "0.13.0"
 
 
 class OllamaDialect(ChatDialect):
-    """Ollama's chat and generate. Make one for each request."""
-
     media_type = LINES
 
     def __init__(self, owner: str, body_kind: type[OllamaChatRequest] | type[OllamaGenerateRequest]) -> None:
@@ -101,7 +99,7 @@ class OllamaDialect(ChatDialect):
             yield _encoded({"error": str(error)})
 
     def _answer(self, events: Iterable[Event], generation: Generation, done_reason: str | None = None) -> OllamaAnswer:
-        """A response or a line of a stream. done_reason: why the answer ended; None before that."""
+        """Make a response or a line of a stream. done_reason: why the answer ended; None before that."""
         line = self._line(events)
         if done_reason is not None:
             line.done = True
@@ -140,8 +138,6 @@ class OllamaDialect(ChatDialect):
 
 
 class OllamaEmbedDialect(EmbeddingDialect):
-    """Ollama's vectors. Make one for each request."""
-
     def __init__(self, owner: str) -> None:
         super().__init__(owner)
         self._began = time.monotonic_ns()
@@ -245,7 +241,7 @@ def _local(service: Service, name: str) -> LocalModel:
 
 
 def local_model(name: str, created: int, abilities: Abilities | None) -> LocalModel:
-    """Make an entry of ``/api/tags`` and ``/api/ps``. abilities: None while the model is not loaded."""
+    """Make an entry of ``/api/tags``. abilities: None while the model is not loaded."""
     card = model_card(name, created, abilities)
     listed = card.capabilities if isinstance(card.capabilities, list) else ["completion"]
     digest = hashlib.sha256(name.encode()).hexdigest()

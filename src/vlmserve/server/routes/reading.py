@@ -18,10 +18,7 @@ _SMALL_BODY = 64 * 1024
 
 @contextlib.asynccontextmanager
 async def read(request: Request, kind: type[Body]) -> AsyncGenerator[Body, None]:
-    """The body of a request that needs no generation. Loads the model if needed. Raises VLMServeError.
-
-    The body counts as in memory until the block ends.
-    """
+    """A body, in memory until the block ends. Loads the model if needed. Raises VLMServeError."""
     service: Service = request.app.state.service
     service.check_serving()
     with service.bodies.share() as share, service.demand.in_use():

@@ -1,4 +1,4 @@
-"""Write an answer of the Responses API: the items, and the events of a stream."""
+"""Writes an answer of the Responses API: the items, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vlmserve.types import ImageSize
 
 
 class ResponseWriter:
-    """Fills in a response, item by item. Its methods return numbered events of the stream."""
+    """Fills in a response, item by item. Methods return numbered events."""
 
     def __init__(self, response: ResponseObject) -> None:
         self.response = response
@@ -32,13 +32,13 @@ class ResponseWriter:
         """Logprobs of tokens whose text has not arrived."""
 
     def begin(self, *, only_text: bool) -> bytes:
-        """The events before the first token. only_text: the answer cannot have reasoning or tool calls."""
+        """Return the events before the first token. only_text: no reasoning or tool calls."""
         events = self._event("response.created", response=self.response)
         events += self._event("response.in_progress", response=self.response)
         return events + self._open_message() if only_text else events
 
     def write(self, news: Sequence[Event], logprobs: Sequence[dict[str, Any]] = ()) -> bytes:
-        """The events of a new part of the answer. logprobs: of its tokens, if requested."""
+        """Return the events of new parts of the answer. logprobs: of its tokens, if requested."""
         events = b""
         self._waiting += logprobs
         for new in news:
@@ -69,7 +69,6 @@ class ResponseWriter:
         usage: Usage,
         image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET,
     ) -> bytes:
-        """The events after the last token."""
         has_begun = self._item is not None or bool(self.response.output)
         is_thought = self._item is not None and self._item["type"] == "reasoning" and finish_reason != "length"
         events = self._open_message() if is_thought or not has_begun else b""
@@ -91,14 +90,12 @@ class ResponseWriter:
         return self._event(f"response.{self.response.status}", response=self.response)
 
     def fail(self, reason: str) -> bytes:
-        """The last event of a response that failed."""
         self.response.status, self.response.completed_at = "failed", None
         self.response.error = {"code": "server_error", "message": reason}
         return self.end()
 
     @property
     def _place(self) -> dict[str, Any]:
-        """The fields that name an event's item."""
         assert self._item is not None
         place = {"item_id": self._item["id"], "output_index": len(self.response.output)}
         return place if self._item["type"] == "function_call" else {**place, "content_index": 0}
@@ -117,7 +114,7 @@ class ResponseWriter:
         return events + self._event("response.output_item.added", output_index=len(self.response.output), item=item)
 
     def _close(self, status: str) -> bytes:
-        """The events that end the current item, if any. status: of the answer."""
+        """Return the events that end the current item. status: of the answer."""
         if self._item is None:
             return b""
         text, id_ = "".join(self._written), self._item["id"]

@@ -57,7 +57,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         if body.store and self._store is None:
             raise InvalidRequestError("This server stores no history; leave store out", param="store")
         check_top_logprobs(body.top_logprobs, service.max_logprobs)
-        # The engine computes at least one token.
+        # the engine computes at least one token
         max_tokens = 1 if body.prewarms else body.max_output_tokens
         params = body.sampling_params(service.defaults, max_tokens, service.default_limit)
         if body.wants_confidence:
@@ -98,7 +98,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
                     if news := writer.write(self._reader.read(delta), _logprobs(body, delta, generation)):
                         yield news
             last = self._finish(writer, body, finish_reason, generation)
-            # Store before the last event, so that a client that has read it can retrieve the response.
+            # before the last event, so that a client that has read it can retrieve the response
             await self._keep(body, writer.response)
             yield last + writer.end()
         except VLMServeError as error:
@@ -174,7 +174,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             if body.truncation == "disabled" or service.info is None:
                 return await prepare(messages)
             context = service.info.max_prompt_len + 1
-            # Clients often request more than the whole context; keep half of it for the prompt.
+            # Clients often request more than the context, so keep half of it for the prompt.
             left = context - min(body.max_output_tokens or 1, context // 2)
             return await fitting(prepare, messages, left)
         except InvalidRequestError as error:
@@ -182,7 +182,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             raise
 
     async def _pack(self, store: Store, new: list[dict[str, Any]]) -> None:
-        """Pack the items to store and check the room for them before the answer, which may take long."""
+        """Check the room for the items before the answer, which may take long."""
         self._inputs = await store.run(lambda: [PackedItem.of(item) for item in new])
         self._share.need(sum(len(item.body) + sum(map(len, item.blobs.values())) for item in self._inputs))
         self._file_ids = file_ids(new)

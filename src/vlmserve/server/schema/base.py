@@ -212,7 +212,7 @@ _TEXTS = {
 
 
 def parse_body(kind: type[Body], body: bytes | bytearray, limits: BodyLimits) -> Body:
-    """Parse a body. Raises InvalidRequestError, naming the field, for invalid JSON, wrong fields or a limit."""
+    """Parse a body. Raises InvalidRequestError for invalid JSON, wrong fields or a limit."""
     if _has_more_values(body, limits.max_values):
         raise InvalidRequestError(
             f"The body has more than {limits.max_values:,} JSON values, the server's limit (--max-body-values)"
@@ -228,7 +228,7 @@ def parse_body(kind: type[Body], body: bytes | bytearray, limits: BodyLimits) ->
 
 
 def _has_more_values(body: bytes | bytearray, most: int) -> bool:
-    """Return whether a body has more than `most` JSON values, by counting commas and brackets outside of strings."""
+    """Estimate JSON values by counting commas and brackets outside of strings."""
     if _num_values(body) <= most:
         return False
     count, start, inside = 0, 0, False
@@ -282,7 +282,7 @@ def validate(kind: type[Body], value: dict[str, Any]) -> Body:
 
 
 def _sentence(path: str, problem: str) -> str:
-    """Join a field's path and its problem; the problem may be a sentence of its own."""
+    """Join a path and its problem, which may be a sentence of its own."""
     if _PREDICATE.match(problem):
         return f"{path or 'The body'} {problem}"
     return f"{path}: {problem}" if path else problem

@@ -159,7 +159,6 @@ class BatchObject(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, batch: Batch) -> BatchObject:
-        """Convert a stored batch."""
         errors = msgspec.convert(batch.errors, list[BatchError])
         ended_at = {batch.status: _whole(batch.ended_at)}
         return cls(

@@ -1,7 +1,4 @@
-"""Anthropic's messages and content blocks, and their conversion to chat messages.
-
-https://docs.anthropic.com/en/api/messages
-"""
+"""Anthropic's messages and content blocks: https://docs.anthropic.com/en/api/messages"""
 
 from __future__ import annotations
 
@@ -46,7 +43,6 @@ class TextBlock(Block):
     text: str
 
     def parts(self) -> list[dict[str, Any]]:
-        """The content parts of chat completions."""
         return [{"type": "text", "text": self.text}]
 
 
@@ -205,7 +201,7 @@ class ToolUseBlock(Block):
     input: JSONObject
 
     def call(self) -> dict[str, Any]:
-        """The tool call of chat completions, with the arguments as an object."""
+        """Return the tool call of chat completions, with the arguments as an object."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
 
 
@@ -329,8 +325,6 @@ Placed = tuple[str, dict[str, Any]]
 
 
 class ChatMessages:
-    """A conversation, converted for `RequestPreparer.chat`."""
-
     def __init__(self, system: str | Sequence[TextBlock], turns: Sequence[Turn]) -> None:
         self.messages: list[dict[str, Any]] = []
         self._places: dict[str, str] = {}
@@ -350,7 +344,6 @@ class ChatMessages:
 
     @property
     def ends_with_answer(self) -> bool:
-        """True if the assistant's message is last, so that the answer continues it."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
     def _add_answer(self, place: str, blocks: Sequence[tuple[str, ContentBlock]]) -> None:
@@ -362,7 +355,7 @@ class ChatMessages:
         self._add(place, "assistant", content, calls, **thoughts_of(thoughts))
 
     def _add_question(self, place: str, blocks: Sequence[tuple[str, ContentBlock]], role: str) -> None:
-        """Make a message of each tool result, and of the content before, between and after results."""
+        """Make messages of each tool result, and of the content around results."""
         said: list[Placed] = []
         for at, block in blocks:
             if isinstance(block, _Said):
@@ -393,7 +386,7 @@ class ChatMessages:
         return [part for _, part in parts]
 
     def reword(self, error: InvalidRequestError) -> None:
-        """Replace paths and fields of chat completions in an error by the request's own."""
+        """Replace paths and fields of chat completions by the request's own."""
         error.args = (_PATH.sub(self._own_path, str(error)),)
         if error.param is not None:
             error.param = _PATH.sub(self._own_path, error.param)

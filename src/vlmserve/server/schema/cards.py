@@ -1,11 +1,4 @@
-"""Entries of ``/v1/models``, with fields of several APIs.
-
-- vLLM: ``max_model_len``
-- OpenRouter: ``context_length``, ``architecture``, ``supported_parameters``, ``default_parameters``, ``top_provider``
-- Ollama: ``capabilities`` as a list
-- Anthropic: ``capabilities`` as an object, for Anthropic's clients; ``type``, ``display_name``, ``created_at``,
-  ``max_input_tokens``, ``max_tokens``
-"""
+"""Entries of ``/v1/models``, with fields of vLLM, OpenRouter, Ollama and Anthropic."""
 
 from __future__ import annotations
 

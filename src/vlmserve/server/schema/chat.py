@@ -1,7 +1,4 @@
-"""OpenAI's ``/v1/chat/completions``: https://platform.openai.com/docs/api-reference/chat
-
-Responses are msgspec structs, because a stream encodes one for every token.
-"""
+"""OpenAI's ``/v1/chat/completions``: https://platform.openai.com/docs/api-reference/chat"""
 
 from __future__ import annotations
 
@@ -151,7 +148,7 @@ class ChatRequest(PromptRequest, ChoicesRequest):
         return tool_use(functions, self.tool_choice, self.parallel_tool_calls)
 
     def template_settings(self, known: Collection[str]) -> dict[str, Any]:
-        """Values for the chat template. known: names that it uses."""
+        """Return values for the chat template. known: names that the template uses."""
         return effort_settings(self.reasoning_effort, known) | (self.chat_template_kwargs or {})
 
     @property
@@ -160,7 +157,6 @@ class ChatRequest(PromptRequest, ChoicesRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """Maximum tokens of the answer."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 

@@ -272,5 +272,4 @@ def _with_tool_calls(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def thoughts_of(text: str | None) -> dict[str, str]:
-    """The field of a message for its reasoning, if there is any."""
     return {"reasoning_content": text} if text else {}

@@ -25,7 +25,7 @@ _MAX_LEVELS = 32
 
 
 def _json_as_text(value: Any) -> Any:
-    """Write the ``input_json`` parts of a list as text. Raises ValueError for JSON over a limit."""
+    """Write ``input_json`` parts as text. Raises ValueError for JSON over a limit."""
     if not isinstance(value, list):
         return value
     return [_part_as_text(part) for part in value]

@@ -1,7 +1,4 @@
-"""OpenAI's ``/v1/embeddings`` with vLLM's messages, and vLLM's ``/pooling``.
-
-https://platform.openai.com/docs/api-reference/embeddings
-"""
+"""OpenAI's ``/v1/embeddings`` with vLLM's messages, and vLLM's ``/pooling``."""
 
 from __future__ import annotations
 
@@ -64,7 +61,6 @@ class EmbeddingRequest(PromptRequest, ModelRequest):
 
     @property
     def pooling(self) -> Pooling | None:
-        """Overrides the model's pooling."""
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""Convert items that only other servers produce to known items."""
+"""Converts items that only other servers produce to known items."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def as_known(item: Item) -> Item:
 
 
 def as_message(item: Item) -> Item:
-    """Convert an item of an unknown type to a message if it has a role and content, else to empty reasoning."""
+    """Convert to a message, or without role and content to empty reasoning."""
     if "role" in item and "content" in item:
         log_once("Items of type", item["type"], "are unknown and read as messages", logging.WARNING)
         return {**item, "type": "message"}
@@ -137,7 +137,6 @@ def _json(value: Any) -> str:
 
 
 def _texts(entries: Any, *names: str) -> str:
-    """Join the strings that a list's objects have under these names."""
     objects = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
     found = [entry.get(name) for entry in objects for name in names]
     return "\n".join(text for text in found if isinstance(text, str) and text)

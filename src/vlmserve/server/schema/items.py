@@ -134,7 +134,6 @@ class MessageItem(RequestModel):
     phase: str | None = None
 
     def stored(self) -> dict[str, Any]:
-        """The item to store and show, with a new id."""
         content = self.content
         if isinstance(content, str):
             parts = [output_text(content)] if self.role == "assistant" else [{"type": "input_text", "text": content}]
@@ -278,12 +277,10 @@ def _new_id(prefix: str) -> str:
 
 
 def output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """A part of an answer. logprobs: of its tokens, if requested."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
 
 
 def reasoning_text(text: str) -> dict[str, Any]:
-    """A part of reasoning."""
     return {"type": "reasoning_text", "text": text}
 
 

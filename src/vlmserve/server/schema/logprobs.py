@@ -22,7 +22,7 @@ class TokenNames:
     as_ids: bool = False
 
     def text(self, token_id: int) -> str:
-        """The token's text, with replacement characters for incomplete UTF-8."""
+        """Return the token's text, with replacement characters for incomplete UTF-8."""
         return _by_id(token_id) if self.as_ids else self.token_bytes(token_id).decode(errors="replace")
 
     def key(self, token_id: int) -> str:

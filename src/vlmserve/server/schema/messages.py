@@ -52,7 +52,6 @@ class CustomTool(RequestModel):
 
     @property
     def function(self) -> Function:
-        """The tool for the model."""
         examples = {"examples": self.input_examples} if self.input_examples else {}
         return Function(self.name, self.description, {**self.input_schema, **examples}, self.strict)
 
@@ -124,7 +123,7 @@ class PromptFields(PromptRequest):
     ) = Field(None, description="auto, any, none or a tool. Default: auto.")
 
     def template_settings(self, known: Collection[str]) -> dict[str, Any]:
-        """Values for the chat template. known: names that it uses."""
+        """Return values for the chat template. known: names that the template uses."""
         return thinking_settings(isinstance(self.thinking, ThinkingEnabled | ThinkingAdaptive), known)
 
     def chat(self) -> ChatMessages:
@@ -175,7 +174,6 @@ class MessagesRequest(PromptFields, SamplingRequest):
 
     @property
     def thinking_budget(self) -> int | None:
-        """Maximum tokens of reasoning; None: no limit."""
         return self.thinking.budget_tokens if isinstance(self.thinking, ThinkingEnabled) else self.thinking_token_budget
 
     @property
@@ -183,7 +181,7 @@ class MessagesRequest(PromptFields, SamplingRequest):
         return getattr(self.thinking, "display", None) != "omitted"
 
     def grammar(self) -> Grammar | None:
-        """The answer's format, by this API's field or vLLM's and OpenAI's."""
+        """The answer's format, by this API's field, or vLLM's and OpenAI's."""
         wanted = self.output_config.format
         return either_grammar(None if wanted is None else wanted.grammar, super().grammar())
 
@@ -248,7 +246,6 @@ class CacheMissReason(msgspec.Struct):
 
     @classmethod
     def of(cls, miss: Miss) -> CacheMissReason:
-        """Convert a miss to this API's form."""
         changed = msgspec.UNSET if miss.changed is None else miss.changed
         if miss.reason in _CHANGES:
             return cls(f"{miss.reason}_changed", miss.lost_tokens, changed=changed)

@@ -167,12 +167,12 @@ def _content(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
 
 
 def _data_url(image: str) -> str:
-    """A data URL. Its media type is ignored: the content decides."""
+    """Make a data URL. The content decides the media type, not the URL."""
     return image if image.startswith("data:") else f"data:image/x;base64,{image}"
 
 
 def _chat_messages(messages: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
-    """Convert messages. Ollama's calls have no ids, so a result belongs to the earliest open call."""
+    """Calls have no ids, so a result belongs to the earliest open call."""
     converted: list[dict[str, Any]] = []
     open_calls: list[str] = []
     num_calls = 0

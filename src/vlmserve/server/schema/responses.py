@@ -128,13 +128,13 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
     )
 
     def grammar(self) -> Grammar | None:
-        """The answer's format, by this API's field or vLLM's."""
+        """The answer's format, by this API's field, or vLLM's."""
         if self.response_format is not None:
             raise InvalidRequestError("response_format is called text.format here", param="response_format")
         return either_grammar(output_grammar(self.text.format), super().grammar())
 
     def template_settings(self, known: Collection[str]) -> dict[str, Any]:
-        """Values for the chat template. known: names that it uses."""
+        """Return values for the chat template. known: names that the template uses."""
         return effort_settings(self.reasoning.effort, known) | (self.chat_template_kwargs or {})
 
     @property
@@ -199,7 +199,6 @@ class ResponseUsage(msgspec.Struct):
 
     @classmethod
     def of(cls, usage: Usage) -> ResponseUsage:
-        """Convert the usage of chat completions."""
         prompt = usage.prompt_tokens_details
         return cls(
             usage.prompt_tokens,

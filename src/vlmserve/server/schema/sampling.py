@@ -164,17 +164,17 @@ class SamplingRequest(ModelRequest):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """Number of alternatives to return with each token of the answer; None: no logprobs."""
+        """Alternatives for each token of the answer; None: no logprobs."""
         return None
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:
-        """Number of alternatives for each token of the prompt; None: no logprobs."""
+        """Alternatives for each token of the prompt; None: no logprobs."""
         return None
 
     @property
     def wanted_logprob_ids(self) -> list[int] | None:
-        """Tokens to return logprobs for, in place of the most likely ones."""
+        """Tokens to return logprobs for, instead of the most likely ones."""
         return None
 
     @property
@@ -183,7 +183,7 @@ class SamplingRequest(ModelRequest):
         return grammar is not None and grammar.kind in ("json_schema", "json_object")
 
     def sampling_params(self, defaults: SamplingParams, limit: int | None, default_limit: int) -> SamplingParams:
-        """Make sampling parameters. Raises InvalidRequestError, naming the field, for a value out of range.
+        """Raises InvalidRequestError for a value out of range.
 
         limit: maximum tokens of the answer. default_limit: maximum if the request sets none.
         """
@@ -223,7 +223,7 @@ class SamplingRequest(ModelRequest):
         )
 
     def grammar(self) -> Grammar | None:
-        """The answer's format. Raises InvalidRequestError, naming the field, for more than one grammar."""
+        """The answer's format. Raises InvalidRequestError for more than one grammar."""
         guided = {
             "json": self.guided_json,
             "regex": self.guided_regex,
@@ -293,17 +293,15 @@ class ChoicesRequest(SamplingRequest):
 
     @property
     def num_running(self) -> int:
-        """Number of concurrent answers to a prompt."""
         return self.best_of or self.n
 
     @property
     def num_samples(self) -> int:
-        """Number of sampled answers to a prompt; the `n` most likely ones are returned."""
+        """Sampled answers to a prompt; the `n` most likely ones are returned."""
         return self.n if self.use_beam_search else self.num_running
 
     @property
     def beams(self) -> BeamSearch | None:
-        """Parameters of beam search; None: no search."""
         if not self.use_beam_search:
             return None
         return BeamSearch(self.num_running, self.length_penalty, self.early_stopping)

@@ -32,7 +32,6 @@ class ScoredContent(RequestModel):
 
     @property
     def side(self) -> Side:
-        """The content for `Scorer`."""
         if self.content is None and self.image is None:
             return self.text or ""
         parts: list[Mapping[str, Any]] = [part.model_dump(exclude_none=True) for part in self.content or ()]

@@ -1,4 +1,4 @@
-"""Find the known name that a misspelt one means."""
+"""Finds the known name that a misspelt one means."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Spellings:
         self._known = [_Known(letters, _kinds(letters), meant) for letters, meant in self._exact.items()]
 
     def meant(self, name: str) -> str | None:
-        """The name to suggest: the nearest, if it is near enough."""
+        """The nearest name, if it is near enough."""
         if len(name) > _LONGEST_NAME:
             return None
         letters = _letters(name)

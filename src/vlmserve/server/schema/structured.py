@@ -1,7 +1,4 @@
-"""Formats of answers: OpenAI's ``response_format`` and vLLM's ``structured_outputs``.
-
-https://platform.openai.com/docs/guides/structured-outputs
-"""
+"""Formats of answers: https://platform.openai.com/docs/guides/structured-outputs"""
 
 from __future__ import annotations
 
@@ -125,7 +122,7 @@ def output_grammar(output: TextFormat | ObjectFormat | FlatSchemaFormat | None) 
 
 
 def either_grammar(own: Grammar | None, other: Grammar | None) -> Grammar | None:
-    """Either of two grammars. Raises InvalidRequestError if there are both."""
+    """Return either of two grammars. Raises InvalidRequestError if there are both."""
     if own is not None and other is not None:
         raise InvalidRequestError(
             f"an answer cannot obey both {own.source} and {other.source}; leave one out", param=other.source
@@ -138,9 +135,9 @@ def wanted_grammar(
     structured: StructuredOutputs | None,
     guided: Mapping[str, Any],
 ) -> Grammar | None:
-    """The grammar of a request. guided: vLLM's older fields by kind; None if absent.
+    """guided: vLLM's older fields by kind.
 
-    Raises InvalidRequestError, naming the second field, for more than one grammar.
+    Raises InvalidRequestError for more than one grammar.
     """
     found: list[Grammar] = []
     if isinstance(response_format, ObjectFormat):

@@ -37,12 +37,10 @@ class TokenizeRequest(PromptRequest):
 
     @property
     def text(self) -> str:
-        """The text to tokenize, if there are no messages."""
         return self.content or "" if self.prompt is None else self.prompt
 
     @property
     def tool_use(self) -> ToolUse | None:
-        """The tools that the prompt describes."""
         return tool_use([tool.function.function for tool in self.tools], None, True)
 
 

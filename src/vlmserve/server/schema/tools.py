@@ -28,7 +28,6 @@ class FunctionDefinition(RequestModel):
 
     @property
     def function(self) -> Function:
-        """The function for the model."""
         return Function(self.name, self.description, self.parameters, self.strict)
 
 
@@ -53,7 +52,6 @@ class NamedTool(RequestModel):
 
 
 def choice_kind(value: Any) -> str | None:
-    """The discriminator's tag of a `tool_choice`."""
     if isinstance(value, str):
         return "<word>"
     kind = value.get("type", "") if isinstance(value, dict) else getattr(value, "type", None)
@@ -103,10 +101,7 @@ class SentToolCall(RequestModel):
 
 
 def tool_use(functions: Sequence[Function], choice: str | NamedTool | None, parallel: bool) -> ToolUse | None:
-    """The answer's use of tools; None: no tools.
-
-    Raises InvalidRequestError for tools that conflict with each other or with the choice.
-    """
+    """None: no tools. Raises InvalidRequestError for tools that conflict with each other or with the choice."""
     if not functions:
         if isinstance(choice, NamedTool) or choice == "required":
             raise InvalidRequestError("tool_choice requires a call, but there are no tools", param="tool_choice")
@@ -130,7 +125,7 @@ def tool_use(functions: Sequence[Function], choice: str | NamedTool | None, para
 def allowed_tool_use(
     functions: Sequence[Function], names: Collection[str], mode: Literal["auto", "required"], parallel: bool
 ) -> ToolUse | None:
-    """The answer's use of some of the tools. Raises InvalidRequestError like `tool_use`."""
+    """Raises InvalidRequestError like `tool_use`."""
     if unknown := sorted(set(names) - {function.name for function in functions}):
         raise InvalidRequestError(
             f"tool_choice allows {unknown[0]!r:.100}, which is not among the tools", param="tool_choice"
