@@ -65,7 +65,7 @@ def free_device_memory(device: torch.device) -> int | None:
 
 
 def find_device(name: str) -> torch.device:
-    """Find a device. Raises ConfigurationError if it is missing."""
+    """Find a device, preferably a GPU for "auto". Raises ConfigurationError if it is missing."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     device = torch.device(name)

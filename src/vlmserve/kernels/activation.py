@@ -15,7 +15,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """CLIP's sigmoid approximation of GELU."""
+    """CLIP's approximation of GELU."""
     return x * torch.sigmoid(1.702 * x)
 
 

@@ -1,7 +1,5 @@
-"""Adapters in layers: LoRA (https://arxiv.org/abs/2106.09685), DoRA (https://arxiv.org/abs/2402.09353) and X-LoRA
+"""LoRA (https://arxiv.org/abs/2106.09685), DoRA (https://arxiv.org/abs/2402.09353), X-LoRA
 (https://arxiv.org/abs/2402.07148).
-
-A model has a few adapter slots. All layers share one `AdapterRows`, which maps each row of the batch to a slot.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ class RowSlots(NamedTuple):
     stride: int = 1
 
 
-# Decoding steps repeat the same requests.
+# decoding repeats the same requests
 @lru_cache(maxsize=8)
 def slots_of_rows(slots: tuple[int, ...], counts: tuple[int, ...]) -> tuple[Sequence[Run], np.ndarray]:
-    """Return runs and slots for `RowSlots`, on the host. slots, counts: slot and number of rows of each request."""
+    """On the host. slots, counts: of each request."""
     rows = np.repeat(np.array(slots, np.int32), counts)
     borders = [0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]
     runs = [Run(a, b, int(rows[a])) for a, b in itertools.pairwise(borders) if a < b]
@@ -50,10 +48,10 @@ def slots_of_rows(slots: tuple[int, ...], counts: tuple[int, ...]) -> tuple[Sequ
 
 
 class AdapterRows:
-    """Adapters of the rows in the current batch.
+    """Adapter slots of the batch's rows, for all layers.
 
-    scalings: float32 ``[rows, columns]``, X-LoRA's weights of mixed adapters, or None. unpacked: slots whose adapters
-    replace weights or change matmuls that cannot pack changes; programs and graphs do not support them.
+    scalings: float32 ``[rows, columns]``, X-LoRA's weights of mixed adapters. unpacked: slots whose adapters replace
+    weights or change matmuls that cannot pack changes; programs and graphs do not support them.
     """
 
     def __init__(self, num_slots: int, device: torch.device = CPU) -> None:
@@ -67,7 +65,7 @@ class AdapterRows:
         self._layout: tuple[int | None, ...] | None = None
         self.reserves = False
         """Launch kernels for `LinearAdapters.reserved` ranks, which cover every adapter that fits."""
-        # One buffer for all steps, so a captured graph finds the next step's scalings.
+        # so a captured graph finds the next step's scalings
         self._scalings = torch.empty(0, device=device)
         self.clear()
 
@@ -85,14 +83,14 @@ class AdapterRows:
 
     @property
     def layout(self) -> Hashable:
-        """The maximum rank of each linear over all slots, on which kernel launches depend."""
+        """Launches depend on the maximum rank of each linear."""
         if self._layout is None:
             self._layout = tuple(self._ranks)
         return self._layout
 
     @property
     def fits_reserved(self) -> bool:
-        """Return whether launches for reserved ranks compute all slots. X-LoRA also needs scalings."""
+        """True if launches for reserved ranks compute all slots. X-LoRA also needs scalings."""
         return self.scalings is None and not self._beyond
 
     @contextmanager
@@ -104,13 +102,13 @@ class AdapterRows:
             self.reserves = False
 
     def add_product(self, reserved: int | None = None) -> int:
-        """Register a linear and return its number."""
+        """Return the linear's number."""
         self._ranks.append(None)
         self._reserved.append(reserved)
         return len(self._ranks) - 1
 
     def set_rank(self, product: int, rank: int | None) -> None:
-        """rank: maximum padded rank of a linear's adapters, or None."""
+        """rank: maximum padded rank."""
         self._ranks[product] = rank
         self._layout, reserved = None, self._reserved[product]
         fits = rank is None or (reserved is not None and rank <= reserved)
@@ -132,16 +130,14 @@ class AdapterRows:
         self.use(RowSlots(runs, to_device(torch.from_numpy(rows), self.device)), scalings)
 
     def use(self, rows: RowSlots, scalings: Tensor | None = None, wanted: RowSlots | None = None) -> None:
-        """Set the adapters of a step's rows.
-
-        scalings: copied. Rows without X-LoRA have scalings too, except trailing rows without any adapter. wanted: slots
-        of the rows that `narrow` selects. None: `narrow` is not called.
+        """scalings: copied. Trailing rows without any adapter may have none. wanted: slots of the rows that `narrow`
+        selects.
         """
         self.rows, self._wanted = rows, wanted
         self.scalings = None if scalings is None else self._kept(scalings, len(rows.slots))
 
     def narrow(self, rows: Tensor) -> None:
-        """Continue with the wanted rows only. rows: their int64 indices."""
+        """rows: int64 indices."""
         assert self._wanted is not None
         self.use(self._wanted, None if self.scalings is None else self.scalings.index_select(0, rows))
 
@@ -155,7 +151,7 @@ class AdapterRows:
 
 
 class LowRank(NamedTuple):
-    """A low-rank update: ``up @ down`` is added to rows ``start <= i < start + len(up)`` of a weight."""
+    """``up @ down`` is added to rows ``start <= i < start + len(up)`` of a weight."""
 
     down: Tensor
     """``[rank, in_features]``."""
@@ -172,7 +168,7 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An adapter's change of a linear: ``y = factor * (W x + up (down x)) + shift``, before bias and activation."""
+    """``y = factor * (W x + up (down x)) + shift``, before bias and activation."""
 
     parts: tuple[LowRank, ...] = ()
     factor: Tensor | None = None
@@ -195,7 +191,7 @@ class Change:
         return self.weight is not None or self.outputs is not None
 
     def with_inputs(self, order: Tensor) -> Change:
-        """Return the change for reordered inputs. Replacement weights keep the original order.
+        """Replacement weights keep the original order.
 
         order: int64 ``[in_features]``, the old index of each new input.
         """
@@ -246,8 +242,6 @@ class TableChange:
 
 
 class PackedChange(Protocol):
-    """A `Change` in a matmul kernel's layout."""
-
     rank: int
     """The padded ranks of all `down` matrices together."""
     num_bytes: int
@@ -257,16 +251,16 @@ class PackedChange(Protocol):
 
 @runtime_checkable
 class ReservesRanks(Protocol):
-    """A `Product` whose kernel reads adapter ranks on the device, up to the rank at launch."""
+    """A kernel that reads adapter ranks on the device, up to the rank at launch."""
 
     def reserved_rank(self, parts: int, rank: int) -> int:
-        """Return the maximum rank of a packed change with at most `parts` parts of this rank."""
+        """Maximum rank of a packed change with at most `parts` parts of this rank."""
         ...
 
 
 @runtime_checkable
 class PacksChanges(Protocol):
-    """A `Product` whose kernel computes adapters. change_words: words of each packed change."""
+    """A kernel that computes adapters. change_words: of each packed change."""
 
     change_words: int
 
@@ -299,7 +293,7 @@ class TableAdapters:
             self._changes[slot] = change
 
     def apply(self, indices: Tensor, vectors: Tensor) -> Tensor:
-        """Apply the adapters to embeddings ``[rows, size]`` of `indices`, in place."""
+        """Change embeddings ``[rows, size]`` of `indices` in place."""
         for first, last, slot in self._rows.runs:
             if (change := self._changes.get(slot)) is not None:
                 scalings = None if self._rows.scalings is None else self._rows.scalings[first:last]
@@ -308,10 +302,10 @@ class TableAdapters:
 
 
 class LinearAdapters:
-    """The adapters of a linear, by slot.
+    """By slot.
 
-    rank: the maximum packed rank, or None; the reserved rank while rows reserve. table: int64 ``[1 + slots * words]``
-    on the model's device. The maximum rank comes first, then each slot's words, 0 if nothing is packed.
+    rank: the maximum packed rank, or the reserved rank while rows reserve. table: int64 ``[1 + slots * words]``, first
+    the maximum rank, then each slot's words, 0 if nothing is packed.
     """
 
     def __init__(self, rows: AdapterRows, words: int = 1, reserved: int | None = None) -> None:
@@ -360,7 +354,7 @@ class LinearAdapters:
         self.table.copy_(to_device(table, self._rows.device))
 
     def change(self, x: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply the adapters in place. x: ``[..., in_features]``. output: with bias, without activation."""
+        """In place. output: with bias, without activation."""
         inputs, outputs = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
         for first, last, slot in self._rows.runs:
             if (prepared := self._changes.get(slot)) is not None:
@@ -369,7 +363,7 @@ class LinearAdapters:
         return output
 
     def replace(self, x: Tensor, residual: Tensor | None, output: Tensor, finish: Finish) -> Tensor:
-        """Recompute rows and outputs with replaced weights, in place.
+        """Recompute rows with replaced weights, in place.
 
         output: the final result. finish: a matmul with the layer's epilogue.
         """

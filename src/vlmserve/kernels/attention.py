@@ -1,9 +1,4 @@
-"""The interface of attention backends, and the metadata of one flat batch.
-
-A step packs the tokens of many sequences into one batch. Sequence `s` owns query rows ``query_starts[s] <= row <
-query_starts[s + 1]``, its newest tokens. Its last row has position ``context_lens[s] - 1``. Token ``t`` is in cache
-slot ``block_tables[column, s, t // block_size] * block_size + t % block_size``.
-"""
+"""The interface of attention backends, and the metadata of one flat batch."""
 
 from __future__ import annotations
 
@@ -22,8 +17,10 @@ from vlmserve.layer_specs import AttentionSpec, CacheType
 
 
 class BidirectionalRows(NamedTuple):
-    """Query rows ``first <= row < last`` of one sequence attend to all its positions before `reach`. A window only
-    limits how far back they attend. The cache or this batch contains all these positions."""
+    """Query rows ``first <= row < last`` attend to all positions of their sequence before `reach`.
+
+    A window only limits how far back. The cache or this batch contains these positions.
+    """
 
     sequence: int
     first: int
@@ -34,8 +31,7 @@ class BidirectionalRows(NamedTuple):
 class CrossRows(NamedTuple):
     """Rows ``first <= row < last`` attend to `states` by cross-attention.
 
-    states: keys and values ``[layers, 2, kv_heads, states, head_size]``, or their inputs ``[states, cross_size]`` if
-    layers project them.
+    states: ``[layers, 2, kv_heads, states, head_size]``, or ``[states, cross_size]`` if layers project them.
     """
 
     first: int
@@ -45,8 +41,12 @@ class CrossRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
-    """The sequence and cache slot of each token of a flat batch. Decodes (one new token) come first. Tensors are on the
-    model's device."""
+    """A flat batch of sequences, decodes (one new token) first.
+
+    Sequence `s` owns query rows ``query_starts[s] <= row < query_starts[s + 1]``, its newest tokens. The last row has
+    position ``context_lens[s] - 1``. Token ``t`` is in cache slot ``block_tables[column, s, t // block_size] *
+    block_size + t % block_size``.
+    """
 
     query_starts: Tensor
     """int32 ``[sequences + 1]``."""
@@ -74,7 +74,7 @@ class BatchMetadata:
     """Rows by the states that they read and write. None: no layer has states."""
 
     def of_last_rows(self, rows: Tensor) -> BatchMetadata:
-        """Return the last rows of the `wanted` sequences as a step. rows: their int64 indices in this step."""
+        """The last rows of the `wanted` sequences. rows: int64 indices."""
         assert self.wanted is not None
         count, device = len(self.wanted), rows.device
         numbers = to_device(torch.tensor(self.wanted), device)
@@ -97,8 +97,7 @@ class BatchMetadata:
         block_size: int,
         device: torch.device | None = None,
     ) -> BatchMetadata:
-        """Build one column from each sequence's new positions ``start <= i < end``, decodes first, and its block
-        ids."""
+        """Build one column from new positions ``start <= i < end`` and block ids, decodes first."""
         counts, context_lens = [end - start for start, end in chunks], [end for _, end in chunks]
         padded = np.zeros((1, len(tables), max(map(len, tables))), np.int32)
         for row, table in zip(padded[0], tables, strict=True):
@@ -124,7 +123,7 @@ def place_tokens(
     positions: np.ndarray,
     slots: np.ndarray,
 ) -> None:
-    """Write each new token's position ``[tokens]`` and cache slots ``[columns, tokens]``.
+    """Write positions ``[tokens]`` and cache slots ``[columns, tokens]``.
 
     counts: new tokens of each sequence. tables: ``[columns, sequences, max_blocks]``.
     """
@@ -137,7 +136,7 @@ def place_tokens(
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class LayerCache:
-    """Keys and values of one layer. The backend chooses the order of axes; blocks come first."""
+    """Blocks are the first axis."""
 
     keys: Tensor
     values: Tensor
@@ -160,8 +159,6 @@ class LayerCache:
 
 
 class AttentionContext(NamedTuple):
-    """Inputs of one layer's attention in a step, besides the token rows."""
-
     cache: LayerCache
     spec: AttentionSpec
     metadata: BatchMetadata
@@ -179,7 +176,7 @@ class RotaryRows(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of each query head and key head, applied before RoPE. query, key: weights ``[head_size]``."""
+    """RMSNorms before RoPE. query, key: weights ``[head_size]``."""
 
     query: Tensor
     key: Tensor
@@ -187,7 +184,7 @@ class HeadNorms(NamedTuple):
 
 
 class AttentionBackend(Protocol):
-    """Paged attention over a flat batch, causal except for bidirectional rows."""
+    """Paged attention, causal except for bidirectional rows."""
 
     name: str
     reads_on_device: bool
@@ -195,19 +192,14 @@ class AttentionBackend(Protocol):
 
     def allocate(
         self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
-    ) -> LayerCache:
-        """dtype: of queries, and of keys and values before storage."""
-        ...
+    ) -> LayerCache: ...
 
     def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int: ...
 
     def prepare(
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
     ) -> object:
-        """Compute what all layers of a step share (masks, gather indices), for `attend`.
-
-        layers: the layers that will attend; equal layers count once. dtype: of queries.
-        """
+        """Compute what all layers of a step share (masks, gather indices). Equal layers count once."""
         ...
 
     def attend(
@@ -227,8 +219,6 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class RotatingBackend(AttentionBackend, Protocol):
-    """A backend that also applies RoPE."""
-
     def attend_rotated(
         self,
         qkv: Tensor,
@@ -237,16 +227,14 @@ class RotatingBackend(AttentionBackend, Protocol):
     ) -> Tensor:
         """Like `attend`, for rows ``[tokens, (heads + 2 * kv_heads) * head_size]`` before RoPE.
 
-        Layers that share keys and values have only queries in their rows. Element ``i`` of a head pairs with ``i + size
-        / 2``; elements from `size` on are not rotated. rope None: no rotation.
+        Layers that share keys and values have only queries. Element ``i`` of a head pairs with ``i + size / 2``;
+        elements from `size` on are not rotated.
         """
         ...
 
 
 @runtime_checkable
 class NormingBackend(RotatingBackend, Protocol):
-    """A backend that also norms heads."""
-
     def attend_normed(
         self,
         qkv: Tensor,

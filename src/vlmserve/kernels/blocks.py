@@ -1,4 +1,4 @@
-"""Allocates caches, and clears and copies their blocks. The first axis is blocks or state slots."""
+"""Allocates, clears and copies caches. The first axis is blocks or state slots."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class Blocks(Protocol):
 
 
 def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate zeros. CPU pages take memory only when they are written; an allocator may reuse memory and write the
-    zeros."""
+    """Unwritten pages take no memory, but an allocator may reuse memory."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, max(math.prod(shape) * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -41,10 +40,7 @@ def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
 
 
 def populate(tensor: Tensor, count: int) -> None:
-    """Back the first `count` blocks of a CPU tensor with memory, without changing them.
-
-    Otherwise the first write to each page faults. Needs Linux 5.14; does nothing elsewhere.
-    """
+    """Otherwise the first write to each page faults. Needs Linux 5.14; does nothing elsewhere."""
     if sys.platform == "linux" and tensor.device.type == "cpu":
         start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         end = tensor.data_ptr() + tensor[:count].nbytes
@@ -83,7 +79,7 @@ def allocate_states(
 
 
 def distinct(layers: Iterable[LayerCache]) -> list[LayerCache]:
-    """Return one layer of each group that shares tensors."""
+    """One layer of each group that shares tensors."""
     return list({id(layer.keys): layer for layer in layers}.values())
 
 
@@ -94,9 +90,9 @@ def clear_blocks(cache: LayerCache, blocks: Tensor) -> None:
 
 
 def copy_blocks(source: Blocks, target: Blocks, source_blocks: Tensor, target_blocks: Tensor) -> None:
-    """Copy blocks between caches of one geometry, possibly on different devices.
+    """Caches have one geometry, possibly on different devices.
 
-    source_blocks, target_blocks: equally many int64 ids on the CPU. All sources are read before any target is written.
+    source_blocks, target_blocks: int64 ids on the CPU. All sources are read before any target is written.
     """
     for origin, destination in zip(source.tensors, target.tensors, strict=True):
         blocks = origin.index_select(0, to_device(source_blocks, origin.device)).to(destination.device)

@@ -21,7 +21,7 @@ MEASURED = frozenset(("avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2
 
 
 def check_kernels(choice: str) -> str:
-    """Resolve a kernel choice to "auto", "torch", "native" or one of `supported_isas`.
+    """Return "auto", "torch", "native" or one of `supported_isas`.
 
     "auto" reads ``VLMSERVE_KERNELS``. Raises ConfigurationError for kernels that this machine lacks.
     """
@@ -37,10 +37,9 @@ def check_kernels(choice: str) -> str:
 
 
 def choose_kernels(choice: str, dtype: torch.dtype) -> str | None:
-    """Return the selected instruction set, or None for torch. Raises ConfigurationError.
+    """Return an instruction set, or None for torch. Raises ConfigurationError.
 
-    choice: see `check_kernels`; "auto" takes the best instruction set that is not slower than torch. dtype: of the
-    model.
+    choice: see `check_kernels`; "auto" takes the best instruction set that is not slower than torch.
     """
     choice = check_kernels(choice)
     isas = supported_isas()
@@ -60,10 +59,7 @@ def choose_kernels(choice: str, dtype: torch.dtype) -> str | None:
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Return whether torch has hardware bfloat16 matmuls here (AVX512-BF16 or AMX on x86, BF16 on Arm).
-
-    ``ONEDNN_MAX_CPU_ISA`` can restrict oneDNN below what the processor has.
-    """
+    """AVX512-BF16 or AMX on x86, BF16 on Arm. ``ONEDNN_MAX_CPU_ISA`` can restrict oneDNN."""
     if not hasattr(torch.cpu, "get_capabilities"):  # older releases
         return False
     if torch._C._has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -19,11 +19,9 @@ PANEL = 16
 
 
 class NativeChange:
-    """A `PackedChange`. rank: of all `down` matrices, rounded up to whole panels. words: the address of the kernels'
-    `Adapter`."""
+    """rank: of all `down` matrices, in whole panels. words: the address of the kernels' `Adapter`."""
 
     def __init__(self, change: Change, out_features: int, in_features: int, dtype: torch.dtype, *, gated: bool) -> None:
-        """gated: whether outputs are ordered as in a gated weight."""
         parts = [_of_even_rank(part) for part in change.parts]
         order = outputs_in_tiles(out_features, gated=gated)
         self.rank = -(-sum(len(part.down) for part in parts) // PANEL) * PANEL
@@ -48,12 +46,12 @@ class NativeChange:
 
 
 def _placed(tensor: Tensor) -> Tensor:
-    """Copy what steps read into large pages. TLB misses of small pages would take longer than the read."""
+    """TLB misses of small pages would take longer than the read."""
     return allocate(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def outputs_in_tiles(out_features: int, *, gated: bool) -> Tensor:
-    """Return int64 ``[panels * 16]``: the output at each place of a packed weight, -1 for padding."""
+    """Return int64 ``[panels * 16]``: outputs of a packed weight, -1 for padding."""
     features, each = (out_features // 2, PANEL) if gated else (out_features, TILE)
     tiles = -(-features // each)
     columns = torch.arange(tiles * each).view(tiles, each)
@@ -64,7 +62,7 @@ def outputs_in_tiles(out_features: int, *, gated: bool) -> Tensor:
 
 
 def _of_even_rank(part: LowRank) -> LowRank:
-    """Pad an odd rank by one zero, because kernels read `up` in pairs."""
+    """Kernels read `up` in pairs."""
     if len(part.down) % 2 == 0:
         return part
     columns = None if part.columns is None else F.pad(part.columns, (0, 1))
@@ -83,7 +81,7 @@ def _pack_down(parts: Sequence[LowRank], rank: int, in_features: int, dtype: tor
 
 
 def _columns(parts: Sequence[LowRank], rank: int) -> Tensor | None:
-    """Return int32 ``[rank]``: the scaling of each `down` output."""
+    """Return int32 ``[rank]``, a scaling for each `down` output."""
     known = [part.columns for part in parts if part.columns is not None]
     if not known:
         return None
@@ -96,7 +94,7 @@ def _columns(parts: Sequence[LowRank], rank: int) -> Tensor | None:
 def _pack_up(
     parts: Sequence[LowRank], order: Tensor, dtype: torch.dtype, step: int
 ) -> Iterator[tuple[Tensor, int, int, int, int, int]]:
-    """Yield the fields of csrc/table.h's `AdapterPart`. Every step-th panel belongs together."""
+    """Yield fields of csrc/table.h's `AdapterPart`. Every step-th panel belongs together."""
     first = 0
     for down, up, start, _ in parts:
         rank = len(down)

@@ -1,8 +1,4 @@
-"""Paged attention with RoPE by the native CPU kernels.
-
-One call per layer writes new keys and values, and attends over the block table. csrc/attention.h documents the cache
-layout.
-"""
+"""Paged attention with RoPE by the native CPU kernels (csrc/attention.h)."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ def unsupported_reason(
 
 
 class CpuAttention:
-    """A `RotatingBackend` with one call per layer."""
+    """One call per layer writes keys and values, and attends."""
 
     name = "native"
     reads_on_device = False
@@ -202,10 +198,10 @@ def gate_output(x: Tensor, gates: Tensor) -> Tensor:
 
 
 def _without_bidirectional_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split bidirectional rows off, so that kernels see a causal batch.
+    """Make bidirectional rows sequences that end at their reach, so that kernels see a causal batch.
 
-    Returns query starts, context lengths, block tables, and how many positions each sequence sees ahead (empty: none).
-    A bidirectional row becomes a sequence that ends at its reach. All keys and values are written before any is read.
+    Returns query starts, context lengths, block tables, and how many positions each sequence sees ahead. All keys and
+    values are written before any is read.
     """
     tables = metadata.block_tables
     if not metadata.bidirectional:
@@ -262,5 +258,5 @@ def _record(qkv: Recorded, rope: object, cache: LayerCache, spec: AttentionSpec)
 
 
 def _heads_together(x: Tensor) -> Tensor:
-    """Make the last two axes of ``[tokens, heads, head_size]`` contiguous. Rows may be slices of wider rows."""
+    """Rows ``[tokens, heads, head_size]`` may be slices of wider rows."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

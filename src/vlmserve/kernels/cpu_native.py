@@ -37,15 +37,15 @@ _TILE_ALIGNMENT = 64
 
 
 def can_pack(in_features: int, dtype: torch.dtype) -> bool:
-    """Return whether a weight can be packed. bfloat16 inputs come in pairs."""
+    """bfloat16 inputs come in pairs."""
     return dtype == torch.float32 or (dtype == torch.bfloat16 and in_features % 2 == 0)
 
 
 class PackedLinear:
     """A packed weight ``[out_features, in_features]`` with its epilogue.
 
-    dtype: of inputs and outputs (default: a plain weight's). gated: the weight's first half are gates, its second half
-    ups; the output is ``activation(gate) * up``, half as wide. bias: ``[out_features]``. float_output: return float32.
+    dtype: of inputs and outputs (default: a plain weight's). gated: the first half are gates, the second half ups.
+    bias: ``[out_features]``. float_output: return float32.
     """
 
     change_words = 1
@@ -106,7 +106,7 @@ class PackedLinear:
 
     @classmethod
     def restored(cls, settings: Mapping[str, int], packed: Tensor, bias: Tensor | None) -> PackedLinear:
-        """Recreate a linear from its `settings` and `packed` memory. bias: ``[out_features]``."""
+        """bias: ``[out_features]``."""
         linear = cls.__new__(cls)
         linear._set(settings, bias)
         linear.packed = packed
@@ -142,7 +142,7 @@ class PackedLinear:
             of_group = 2 * (1 + self._minimums) + weight.group_size * weight.bits // 8
             tile_bytes = -(-self.in_features // weight.group_size) * TILE * of_group
         packed = allocate(num_tiles * tile_bytes, torch.uint8)
-        # 8-bit minimums are relative to the middle value 128.
+        # relative to the middle value 128
         minimums = weight.minimums if weight.bits == 4 else weight.minimums + 128 * weight.scales
         values, scales, minimums = (tensor.contiguous() for tensor in (weight.values, weight.scales, minimums))
         extension().pack_quantized(
@@ -207,10 +207,7 @@ class PackedLinear:
         out: Tensor | None = None,
         adapters: LinearAdapters | None = None,
     ) -> Tensor:
-        """Map ``[..., in_features]`` to ``[..., output_features]`` and add `residual`.
-
-        out: contiguous memory for the output, which is then returned. adapters: change the rows that have one.
-        """
+        """Map ``[..., in_features]`` to ``[..., output_features]``. out: contiguous memory for the output."""
         if isinstance(x, Recorded):
             return self._record(x, residual, adapters)
         shape = x.shape
@@ -287,7 +284,7 @@ class PackedLinear:
         )
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Return weight rows ``[count, in_features]``."""
+        """Return ``[count, in_features]``."""
         indices = indices.contiguous()
         output = torch.empty(len(indices), self.in_features, dtype=self.dtype)
         extension().gather(
@@ -318,7 +315,7 @@ def _settings_of_blocks(weight: GGUFWeight) -> dict[str, int]:
 
 
 class NativeNorm:
-    """RMSNorm over the last axis, or LayerNorm with a bias. An `AddingNorm`.
+    """RMSNorm, or LayerNorm with a bias.
 
     weight, bias: ``[size]``, of the inputs' dtype. offset: added to the weight in float32.
     """
@@ -379,7 +376,7 @@ class NativeNorm:
 
 
 class NativeHeadsNorm:
-    """Norms heads of ``[tokens, width]`` in place. A `HeadsNorm`."""
+    """For heads of ``[tokens, width]``, in place."""
 
     __slots__ = ("_dtype", "_norm", "_parts")
 
@@ -429,10 +426,10 @@ class NativeHeadsNorm:
 
 
 def encoder_attention(qkv: Tensor, num_heads: int, queries: slice = slice(None)) -> Tensor:
-    """Compute full attention within each image.
+    """Full attention within each image.
 
     qkv: ``[images, tokens, 3 * size]``, queries before keys before values; the head size must pass `can_pack`. queries:
-    rows to compute, without step. Returns ``[images, queries, size]``.
+    rows, without step. Returns ``[images, queries, size]``.
     """
     images, length, width = qkv.shape
     size = width // 3
@@ -462,8 +459,10 @@ def encoder_attention(qkv: Tensor, num_heads: int, queries: slice = slice(None))
 
 
 def rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the queries and keys of ``[rows, 3 * size]`` in place. cos, sin: float32 ``[rows, 1, head_size / 2]``.
-    Element ``i`` of a head pairs with ``i + head_size / 2``."""
+    """Rotate queries and keys of ``[rows, 3 * size]`` in place.
+
+    cos, sin: float32 ``[rows, 1, head_size / 2]``. Element ``i`` of a head pairs with ``i + head_size / 2``.
+    """
     rows, width = qkv.shape
     head_size = 2 * cos.shape[-1]
     if not qkv.is_contiguous() or cos.shape != (rows, 1, head_size // 2) or sin.shape != cos.shape:

@@ -1,9 +1,4 @@
-"""Runs all layers of a decoder in one native call (csrc/program.h).
-
-The layers run once with `Recorded` values instead of tensors. Native kernels record their calls into a `Program`, which
-repeats them for any batch. `Recorded` itself records multiplications and column slices. Any other operation raises
-`NotRecordable`; such layers call their kernels one by one.
-"""
+"""Runs all layers of a decoder in one native call (csrc/program.h)."""
 
 from __future__ import annotations
 
@@ -55,8 +50,6 @@ class NotRecordable(Exception): ...
 
 @dataclass(frozen=True, slots=True)
 class RecordedRope:
-    """size: rotated elements of a head."""
-
     number: int
     size: int
 
@@ -70,7 +63,7 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 
 class Unknown:
-    """A placeholder for a value that exists only when the program runs. reason: why layers cannot read it."""
+    """Exists only when the program runs. reason: why layers cannot read it."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -80,16 +73,20 @@ class Unknown:
 
 
 class Recorded:
-    """A placeholder for a ``[tokens, width]`` tensor, or for some of its columns."""
+    """A placeholder for ``[tokens, width]``, or for some columns.
+
+    Layers run once with these. Native kernels, multiplications and column slices are recorded; other operations raise
+    `NotRecordable`.
+    """
 
     def __init__(self, recording: Recording, number: int, width: int, columns: slice | None = None) -> None:
-        """columns: range within `width`, which kernels for whole rows reject. None: all."""
+        """columns: range within `width`; kernels for whole rows reject it."""
         self.recording, self.number, self._row_width = recording, number, width
         self.first, last, _ = (columns or slice(None)).indices(width)
         self.width = last - self.first
 
     def expect(self, width: int, dtype: torch.dtype, *, columns: bool = False) -> None:
-        """Raise NotRecordable unless a kernel can take this. columns: the kernel accepts column slices."""
+        """Raise NotRecordable if a kernel cannot take this. columns: it accepts column slices."""
         if not columns and self.width != self._row_width:
             raise NotRecordable(f"{self.width} of {self._row_width} columns")
         if width != self.width or dtype != self.recording.dtype:
@@ -108,7 +105,7 @@ class Recorded:
         raise NotRecordable("an operation of torch (__getitem__)")
 
     def __mul__(self, other: Any) -> Any:
-        """Multiply by a tensor of one element, or by equally many columns."""
+        """By one element, or by equally many columns."""
         self.expect(self.width, self.recording.dtype)
         if isinstance(other, Recorded):
             other.expect(self.width, self.recording.dtype, columns=True)
@@ -129,10 +126,7 @@ class Recorded:
 
 
 class Recording:
-    """Records native calls that start from `input`, ``[tokens, width]``.
-
-    Keeps weights as long as the program; the memory of caches is not kept.
-    """
+    """Records native calls that start from `input`, ``[tokens, width]``. Keeps weights, not caches."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -163,8 +157,7 @@ class Recording:
         in_place: bool = False,
         **fields: Any,
     ) -> Tensor:
-        """Return an operation's result. fields: of `Operation`, with tensors instead of addresses. in_place: overwrite
-        the source."""
+        """fields: of `Operation`, with tensors instead of addresses. in_place: overwrite the source."""
         for name, value in fields.items():
             if isinstance(value, Tensor):
                 self._kept.append(value)
@@ -183,7 +176,7 @@ class Recording:
         return cast(Tensor, Recorded(self, operation.target, width))
 
     def finish(self, output: Tensor) -> Program:
-        """Return the program that computes `output`. Raises NotRecordable if it exceeds the limits of programs."""
+        """Raises NotRecordable beyond the limits of programs."""
         assert isinstance(output, Recorded)
         output.expect(output.width, self.dtype)
         operations, widths = assign_buffers(self._operations, self._widths, output.number)
@@ -196,8 +189,7 @@ class Recording:
 def assign_buffers(
     operations: Sequence[Operation], widths: Sequence[int], output: int
 ) -> tuple[list[Operation], list[int]]:
-    """Assign values to buffers, which are reused after a value's last use. Returns the operations and the buffers'
-    widths.
+    """Reuse buffers after a value's last use. Returns operations and widths.
 
     Raises NotRecordable if an operation would overwrite the caller's input.
     """
@@ -220,7 +212,7 @@ def assign_buffers(
         elif operation.target == output:
             place = OUTPUT
         elif is_alike and operation.residual in over - {operation.source} and places[operation.residual] > OUTPUT:
-            # A result may overwrite its residual.
+            # a result may overwrite its residual
             place = places[operation.residual]
             over.remove(operation.residual)
         else:
@@ -242,7 +234,7 @@ class Program:
     def __init__(
         self, operations: Sequence[Operation], widths: Sequence[int], dtype: torch.dtype, kept: Sequence[Tensor]
     ) -> None:
-        """kept: owners of the memory at the operations' addresses."""
+        """kept: owners of the memory at the addresses."""
         self._program: Callable[..., None] = extension().program
         self._table = (Operation * len(operations))(*operations)
         self._widths = array("q", widths)
@@ -259,8 +251,7 @@ class Program:
     ) -> Tensor:
         """Run all operations on ``[tokens, width]``.
 
-        ropes: one for each recorded kind. plan: a `CpuPlan`. row_slots: int32 ``[tokens]``, each row's adapter slot,
-        below 0 for none; None: no adapters. scalings: see `AdapterRows`.
+        ropes: one for each recorded kind. row_slots: int32 ``[tokens]``, adapter slots, below 0 for none.
         """
         assert isinstance(plan, CpuPlan)
         expected = plan.num_tokens, self._widths[INPUT]

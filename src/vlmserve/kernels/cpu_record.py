@@ -25,12 +25,12 @@ class Operation(ctypes.Structure):
     def __init__(
         self, kind: int, source: int, target: int, residual: int = -1, *, rope: int = -1, **fields: Any
     ) -> None:
-        """fields: default 0. Raises AttributeError for an unknown name."""
+        """Raises AttributeError for an unknown name."""
         super().__init__(kind=kind, source=source, target=target, residual=residual, rope=rope, **fields)
 
 
 def mismatch(native: ModuleType, record: type[ctypes.Structure] = Operation) -> str | None:
-    """Return how the first different field or kind is compiled, and how Python has it."""
+    """Return the first field or kind that differs in the compiled kernels."""
     ours = [
         (name, getattr(record, name).offset, getattr(record, name).size, kind is ctypes.c_double)
         for name, kind, *_ in record._fields_

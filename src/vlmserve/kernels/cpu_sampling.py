@@ -20,7 +20,6 @@ def draw(
     min_ps: Sequence[float],
     numbers: Sequence[float],
 ) -> list[int]:
-    """Implements `torch_sampling.Draw`."""
     rows, vocabulary = logits.shape
     logits = logits.contiguous()
     tokens = array("q", bytes(8 * rows))

@@ -1,8 +1,4 @@
-"""Loads the compiled kernels, and selects their instruction set.
-
-The extension is optional: layers use torch if it was not built or lacks a type. Its functions take addresses and sizes,
-which avoids torch's dispatch cost. Callers must check shapes.
-"""
+"""Loads the compiled kernels, if they were built, and selects their instruction set. Callers must check shapes."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 def supported_isas() -> tuple[str, ...]:
-    """Instruction sets of this processor and build, best first. Empty without the extension."""
+    """Best first. Empty without the extension."""
     return () if _native is None else tuple(_native.supported_isas())
 
 

@@ -13,7 +13,7 @@ from vlmserve.layer_specs import AttentionSpec
 
 
 class FullAttention:
-    """An `AttentionBackend` for text encoders. It only reads `query_lens` from the metadata."""
+    """For text encoders. It only reads `query_lens`."""
 
     name = "full"
     reads_on_device = False

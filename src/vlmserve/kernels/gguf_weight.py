@@ -17,7 +17,7 @@ _TILE = 32
 
 
 class GGUFRows(NamedTuple):
-    """Outputs of one GGUF type. blocks: uint8 ``[outputs, blocks, bytes]``."""
+    """Outputs of one type. blocks: uint8 ``[outputs, blocks, bytes]``."""
 
     kind: int
     blocks: Tensor
@@ -32,7 +32,7 @@ class GGUFRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GGUFWeight:
-    """A weight ``[out_features, in_features]``: rows of one or several types, concatenated.
+    """A weight ``[out_features, in_features]`` of one or several types.
 
     input_bits: see `QuantizedWeight`. Superblocks always use 8-bit inputs.
     """
@@ -42,7 +42,7 @@ class GGUFWeight:
 
     @property
     def group_blocks(self) -> GroupBlocks | None:
-        """Format of the weights in kernels. None: superblocks."""
+        """None: superblocks."""
         return GROUP_BLOCKS.get(self.parts[0].kind)
 
     @property
@@ -56,31 +56,31 @@ class GGUFWeight:
 
     @property
     def bits(self) -> int:
-        """Bits of the largest type, without scales."""
+        """The largest type's, without scales."""
         if self.group_blocks is not None:
             return self.group_blocks.bits
         return max(part.blocks.shape[2] * 8 // SUPERBLOCK for part in self.parts)
 
     @property
     def num_bytes(self) -> int:
-        """Packed blocks take the same, except that 5-bit values take a byte."""
+        """Packed blocks take the same, but 5-bit values a byte."""
         return sum(part.blocks.nbytes for part in self.parts)
 
     @property
     def fills_tiles(self) -> bool:
-        """Return whether kernels take all types together, and only the last part may end inside a tile."""
+        """True if kernels take all types together, and only the last part may end inside a tile."""
         together = len({_stored_as(part.kind) for part in self.parts}) == 1
         return together and all(len(part.blocks) % _TILE == 0 for part in self.parts[:-1])
 
     @property
     def is_pair(self) -> bool:
-        """Return whether the weight can be gates and ups."""
+        """True if the weight can be gates and ups."""
         first, last = self.parts[0], self.parts[-1]
         return len(self.parts) <= 2 and (first.kind, first.blocks.shape) == (last.kind, last.blocks.shape)
 
     @classmethod
     def beside(cls, weights: Sequence[GGUFWeight]) -> GGUFWeight:
-        """Like `join`, without copying: parts of the same type stay separate."""
+        """Like `join`, without copying: parts of a type stay separate."""
         return cls(tuple(part for weight in weights for part in weight.parts))
 
     @classmethod
@@ -94,7 +94,7 @@ class GGUFWeight:
         return cls(tuple(parts))
 
     def inputs(self, first: int, last: int) -> GGUFWeight | None:
-        """Return None if that would split a block."""
+        """None if that would split a block."""
         size = self.block_size
         if first % size or last % size:
             return None
@@ -103,7 +103,6 @@ class GGUFWeight:
         return dataclasses.replace(self, parts=parts)
 
     def __getitem__(self, rows: Tensor) -> GGUFWeight:
-        """Adjacent outputs of one type stay adjacent."""
         rows = rows.cpu()
         ends = torch.tensor([len(part.blocks) for part in self.parts]).cumsum(0)
         numbers = torch.bucketize(rows, ends, right=True)

@@ -1,4 +1,4 @@
-"""Instruction sets of the native kernels, and the GGUF types that they read. Imports no torch."""
+"""Instruction sets of the native kernels, and GGUF types that they read. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUP = 32
 
 
 class GroupBlocks(NamedTuple):
-    """A GGUF type with blocks of `GROUP` weights and a scale, and how kernels store them."""
+    """A GGUF type with blocks of `GROUP` weights and a scale."""
 
     num_bytes: int
     """Bytes of a block."""
@@ -38,7 +38,6 @@ GROUP_BLOCKS = {
 
 
 def keeps_superblocks(kernels: str) -> bool:
-    """Return whether kernels keep superblocks without a trial. kernels: see `EngineConfig`."""
     try:
         native = importlib.import_module("vlmserve.kernels._native")
     except ImportError:

@@ -1,4 +1,4 @@
-"""The interface of a device's layer kernels: linears, norms, vision tower attention."""
+"""The interface of a device's layer kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL_QUERIES = slice(None)
 
 class EncoderKernel(Protocol):
     def __call__(self, qkv: Tensor, *, queries: slice = ALL_QUERIES) -> Tensor:
-        """Map ``[images, tokens, 3 * size]`` to ``[images, queries, size]``. queries: rows to compute, without step."""
+        """Map ``[images, tokens, 3 * size]`` to ``[images, queries, size]``. queries: rows, without step."""
         ...
 
 
@@ -44,7 +44,7 @@ head_size / 2]``."""
 
 @dataclass(frozen=True, slots=True)
 class NormedHeads:
-    """Adjacent heads of a row, each normed separately."""
+    """Adjacent heads, each normed separately."""
 
     first: int
     """Index of the first element."""
@@ -89,8 +89,7 @@ class Product(Protocol):
     ) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``, half as wide if gated.
 
-        residual: added to the result. out: contiguous memory that the result may use. adapters: change the rows that
-        have one.
+        out: contiguous memory that the result may use. adapters: change the rows that have one.
         """
         ...
 
@@ -102,7 +101,7 @@ class NormedRows(NamedTuple):
 
 @runtime_checkable
 class AddingNorm(Protocol):
-    """A norm that can add a residual to its result. Tensors are ``[..., size]`` of one dtype."""
+    """Can add a residual. Tensors are ``[..., size]`` of one dtype."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -111,16 +110,14 @@ class AddingNorm(Protocol):
 
 @runtime_checkable
 class SummingNorm(AddingNorm, Protocol):
-    """A norm that also norms sums."""
-
     def of_sum(self, x: Tensor, residual: Tensor, first: Norm | None = None) -> NormedRows:
-        """Return the sum ``x + residual`` and its norm. first: another norm on this device, applied to x."""
+        """Return ``x + residual`` and its norm. first: another norm, applied to x."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredNorm:
-    """Rows before an RMSNorm. The next matmul applies the norm's factor to its sums."""
+    """The next matmul applies the norm's factor to its sums."""
 
     rows: Tensor
     """``[rows, size]``, before the norm."""
@@ -154,7 +151,7 @@ Normed = Inputs | DeferredNorm
 
 @runtime_checkable
 class RoundingNorm(SummingNorm, Protocol):
-    """A norm that rounds its result like the next matmul, bit for bit."""
+    """Rounds its result like the next matmul, bit for bit."""
 
     def rounded(self, x: Tensor, rounding: Rounding) -> RoundedRows: ...
 
@@ -165,42 +162,42 @@ class RoundingNorm(SummingNorm, Protocol):
 
 @runtime_checkable
 class RoundingProduct(Protocol):
-    """A linear that may round its inputs, or take rounded inputs."""
+    """May round its inputs, or take rounded inputs."""
 
-    def rounding(self, rows: int) -> Rounding | None:
-        """How it rounds a step's inputs, if it does."""
-        ...
+    def rounding(self, rows: int) -> Rounding | None: ...
 
     def of_rounded(self, x: RoundedRows, residual: Tensor | None = None) -> Tensor:
         """Like `Product.__call__`, without adapters."""
         ...
 
     def rounded(self, x: Inputs, rounding: Rounding) -> RoundedRows | None:
-        """Return the result for ``[rows, in_features]``, rounded for the next matmul. None: it cannot."""
+        """Map ``[rows, in_features]``, rounded for the next matmul. None: it cannot."""
         ...
 
 
 @runtime_checkable
 class DeferringProduct(Protocol):
-    """A linear that may leave the following norm to the next linear, and completes such a norm."""
+    """May leave the following norm to the next linear, and completes such a norm."""
 
     def completes(self, rows: int) -> bool: ...
 
     def complete(self, x: DeferredNorm) -> Tensor:
-        """Multiply normed rows without adapters. The number of rows must pass `completes`."""
+        """Without adapters. The number of rows must pass `completes`."""
         ...
 
     def deferring(self, x: Tensor, residual: Tensor, norm: Norm) -> DeferredNorm | None:
-        """Return the matmul of ``[rows, in_features]`` without adapters, plus residual, before `norm`. None: compute
-        the norm separately."""
+        """Multiply ``[rows, in_features]`` without adapters, plus residual, before `norm`.
+
+        None: compute the norm separately.
+        """
         ...
 
 
 class Table(Product, Protocol):
-    """A linear whose weight is also an embedding table. Results are float32."""
+    """The weight is also an embedding table. Results are float32."""
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Return weight rows ``[count, in_features]`` in the model's dtype. indices: int64 ``[count]``."""
+        """Return ``[count, in_features]`` in the model's dtype. indices: int64 ``[count]``."""
         ...
 
 
@@ -210,8 +207,6 @@ ExpertProducts = tuple[Product, Product]
 
 @dataclass(frozen=True, slots=True)
 class RouterWeights:
-    """Weights that select and weigh the experts of each row, in float32."""
-
     product: Product
     """Expert scores from float32 rows."""
     correction: Tensor | None = None
@@ -228,24 +223,22 @@ class ExpertsKernel(Protocol):
     def __call__(self, x: Tensor, residual: Tensor | None = None, *, float_output: bool = False) -> Tensor:
         """Map ``[rows, size]`` to the weighted sum of each row's experts, plus a residual.
 
-        float_output: result and residual are float32 instead of the model's dtype.
+        float_output: result and residual are float32.
         """
         ...
 
 
 class Operations(Protocol):
-    """A device's layer kernels. Functions that return None leave the operation to torch."""
+    """Functions that return None leave the operation to torch."""
 
-    def multiplies(self, weight: QuantizedWeight) -> bool:
-        """Return whether matmuls read a quantized weight without dequantizing it."""
-        ...
+    def multiplies(self, weight: QuantizedWeight) -> bool: ...
 
     def multiplies_superblocks(self, input_bits: int | None) -> bool:
-        """Return whether matmuls read superblocks of a `GGUFWeight`. input_bits: requested, None for the default."""
+        """input_bits: requested, None for the default."""
         ...
 
     def product_inputs(self, in_features: int, dtype: torch.dtype) -> int:
-        """Return the fastest number of inputs for a plain linear, at least `in_features`. Extra inputs are zeros."""
+        """The fastest number for a plain linear. Extra inputs are zeros."""
         ...
 
     def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
@@ -253,7 +246,7 @@ class Operations(Protocol):
         ...
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
-        """Store an embedding table ``[count, size]`` that is also the output head. dtype: of rows and inputs."""
+        """An embedding table ``[count, size]`` is also the output head. dtype: of rows and inputs."""
         ...
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Norm | None:
@@ -267,7 +260,7 @@ class Operations(Protocol):
     def experts(
         self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertProducts]
     ) -> ExpertsKernel | None:
-        """Return None to run experts one by one.
+        """None: run experts one by one.
 
         router: None if some weights have reordered inputs or outputs. experts: by number, this rank's only.
         """
@@ -277,12 +270,10 @@ class Operations(Protocol):
         """Full attention within each image."""
         ...
 
-    def encoder_rotation(self, dtype: torch.dtype) -> RotationKernel | None:
-        """RoPE for patches."""
-        ...
+    def encoder_rotation(self, dtype: torch.dtype) -> RotationKernel | None: ...
 
     def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:
-        """Attention within images of several sizes. None: computing them together is not faster."""
+        """None: computing images of several sizes together is not faster."""
         ...
 
     def delta(self, spec: DeltaSpec, weights: DeltaWeights, dtype: torch.dtype) -> DeltaKernel | None:

@@ -16,33 +16,31 @@ _LINE = 64
 
 
 def allocate(count: int, dtype: torch.dtype) -> Tensor:
-    """Allocate an uninitialized CPU tensor ``[count]``, in large pages if possible.
+    """An uninitialized CPU tensor ``[count]``, in large pages if possible.
 
-    Matmuls with few rows are limited by reading the weight, which takes up to 25% less time from large pages. The
-    system must be asked before the first write, so an allocator's reused memory will not do. Tensors smaller than a
-    page share one.
+    Reading a weight takes up to 25% less time from large pages. The system must be asked before the first write, so
+    reused memory will not do. Tensors smaller than a page share one.
     """
     num_bytes = count * dtype.itemsize
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(count, dtype=dtype)
-    # Callers may or may not be in torch's inference mode.
+    # callers may or may not be in torch's inference mode
     with torch.inference_mode(False):
         pages = _map(num_bytes) if num_bytes >= LARGE_PAGE else _shared.take(num_bytes)
         return pages.view(dtype)
 
 
 def _map(num_bytes: int) -> Tensor:
-    """Map memory that is aligned to a large page."""
     pages = mmap.mmap(-1, num_bytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(pages, dtype=torch.uint8, count=1).data_ptr() % LARGE_PAGE
     with contextlib.suppress(OSError):  # the kernel lacks huge pages
-        # The rest after whole large pages stays in small pages, to save memory.
+        # the rest stays in small pages, to save memory
         pages.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // LARGE_PAGE * LARGE_PAGE)
     return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
 class _SharedPages:
-    """Hands out parts of large pages, aligned to cache lines."""
+    """Parts of large pages, aligned to cache lines."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

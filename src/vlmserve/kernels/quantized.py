@@ -59,7 +59,7 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Packed bytes: the values, and 2 bytes for each scale and minimum of a group, or 4 for an output's scale."""
+        """Values, and 2 bytes for each scale and minimum of a group, 4 for an output's scale."""
         each = 4 if self.has_scales_of_outputs or self.has_minimums else 2
         return self.values.numel() * self.bits // 8 + self.scales.numel() * each
 
@@ -73,7 +73,7 @@ class QuantizedWeight:
 
     @property
     def has_scales_of_outputs(self) -> bool:
-        """Return whether weights are 8-bit with one scale per output and 128 as zero."""
+        """True for 8-bit weights with one scale per output and 128 as zero."""
         return self.bits == 8 and not self.is_float8 and self.scales.shape[1] == 1 and self.is_symmetric
 
     @property
@@ -92,13 +92,13 @@ class QuantizedWeight:
 
     @property
     def is_in_coded_groups(self) -> bool:
-        """Return whether native kernels support these groups, which need float16 scales."""
+        """Native kernels need float16 scales."""
         fits = float(self.scales.abs().max()) <= torch.finfo(torch.float16).max
         return self.is_coded and self.group_size in GROUP_SIZES and fits
 
     @property
     def is_in_byte_groups(self) -> bool:
-        """Return whether native kernels support these groups. Scales must be almost exact in float16."""
+        """Native kernels need scales that are almost exact in float16."""
         if self.bits != 8 or self.is_float8:
             return False
         if self.group_size not in BYTE_GROUP_SIZES or self.has_scales_of_outputs:
@@ -110,9 +110,9 @@ class QuantizedWeight:
         return fit and bool((errors <= _F16_ERROR * largest).all())
 
     def in_smaller_groups(self, sizes: Sequence[int] | None = None) -> QuantizedWeight:
-        """Regroup by the largest of `sizes` that divides the group size. Returns self if none does.
+        """Use the largest of `sizes` that divides the group size, else self.
 
-        sizes: by default the supported sizes, unless its own size is supported.
+        sizes: by default the supported sizes, unless its own is supported.
         """
         if self.is_float8:
             return self
@@ -169,8 +169,7 @@ class QuantizedWeight:
 
     @classmethod
     def join(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Concatenate outputs. Different kinds become 8-bit in the largest common group size. Raises ValueError if
-        there is none."""
+        """Different kinds become 8-bit in the largest common group size. Raises ValueError if there is none."""
         first = weights[0]
         if len(weights) == 1:
             return first
@@ -189,7 +188,7 @@ class QuantizedWeight:
         return dataclasses.replace(first, values=values, scales=scales, minimums=minimums)
 
     def inputs(self, first: int, last: int) -> QuantizedWeight | None:
-        """Return None if ``first <= i < last`` splits a group, or inputs are reordered."""
+        """None if ``first <= i < last`` splits a group, or inputs are reordered."""
         if self.order is not None:
             return None
         if self.scales.shape[1] == 1:

@@ -20,8 +20,6 @@ BLOCK_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Consecutive ranges of rows. Rows attend within their range."""
-
     lengths: list[int]
     """Rows of each range."""
     blocks: Tensor
@@ -46,7 +44,7 @@ class Ranges:
         for part in parts:
             blocks.append(part.blocks + begin)
             begin += sum(part.lengths)
-        # Ranges of up to `WINDOW_ROWS` are one block for either size.
+        # ranges of up to `WINDOW_ROWS` are one block
         block_rows = max((part.block_rows for part in parts), default=WINDOW_ROWS)
         return cls([length for part in parts for length in part.lengths], torch.cat(blocks), block_rows)
 
@@ -55,7 +53,7 @@ class Ranges:
         return len(set(self.lengths)) == 1
 
     def runs(self, rows: Tensor) -> Iterator[Tensor]:
-        """Yield adjacent ranges of equal length as ``[ranges, length, ...]``, from ``[rows, ...]``."""
+        """Yield adjacent ranges of equal length, ``[ranges, length, ...]``."""
         start = 0
         for length, group in groupby(self.lengths):
             count = len(list(group))
@@ -67,8 +65,10 @@ class RangeKernels(Protocol):
     """Rows are ``[rows, 3 * size]``: queries, keys and values, each ordered by head."""
 
     def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate queries and keys in place: element ``i`` of a head with ``i + head_size / 2``. cos, sin: float32
-        ``[rows, 1, head_size / 2]``."""
+        """Rotate element ``i`` of query and key heads with ``i + head_size / 2``, in place.
+
+        cos, sin: float32 ``[rows, 1, head_size / 2]``.
+        """
         ...
 
     def attend(self, qkv: Tensor, ranges: Ranges) -> Tensor: ...

@@ -1,8 +1,4 @@
-"""States of layers without attention, the rows that change them, and the interface of their kernels.
-
-A state has a fixed size. The model has one pool of slots: slot `i` of all layers belongs to one sequence. Padding rows
-use slot 0, which no sequence owns.
-"""
+"""States of layers without attention, and the interface of their kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from vlmserve.layer_specs import NO_SLOT, PADDING_SLOT
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class StateCache:
-    """States of one layer, by slot. `StateSpec` defines the shapes."""
+    """Slot 0 is for padding rows. `StateSpec` defines the shapes."""
 
     tail: Tensor
     """``[slots, kernel - 1, channels]``: last inputs of the convolution, oldest first."""
@@ -33,8 +29,10 @@ class StateCache:
 
 
 class Segments(NamedTuple):
-    """Consecutive rows of one sequence between two states that are read or written. int32, on the host. A segment
-    without rows copies its source."""
+    """Consecutive rows between two states that are read or written. int32, on the host.
+
+    Without rows, a segment copies its source.
+    """
 
     starts: np.ndarray
     """``[segments + 1]``: first row of each segment, then the number of rows."""
@@ -56,10 +54,10 @@ class Segments(NamedTuple):
         sources: Mapping[int, int] | None = None,
         checkpoints: Mapping[int, Mapping[int, int]] | None = None,
     ) -> Segments:
-        """Build segments from each sequence's rows at positions ``start <= i < end`` and its working slot.
+        """Take each sequence's rows at positions ``start <= i < end`` and its working slot.
 
-        sources: by sequence index, the slot that the first segment reads. The default is the working slot, or zeros at
-        position 0. checkpoints: by sequence index, the slot that gets the state after ``start < n <= end`` tokens.
+        By sequence index: sources, the slot to read (default: the working slot, or zeros at position 0), and
+        checkpoints, the slot for the state after ``start < n <= end`` tokens.
         """
         sources, checkpoints = sources or {}, checkpoints or {}
         segments: list[tuple[int, int, int, int]] = []
@@ -72,14 +70,14 @@ class Segments(NamedTuple):
                 first, source = reached, target
             rows += end - start
             sequences.append(len(segments))
-        # Kernels need contiguous arrays.
+        # kernels need contiguous arrays
         starts, read, written, positions = np.array(segments, np.int32).reshape(-1, 4).T.copy()
         return cls(np.append(starts, np.int32(rows)), read, written, positions, np.array(sequences, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """The segments of a flat batch, on the model's device."""
+    """On the model's device."""
 
     starts: Tensor
     sources: Tensor
@@ -101,12 +99,11 @@ class StateRows:
 
     @classmethod
     def of_prompts(cls, lengths: Sequence[int], device: torch.device | None = None) -> StateRows:
-        """Their states are not read later."""
         return cls.of(Segments.of_chunks([(0, length) for length in lengths], [PADDING_SLOT] * len(lengths)), device)
 
     @property
     def num_decodes(self) -> int:
-        """Number of leading sequences with one segment of one row."""
+        """Leading sequences with one segment of one row."""
         ends = np.flatnonzero((self.host.sequences != np.arange(len(self.host.sequences)))[1:])
         sequences = int(ends[0]) if len(ends) else len(self.host.sequences) - 1
         longer = np.flatnonzero(np.diff(self.host.starts[: sequences + 1]) != 1)
@@ -138,14 +135,13 @@ class DeltaKernel(Protocol):
 
         - q, k and v go through a causal convolution and SiLU.
         - q and k of each head become ``x * rsqrt(sum(x ** 2) + 1e-6)``; q is also scaled by ``key_size ** -0.5``.
-        - A head's state decays by ``exp(decay * softplus(a + dt_bias))`` and is updated with step size ``sigmoid(b)``.
-        - The result of each head is ``RMSNorm(x) * silu(z)``.
+        - States decay by ``exp(decay * softplus(a + dt_bias))``; the step size is ``sigmoid(b)``.
+        - Results are ``RMSNorm(x) * silu(z)``.
         """
         ...
 
 
 class ConvolutionKernel(Protocol):
     def __call__(self, mixed: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
-        """Map ``[tokens, B | C | x]`` to ``C * convolution(B * x)``, ``[tokens, channels]``, and update the segments'
-        tails."""
+        """Map ``[tokens, B | C | x]`` to ``C * convolution(B * x)``, ``[tokens, channels]``. Updates the tails."""
         ...

@@ -1,13 +1,4 @@
-"""The KV cache of `TorchReference`: ``[blocks, kv_heads, block_size, head_size]``.
-
-A row of ``[blocks * kv_heads, block_size * head_size]`` is a contiguous part of one head's history. Gathering rows by
-sequence, head and block gives contiguous ``[sequences * kv_heads, length, head_size]`` for a batched matmul, with a
-group's query heads as rows. Keys and values are copied once and never repeated.
-
-8-bit caches also have scales ``[blocks, kv_heads, 2, block_size]`` for keys and values. Gathering dequantizes them. New
-keys and values are rounded before they are used, as later reads see them. float8 is stored as uint8, which torch can
-copy and index on all devices.
-"""
+"""The KV cache of `TorchReference`: ``[blocks, kv_heads, block_size, head_size]``."""
 
 from __future__ import annotations
 
@@ -26,8 +17,11 @@ LARGEST: Mapping[CacheType, float] = {"int8": 127.0, "fp8": torch.finfo(FLOAT8).
 
 
 def write(cache: LayerCache, which: int, new: Tensor, rows: Tensor) -> Tensor:
-    """Write keys (`which` 0) or values (1) ``[tokens, kv_heads, head_size]`` to cache rows. Returns them as later reads
-    see them."""
+    """Write keys (`which` 0) or values (1) ``[tokens, kv_heads, head_size]``. Returns them as later reads see them.
+
+    8-bit caches have scales ``[blocks, kv_heads, 2, block_size]``. float8 is stored as uint8, which torch can copy and
+    index on all devices.
+    """
     stored = cache.tensors[which]
     size = new.shape[2]
     flat = new.reshape(-1, size)
@@ -36,10 +30,10 @@ def write(cache: LayerCache, which: int, new: Tensor, rows: Tensor) -> Tensor:
         return new
     largest = flat.abs().amax(1).float()
     most = LARGEST[cache.stored]
-    # Rows with non-finite numbers become NaN.
+    # rows with non-finite numbers become NaN
     largest = largest.where(largest.isfinite(), torch.nan)
     scales = largest / most
-    # torch computes `most / largest` with a reciprocal, which rounds differently.
+    # torch computes `most / largest` with a reciprocal, which rounds differently
     factors = torch.full_like(largest, most).div_(largest)
     scaled = (flat * factors[:, None]).nan_to_num_(0.0, 0.0, 0.0)
     rounded = scaled.to(FLOAT8) if cache.stored == "fp8" else scaled.round_().to(torch.int8)
@@ -51,7 +45,10 @@ def write(cache: LayerCache, which: int, new: Tensor, rows: Tensor) -> Tensor:
 
 
 def gather(cache: LayerCache, which: int, rows: Tensor, workspace: Tensor, batch: int) -> Tensor:
-    """Gather blocks of keys (`which` 0) or values (1) as ``[batch, tokens, head_size]``, in `workspace`."""
+    """Dequantize keys (`which` 0) or values (1) as ``[batch, tokens, head_size]`` in `workspace`.
+
+    A row is a contiguous part of one head's history, for a batched matmul.
+    """
     stored = cache.tensors[which]
     blocks, heads, block_size, size = stored.shape
     flat = stored.view(blocks * heads, block_size * size)
@@ -67,5 +64,5 @@ def gather(cache: LayerCache, which: int, rows: Tensor, workspace: Tensor, batch
 
 
 def cache_rows(blocks: Tensor, heads: int) -> Tensor:
-    """Convert ``[sequences, blocks]`` to rows of ``[blocks * heads, ...]``."""
+    """Rows are ``[blocks * heads, ...]``."""
     return (blocks[:, None] * heads + torch.arange(heads, device=blocks.device)[:, None]).reshape(-1)

@@ -1,8 +1,4 @@
-"""Attention of decodes in plain torch, with bounded memory.
-
-Decodes of similar length are padded and computed together. Their context is gathered in splits of bounded size: a few
-decodes at a time, or part of one long context, as in flash-decoding (https://pytorch.org/blog/flash-decoding/).
-"""
+"""Attention of decodes in plain torch, with bounded memory."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ class KVSplit:
     request's NaN, and 0 * NaN is NaN. None: there are none."""
 
     def gather(self, cache: LayerCache, workspace: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``[batch, length, head_size]``, in `workspace`."""
+        """Keys and values ``[batch, length, head_size]``, in `workspace`."""
         gathered = gather(cache, 0, self.blocks, workspace, batch), gather(cache, 1, self.blocks, workspace, batch)
         if self.unused is not None:
             for tensor in gathered:
@@ -52,7 +48,8 @@ class KVSplit:
 class DecodeBucket:
     """Decodes of similar length, padded to the longest.
 
-    start, end: rows of the ordered decodes. splits: of the context, several only for a single decode.
+    start, end: rows of the ordered decodes. splits: several for a single decode, as in flash-decoding
+    (https://pytorch.org/blog/flash-decoding/).
     """
 
     start: int
@@ -62,7 +59,7 @@ class DecodeBucket:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """The decodes of a step. order: sorted by length. None: unchanged."""
+    """order: sorted by length. None: unchanged."""
 
     order: Tensor | None
     buckets: list[DecodeBucket]
@@ -93,7 +90,7 @@ def plan_decodes(
 
 
 def split_by_length(lens: list[int], bucket_cost: int) -> tuple[list[int] | None, list[tuple[int, int]]]:
-    """Group decodes that are worth padding together. Returns their order (None: unchanged) and each group's bounds."""
+    """Return an order (None: unchanged), and the bounds of groups that are worth padding together."""
     if not lens:
         return None, []
     order = sorted(range(len(lens)), key=lens.__getitem__, reverse=True)
@@ -111,7 +108,6 @@ def split_by_length(lens: list[int], bucket_cost: int) -> tuple[list[int] | None
 def _cut_by_size(
     sequences: Sequence[int], lens: list[int], spec: AttentionSpec, block_size: int, most_blocks: int
 ) -> Iterator[list[int]]:
-    """Yield groups whose context fits into a split."""
     width = max(_num_blocks(lens[sequence], spec, block_size) for sequence in sequences)
     at_once = max(1, most_blocks // width)
     for first in range(0, len(sequences), at_once):
@@ -129,7 +125,7 @@ def _num_blocks(context: int, spec: AttentionSpec, block_size: int) -> int:
 def _splits(
     metadata: BatchMetadata, block_size: int, spec: AttentionSpec, column: int, sequences: list[int], most_blocks: int
 ) -> Iterator[KVSplit]:
-    """Yield splits of whole blocks. The matmul would copy partial blocks first."""
+    """The matmul would copy partial blocks first."""
     device = metadata.block_tables.device
     contexts = [metadata.host_context_lens[sequence] for sequence in sequences]
     firsts = [_first_block(context, spec, block_size) for context in contexts]
@@ -139,7 +135,7 @@ def _splits(
     for begin in range(0, width, most_blocks):
         end = min(begin + most_blocks, width)
         columns = first + torch.arange(begin, end, device=device)
-        # Pad with the sequence's first block, which is full unless it is also the last.
+        # the first block is full unless it is also the last
         blocks = tables.gather(1, torch.where(columns <= (context - 1) // block_size, columns, first))
         length = (end - begin) * block_size
         used = [context - (block + begin) * block_size for block, context in zip(firsts, contexts, strict=True)]
@@ -159,7 +155,6 @@ def _splits(
 
 
 def _unused_rows(used: list[int], length: int, block_size: int, num_heads: int) -> Tensor:
-    """used: leading tokens of each sequence, from its first block."""
     ends = [length if count < block_size else -(-count // block_size) * block_size for count in used]
     tokens, first, last = torch.arange(length), torch.tensor(used)[:, None], torch.tensor(ends)[:, None]
     unused = (tokens >= first) & (tokens < last)
@@ -169,7 +164,7 @@ def _unused_rows(used: list[int], length: int, block_size: int, num_heads: int) 
 def attend_decodes(
     query: Tensor, cache: LayerCache, spec: AttentionSpec, plan: DecodePlan, workspace: Tensor, output: Tensor
 ) -> None:
-    """Attend ``[decodes, heads, head_size]`` over the cache, into the first rows of `output`.
+    """Attend ``[decodes, heads, head_size]``, into the first rows of `output`.
 
     workspace: ``[2, cache rows, block_size * head_size]`` for the largest split.
     """
@@ -195,8 +190,7 @@ def attend_decodes(
 def _attend_at_once(
     query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, split: KVSplit, output: Tensor
 ) -> None:
-    """Attend ``[sequences * kv_heads, group, head_size]`` over keys and values ``[..., length, head_size]``, into
-    `output`."""
+    """Attend ``[sequences * kv_heads, group, head_size]`` over ``[..., length, head_size]``, into `output`."""
     sequences = len(query) // spec.num_kv_heads
     if sequences <= FUSED_DECODES and not needs_scores(spec):
         shape = (sequences, spec.num_kv_heads, -1, spec.head_size)
@@ -224,10 +218,7 @@ def _masked_scores(query: Tensor, keys: Tensor, spec: AttentionSpec, split: KVSp
 def _attend_in_splits(
     query: Tensor, cache: LayerCache, spec: AttentionSpec, bucket: DecodeBucket, workspace: Tensor, output: Tensor
 ) -> None:
-    """Attend one decode, ``[kv_heads, group, head_size]``, split by split, into `output`.
-
-    Uses the online softmax (https://arxiv.org/abs/1805.02867).
-    """
+    """Attend one decode, ``[kv_heads, group, head_size]``, by the online softmax (https://arxiv.org/abs/1805.02867)."""
     shape = (*query.shape[:2], 1)
     if spec.sinks is None:
         largest = torch.full(shape, -torch.inf, device=query.device)

@@ -32,16 +32,16 @@ def _has_one_scale(weight: QuantizedWeight) -> bool:
 
 
 class Float8Product(TorchProduct):
-    """A float8 weight with one scale, or one per output. A `Table`.
+    """One scale, or one per output.
 
-    Inputs are rounded to float8 with a scale per row, or with one scale if the weight has one. The weight must pass
+    Inputs are rounded with a scale per row, or with one scale if the weight has one. The weight must pass
     `unsupported_reason`.
     """
 
     def __init__(
         self, weight: QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype, *, by_rows: bool
     ) -> None:
-        """by_rows: whether the device supports scales per row."""
+        """by_rows: the device supports scales per row."""
         super().__init__(bias, epilogue)
         self._values = weight.values.view(FLOAT8).contiguous()
         self._by_rows, self._dtype = by_rows, dtype
@@ -52,13 +52,13 @@ class Float8Product(TorchProduct):
         return self._values.nbytes + self._scales.nbytes
 
     def rows(self, indices: Tensor) -> Tensor:
-        # torch cannot index float8.
+        # torch cannot index float8
         values = F.embedding(indices, self._values.view(torch.uint8)).view(FLOAT8).float()
         scales = self._scales[0, indices][:, None] if self._by_rows else self._scales
         return (values * scales).to(self._dtype)
 
     def _round(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return float8 rows and their float32 scales ``[rows, 1]``, or ``[1, 1]`` for all rows."""
+        """Return float8 rows and float32 scales ``[rows, 1]``, or ``[1, 1]`` for all rows."""
         flat = x.float()
         largest = flat.abs().amax(1, keepdim=True) if self._by_rows else flat.abs().amax().view(1, 1)
         scales = largest.clamp(min=1e-12) / LARGEST

@@ -24,8 +24,10 @@ def unsupported_reason(weight: QuantizedWeight, dtype: torch.dtype) -> str | Non
 
 
 class Int4Product(TorchProduct):
-    """A 4-bit weight in torch's layout, for bfloat16 inputs. Scales and zero points are rounded to bfloat16. The weight
-    must pass `unsupported_reason`."""
+    """A 4-bit weight for bfloat16 inputs, with scales and zero points rounded to bfloat16.
+
+    The weight must pass `unsupported_reason`.
+    """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, epilogue: Epilogue) -> None:
         super().__init__(bias, epilogue)

@@ -58,7 +58,7 @@ class TorchProduct:
         raise NotImplementedError
 
     def _multiply(self, x: Tensor) -> Tensor:
-        """Map ``[..., in_features]`` to ``[..., out_features]``, with the bias."""
+        """Map ``[..., in_features]`` to ``[..., out_features]``, with bias."""
         raise NotImplementedError
 
 
@@ -79,8 +79,10 @@ class PlainProduct(TorchProduct):
 
 
 class UpcastProduct(PlainProduct):
-    """A bfloat16 weight on a CPU without bfloat16 instructions. Large matmuls run in float32, which is several times
-    faster. Matmuls of few rows stay in bfloat16, because reading the weight limits them."""
+    """Without bfloat16 instructions, large matmuls are faster in float32.
+
+    Reading the weight limits matmuls of few rows, so they stay in bfloat16.
+    """
 
     def _multiply(self, x: Tensor) -> Tensor:
         if x.numel() // x.shape[-1] <= FEW_ROWS:
@@ -90,8 +92,7 @@ class UpcastProduct(PlainProduct):
 
 
 class ReorderedProduct(TorchProduct):
-    """A plain weight in oneDNN's order. Otherwise oneDNN reorders it for each matmul, half the time of matmuls with few
-    rows."""
+    """oneDNN's order saves half the time of matmuls with few rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -> None:
         super().__init__(bias, epilogue)
@@ -108,10 +109,9 @@ class ReorderedProduct(TorchProduct):
 
 
 class QuantizedProduct(TorchProduct):
-    """A 4-bit or 8-bit weight. A `Table`.
+    """Dequantizes each block of outputs right before its matmul, which bounds the extra memory.
 
-    Each block of outputs is dequantized right before its matmul, so extra memory does not grow with the weight. A byte
-    holds two 4-bit weights: low bits for the first half of a block's outputs, high bits for the second half.
+    A byte holds two 4-bit weights: low bits for the first half of a block's outputs, high bits for the second half.
     """
 
     def __init__(
@@ -124,13 +124,12 @@ class QuantizedProduct(TorchProduct):
         compute: torch.dtype | None = None,
         block_elements: int = BLOCK_ELEMENTS,
     ) -> None:
-        """dtype: of inputs. compute: dtype of the matmul."""
         super().__init__(bias, epilogue)
         self._dtype, self._compute = dtype, compute or dtype
         self._bits, self._group_size = weight.bits, weight.group_size
         self._out_features, in_features = weight.shape
         self._block_rows = max(2, block_elements // in_features // 2 * 2)
-        # Checkpoints may store a transposed layout, which every matmul would read.
+        # every matmul would read a transposed layout
         self._values = self._pack(weight.values) if weight.bits == 4 else weight.values.contiguous()
         self._scales, self._minimums = weight.scales.contiguous(), weight.minimums.contiguous()
 

@@ -1,7 +1,4 @@
-"""Paged attention in plain torch: the reference, for any device.
-
-`torch_cache` documents the cache layout. Decodes are in `torch_decodes`, prompt chunks here.
-"""
+"""Paged attention in plain torch: the reference, for any device."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from vlmserve.kernels.torch_decodes import BUCKET_COST, GATHERED_ELEMENTS, Decod
 from vlmserve.kernels.torch_scores import attention_scores, attention_weights, needs_scores
 from vlmserve.layer_specs import AttentionSpec, CacheType
 
-# Query rows of a chunk that share one mask. Limits the mask's memory, and skips keys that no row attends to.
+# Rows of a chunk that share a mask. Limits its memory, and skips keys that no row attends to.
 ROWS_PER_MASK = 256
 
 
@@ -157,9 +154,9 @@ def _attend_chunk(
 
 
 class RowGroup(NamedTuple):
-    """Query rows ``first <= row < last`` of a chunk and the key positions ``low <= key < high`` that they see.
+    """Query rows ``first <= row < last`` of a chunk, and keys ``low <= key < high``.
 
-    bidirectional: within its window, each row attends to all of them, including later positions.
+    bidirectional: within its window, each row attends to all of them.
     """
 
     first: int
@@ -186,7 +183,7 @@ def _row_groups(chunk: PromptChunk, window: int | None) -> Iterator[RowGroup]:
 
 
 def _bidirectional_mask(chunk: PromptChunk, group: RowGroup, spec: AttentionSpec, query: Tensor) -> Tensor:
-    """Return an additive mask ``[rows, positions]`` that hides what is outside a bidirectional row's window."""
+    """Return an additive mask ``[rows, positions]``."""
     before = chunk.context - (chunk.end - chunk.start)
     shape = group.last - group.first, group.high - group.low
     if spec.window is None or before + group.last - group.low <= spec.window:
@@ -199,7 +196,7 @@ def _bidirectional_mask(chunk: PromptChunk, group: RowGroup, spec: AttentionSpec
 def _dot_product_attention(
     query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> Tensor:
-    """Attend ``[heads, rows, head_size]`` over ``[kv_heads, length, head_size]``. No mask: causal from the start."""
+    """Attend ``[heads, rows, head_size]`` over ``[kv_heads, length, head_size]``. No mask: causal."""
     return F.scaled_dot_product_attention(
         query[None],
         keys[None],
@@ -212,7 +209,7 @@ def _dot_product_attention(
 
 
 def _attention_by_scores(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, mask: Tensor) -> Tensor:
-    """Like `_dot_product_attention`, with features that the fused operator lacks."""
+    """Has features that the fused operator lacks."""
     heads, rows, size = query.shape
     grouped = query.reshape(spec.num_kv_heads, -1, size)
     scores = attention_scores(grouped, keys, spec).view(heads, rows, -1) + mask

@@ -28,18 +28,15 @@ class Draw(Protocol):
         min_ps: Sequence[float],
         numbers: Sequence[float],
     ) -> list[int]:
-        """Sample a token for each row of float32 ``[rows, vocabulary]`` logits, which it may overwrite. Returns -1 for
-        rows with NaN or without a finite maximum.
+        """Sample from float32 ``[rows, vocabulary]`` logits, which it may overwrite.
 
-        Applies temperature (0: the first most likely token), top-k (0: all), top-p and min-p, in this order. Ties with
-        the last kept token are kept. numbers: uniform in [0, 1), one per row.
+        Returns -1 for rows with NaN or without a finite maximum. Applies temperature (0: the first most likely token),
+        top-k (0: all), top-p and min-p, in this order. Filters keep ties. numbers: uniform in [0, 1), one per row.
         """
         ...
 
 
 class Changes(NamedTuple):
-    """Changes of logits before sampling."""
-
     entries: npt.NDArray[np.int64]
     """int64 ``[2, count]``: distinct pairs of row and token."""
     amounts: npt.NDArray[np.float32]
@@ -47,20 +44,19 @@ class Changes(NamedTuple):
 
 
 class DrawLater(Protocol):
-    """Samples asynchronously: tokens stay on the device, and the host does not wait."""
+    """Tokens stay on the device."""
 
     def arrays(self, filters: Filters, numbers: Sequence[float], changes: Changes) -> list[npt.NDArray[Any]]:
         """Temperatures may be 0."""
         ...
 
     def launch(self, logits: Tensor, uploaded: Sequence[Tensor]) -> Tensor:
-        """Return int32 ``[rows]``, equal to `Draw`, without waiting for the device. uploaded: `arrays` on the
-        device."""
+        """Return int32 ``[rows]``, equal to `Draw`. uploaded: `arrays` on the device."""
         ...
 
 
 class Filters(NamedTuple):
-    """Sampling filters, one value per row. temperatures: above 0. top_ks: 0 for all."""
+    """One value per row. temperatures: above 0. top_ks: 0 for all."""
 
     temperatures: Sequence[float]
     top_ks: Sequence[int]
@@ -97,8 +93,8 @@ def draw(
 
 
 def filter_logits(logits: Tensor, filters: Filters) -> Tensor:
-    """Apply temperature, top-k, top-p and min-p in place: -inf for excluded tokens, 0 for the most likely."""
-    # Subtracting the maximum first keeps tiny temperatures from overflowing.
+    """In place: -inf for excluded tokens, 0 for the most likely."""
+    # tiny temperatures must not overflow
     logits.sub_(logits.amax(-1, keepdim=True)).div_(_column(filters.temperatures, logits))
     rows, vocabulary = logits.shape
     pairs = zip(filters.top_ks, filters.top_ps, strict=True)
@@ -135,7 +131,7 @@ def _lowest_kept(logits: Tensor, filters: Filters, candidates: int = _TOP_P_CAND
     kept = in_top_k & (mass_before < _column(filters.top_ps, logits))
     kept[:, 0] = True
     lowest = ordered.gather(1, kept.sum(-1, keepdim=True) - 1)
-    # A row that kept all candidates may need more of them.
+    # a row that kept all candidates may need more of them
     unsure = (kept[:, -1:] & all_kept).flatten() if ordered.shape[1] < vocabulary else None
     if unsure is not None and bool(unsure.any()):
         rows = unsure.nonzero().flatten()
@@ -148,9 +144,9 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _argmax(logits: Tensor) -> list[int]:
-    # On a CPU, numpy's argmax is vectorized and several times faster than torch's.
+    # on a CPU, numpy's argmax is several times faster than torch's
     best = torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
-    # The argmax of a row with NaN is a NaN, so one pass is enough.
+    # the argmax of a row with NaN is a NaN
     return _unless_unusable(best.tolist(), logits.gather(1, best.unsqueeze(1)))
 
 
@@ -160,15 +156,14 @@ def _unless_unusable(tokens: list[int], signs: Tensor) -> list[int]:
 
 
 def _draw(logits: Tensor, filters: Filters, numbers: Sequence[float]) -> list[int]:
-    """Sample by inverse transform: the token where the cumulative probability exceeds the row's random number."""
+    """Inverse transform: the token where the cumulative probability exceeds the random number."""
     weights = filter_logits(logits, filters).exp_()
     rows = len(weights)
     padding = -weights.shape[1] % _CDF_CHUNK
     if padding:
         weights = torch.nn.functional.pad(weights, (0, padding))
     weights = weights.view(rows, -1, _CDF_CHUNK)
-    # Sum chunks in float64, which is exact enough for any vocabulary, and accumulate only one chunk per row. The CPU
-    # does it for all devices: the sums are small, and some accelerators lack float64.
+    # Sum chunks in float64, and accumulate one chunk per row, on the CPU, because some accelerators lack float64.
     chunk_ends = weights.sum(-1).cpu().double().cumsum(-1)
     targets = torch.tensor(numbers, dtype=torch.float64)[:, None] * chunk_ends[:, -1:]
     chunk = torch.searchsorted(chunk_ends, targets, right=True).clamp_(max=chunk_ends.shape[1] - 1)
@@ -176,8 +171,8 @@ def _draw(logits: Tensor, filters: Filters, numbers: Sequence[float]) -> list[in
     picked = weights[torch.arange(rows, device=weights.device), chunk.squeeze(1).to(weights.device)].cpu()
     ends = start + picked.double().cumsum(-1)
     inside = torch.searchsorted(ends, targets, right=True)
-    # Rounding may point past the last possible token of the chunk.
+    # rounding may point past the last possible token
     last_possible = (picked > 0) * torch.arange(_CDF_CHUNK)
     inside = torch.minimum(inside, last_possible.amax(-1, keepdim=True))
-    # Filtered rows have a maximum weight of 1, or NaN if unusable.
+    # a maximum weight of 1, or NaN if unusable
     return _unless_unusable((chunk * _CDF_CHUNK + inside).squeeze(1).tolist(), chunk_ends[:, -1:])

@@ -13,13 +13,15 @@ def needs_scores(spec: AttentionSpec) -> bool:
 
 
 def attention_scores(query: Tensor, keys: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return scaled and capped float32 scores ``[batch, rows, length]``. query: ``[batch, rows, head_size]``. keys:
-    ``[batch, length, head_size]``."""
+    """Scaled and capped float32 scores ``[batch, rows, length]``.
+
+    query: ``[batch, rows, head_size]``. keys: ``[batch, length, head_size]``.
+    """
     transposed = keys.transpose(1, 2)
     scores = torch.bmm(query, transposed)
     if query.dtype != torch.float32:
-        # A 16-bit matmul rounds its float32 sums, too coarsely for large scores. A second matmul computes the rounding
-        # error, while the keys are still in the processor's cache.
+        # 16-bit results are too coarse for large scores. A second matmul computes the rounding error, while the keys
+        # are in the processor's cache.
         lost = torch.baddbmm(scores, query, transposed, beta=-1)
         scores = scores.float().add_(lost)
     if spec.soft_cap is None:
@@ -28,7 +30,7 @@ def attention_scores(query: Tensor, keys: Tensor, spec: AttentionSpec) -> Tensor
 
 
 def attention_weights(scores: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return the softmax of ``[..., heads, rows, length]``. Sinks take the rest."""
+    """Softmax of ``[..., heads, rows, length]``. Sinks take the rest."""
     if spec.sinks is None:
         return torch.softmax(scores, -1)
     sinks = scores.new_tensor(spec.sinks)[:, None, None].expand(*scores.shape[:-1], 1)

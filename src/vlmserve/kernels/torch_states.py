@@ -17,7 +17,7 @@ _NORM_EPS = 1e-6
 
 
 class RuleRows(NamedTuple):
-    """Inputs of the gated delta rule. The first axis is sequences or tokens."""
+    """The first axis is sequences or tokens."""
 
     query: Tensor
     """``[rows, heads, key_size]``."""
@@ -34,7 +34,7 @@ class RuleRows(NamedTuple):
 
 
 class TorchDelta:
-    """A `DeltaKernel`. Decodes run the recurrence in one batch, prompts run chunk by chunk."""
+    """Decodes run the recurrence in one batch, prompts chunk by chunk."""
 
     def __init__(self, spec: DeltaSpec, weights: DeltaWeights) -> None:
         self._spec, self._weights = spec, weights
@@ -84,9 +84,9 @@ class TorchConvolution:
 
 
 def causal_convolution(x: Tensor, weight: Tensor, tails: Tensor, rows: StateRows) -> Tensor:
-    """Convolve ``[rows, channels]`` depthwise in float32, and update the segments' tails.
+    """Convolve ``[rows, channels]`` depthwise in float32, and update tails.
 
-    Taps are added in a fixed order, so results do not depend on how a prompt is chunked.
+    Taps are added in a fixed order, so chunking does not change results.
     """
     taps = weight.float().T.contiguous()
     size = len(taps) - 1
@@ -105,7 +105,7 @@ def causal_convolution(x: Tensor, weight: Tensor, tails: Tensor, rows: StateRows
 
 
 def recurrent_rule(rows: RuleRows, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the gated delta rule to one token of each sequence.
+    """The gated delta rule for one token of each sequence.
 
     states: ``[sequences, heads, key_size, value_size]``. Returns results shaped like values, and the new states.
     """
@@ -117,7 +117,7 @@ def recurrent_rule(rows: RuleRows, states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chunked_rule(rows: RuleRows, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the gated delta rule to consecutive tokens of one sequence by matmuls (https://arxiv.org/abs/2412.06464).
+    """The gated delta rule for consecutive tokens, by matmuls (https://arxiv.org/abs/2412.06464).
 
     state: ``[heads, key_size, value_size]``. Returns results shaped like values, and the new state.
     """
@@ -126,7 +126,7 @@ def chunked_rule(rows: RuleRows, state: Tensor) -> tuple[Tensor, Tensor]:
     future = torch.ones(len(rows.beta), len(rows.beta), dtype=torch.bool, device=state.device).triu(1)
     between = (total[:, :, None] - total[:, None]).masked_fill(future, -torch.inf).exp()
     from_start = total.exp()[..., None]
-    # Each token's update depends on earlier tokens: a triangular system.
+    # updates depend on earlier tokens: a triangular system
     system = (key * beta) @ key.mT * between
     solved = torch.linalg.solve_triangular(
         system, torch.cat([value * beta, key * beta * from_start], 2), upper=False, unitriangular=True

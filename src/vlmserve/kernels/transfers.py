@@ -7,8 +7,7 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to a device. A GPU copies from pinned memory, which torch keeps until the copy is done; from
-    other memory, the host would wait for all queued work."""
+    """Pinned memory spares the host a wait. torch keeps it until the copy is done."""
     if device.type != "cuda" or tensor.device == device:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -38,10 +38,10 @@ REPACKED = {12: (4, 32), 14: (8, 16)}
 
 @cache
 def is_as_fast_as_torch(isa: str, dtype: torch.dtype, cpuinfo: Path = CPUINFO) -> bool:
-    """Return whether the selected kernels are at least as fast as torch, for few and for many rows.
+    """Return whether the kernels are at least as fast as torch, for few and for many rows.
 
-    isa: the selected instruction set. dtype: of inputs and weights. ``$XDG_CACHE_HOME/vlmserve/kernels.json`` (default
-    ``~/.cache``) stores the result for this processor, build and torch.
+    isa: the selected instruction set. ``$XDG_CACHE_HOME/vlmserve/kernels.json`` (default ``~/.cache``) stores the
+    result for this processor, build and torch.
     """
     return KNOWN.get(f"{isa} {dtype} {machine(cpuinfo)}", lambda: _try(dtype))
 
@@ -58,10 +58,7 @@ def _try(dtype: torch.dtype) -> bool:
 
 @cache
 def superblocks_are_as_fast(isa: str, cpuinfo: Path = CPUINFO) -> bool:
-    """Return whether the selected kernels multiply GGUF superblocks at least as fast as repacked weights.
-
-    The trial takes less than a second and 80 MiB. isa, cpuinfo and the file: see `is_as_fast_as_torch`.
-    """
+    """Compares GGUF superblocks with repacked weights, in less than a second and 80 MiB. See `is_as_fast_as_torch`."""
     return KNOWN.get(f"{isa} superblocks {machine(cpuinfo)}", _try_superblocks)
 
 
@@ -86,7 +83,6 @@ def _try_superblocks() -> bool:
 
 
 def _one_after_another(product: PackedLinear) -> Callable[[Tensor], Tensor]:
-    """Return a matmul over copies of a weight that exceed the caches."""
     count = max(1, UNCACHED_BYTES // product.num_bytes)
     copies = [PackedLinear.restored(product.settings, product.packed.clone(), None) for _ in range(count)]
     return lambda x: [copy(x) for copy in copies][-1]

@@ -141,5 +141,5 @@ class RunnerAdapters:
             self._rows.use(self._sampled)
 
     def use_for_all(self, digest: bytes) -> None:
-        """Empty: none."""
+        """digest: empty for none."""
         self._rows.set_all(self._by_digest[digest] if digest else -1)

@@ -1,1 +1,1 @@
-"""Kernels in Triton, for NVIDIA's GPUs. Nothing here is imported before a device asks for it."""
+"""Kernels in Triton, for NVIDIA's GPUs. Only imported when a device asks for it."""

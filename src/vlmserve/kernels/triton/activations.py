@@ -10,13 +10,12 @@ ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh",
 
 @triton.jit
 def tanh(x):
-    """Computed by the sigmoid, which does not overflow and needs no device library."""
+    """The sigmoid does not overflow and needs no device library."""
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
 @triton.jit
 def activate(x, NAME: tl.constexpr):
-    """float32 to float32. NAME: "" for none."""
     if NAME == "silu" or NAME == "swish":
         x = x * tl.sigmoid(x)
     elif NAME == "relu":

@@ -1,8 +1,4 @@
-"""Adds adapters to linears. Each row may have its own (LoRA: https://arxiv.org/abs/2106.09685).
-
-Kernels look a row's adapter up by its slot. Each slot that occurs in a tile of rows has its own programs, which compute
-the whole tile and keep the slot's rows. So a row's sums do not depend on other rows.
-"""
+"""Adds adapters to linears. Each row may have its own (LoRA: https://arxiv.org/abs/2106.09685)."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ def address(word, TYPE: tl.constexpr):
 
 @triton.jit
 def slot_number(slots, number):
-    """Return the occurring slot with the `number` + 1st highest number, or -1."""
+    """The occurring slot with the `number` + 1st highest number, or -1."""
     slot = tl.max(slots, 0)
     for _ in range(number):
         slot = tl.max(tl.where(slots < slot, slots, -1), 0)
@@ -45,7 +41,9 @@ def shrink(
     SCALED: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Multiply `TOKENS` rows by `RANKS` rows of their adapters' `down` matrices, over one split of the inputs.
-    Programs: ``[rank / RANKS, rows / TOKENS, SPLITS * slots]``.
+
+    Programs: ``[rank / RANKS, rows / TOKENS, SPLITS * slots]``. Each slot in a tile has its own programs, so a row's
+    sums do not depend on other rows.
 
     inner_ptr: float32 ``[SPLITS, rows, rank]``; elements beyond an adapter's rank and rows without adapter stay
     unwritten. scalings_ptr: float32 ``[rows, columns]`` if SCALED. EVEN: the inputs are whole tiles.
@@ -99,11 +97,10 @@ def add_changes(
     DTYPE: tl.constexpr, RANKS: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Add splits, adapters and the epilogue of `OUTPUTS` outputs of `TOKENS` rows. Programs: ``[out_features / OUTPUTS,
-    rows / TOKENS, slots]``.
+    """Add splits, adapters and the epilogue. Programs: ``[out_features / OUTPUTS, rows / TOKENS, slots]``.
 
-    sums_ptr: ``[SPLITS, rows, out_features]``, with bias if BIASED. inner_ptr: the result of `shrink`, in INNER_SPLITS
-    splits. DTYPE: of `up` matrices.
+    sums_ptr: ``[SPLITS, rows, out_features]``, with bias if BIASED. inner_ptr: from `shrink`, in INNER_SPLITS splits.
+    DTYPE: of `up` matrices.
     """
     wait_for_previous(DEPENDENT)
     first_output = tl.program_id(0) * OUTPUTS
@@ -150,7 +147,7 @@ def add_changes(
             else:
                 changed = factor * changed + shift
         sums = tl.where(own[None, :], changed, sums)
-    # The first program stores rows without an adapter.
+    # the first program stores rows without an adapter
     wanted = (slots == slot) & (slot >= 0) | (slots < 0) & (number == 0)
     stored = tl.where(there & wanted, tokens, rows)
     places, inside = result_places(first_output, stored, rows, out_features, OUTPUTS, GATED)

@@ -26,7 +26,7 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 
 
 class TritonChange:
-    """A `PackedChange`. `down` matrices are stacked; `up` matrices are side by side.
+    """`down` matrices are stacked; `up` matrices are side by side.
 
     Outputs that the same parts change have a row of `width` elements in `up`, and as many rows in `down`. words: rank,
     width, then addresses (0 if absent): `down` ``[rank, in_features]``, `up` ``[out_features, width]``, each output's
@@ -34,7 +34,7 @@ class TritonChange:
     """
 
     def __init__(self, change: Change, order: Tensor | None, out_features: int, in_features: int) -> None:
-        """order: int64 ``[out_features]``, the output of `change` for each output of the linear. None: unchanged."""
+        """order: int64 ``[out_features]``, the output of `change` for each output."""
         groups = _grouped(change.parts)
         ranks = [sum(len(part.down) for part in group) for group in groups]
         width = _rounded(max(ranks, default=0), ALIGNED_RANK)
@@ -79,7 +79,7 @@ def reserved_rank(parts: int, rank: int) -> int:
 
 
 def _grouped(parts: Sequence[LowRank]) -> list[list[LowRank]]:
-    """Group parts by the outputs that they change. Overlapping parts become one group."""
+    """By the outputs that they change. Overlapping parts are one group."""
     groups: dict[tuple[int, int], list[LowRank]] = {}
     for part in parts:
         groups.setdefault((part.start, part.start + len(part.up)), []).append(part)
@@ -130,9 +130,8 @@ def add_adapters(
 ) -> None:
     """Finish a linear whose rows have packed adapters.
 
-    x: ``[rows, in_features]``. sums: float32 ``[splits, rows, out_features]`` to add up, or ``[rows, out_features]`` of
-    any dtype with bias. out: ``[rows, out_features]``, half as wide if `gated`. residual: shaped like `out`,
-    contiguous.
+    x: ``[rows, in_features]``. sums: float32 ``[splits, rows, out_features]``, or ``[rows, out_features]`` of any dtype
+    with bias. out: ``[rows, out_features]``, half as wide if `gated`. residual: shaped like `out`, contiguous.
     """
     rows, in_features = x.shape
     out_features, rank, biased = sums.shape[-1], adapters.rank, sums.ndim == 2

@@ -68,10 +68,10 @@ class AttentionTile(NamedTuple):
 
 
 def tile(spec: AttentionSpec, *, chunks: bool, quantized: bool = False) -> AttentionTile:
-    """Return the largest tile that fits into registers on all supported GPUs.
+    """The largest tile that fits into registers on all supported GPUs.
 
-    chunks: whether the batch has chunks. quantized: whether the KV cache is 8-bit. On an H100, smaller decode tiles
-    take equally long, within 1%. Two warps need 28% fewer instructions per key than four, which matters for 8-bit keys.
+    On an H100, smaller decode tiles take equally long, within 1%. Two warps need 28% fewer instructions per key than
+    four, which matters for 8-bit keys.
     """
     if spec.head_size > 256:
         return AttentionTile(max(16, next_power_of_2(spec.num_heads // spec.num_kv_heads)), 16, 4)
@@ -104,11 +104,10 @@ class TritonPlan:
 
 
 class TritonAttention(TorchReference):
-    """A `NormingBackend` for flat batches of decodes and prompt chunks, with the cache layout of `TorchReference`.
+    """Kernels read lengths on the device, so captured steps can be replayed. Cache: see `TorchReference`.
 
-    Kernels read lengths on the device, so a captured step can be replayed at other lengths. The class attributes are
-    for measurements. writes: decode programs write keys and values. by_library: torch's operator computes long prompts
-    without cached tokens (not yet measured on a GPU).
+    Class attributes for measurements: writes: decode programs write keys and values. by_library: torch's operator
+    computes long prompts without cached tokens (not yet measured on a GPU).
     """
 
     name = "triton"
@@ -129,8 +128,7 @@ class TritonAttention(TorchReference):
     ) -> TritonPlan:
         """Split decode contexts, allocate buffers, and record the reach of bidirectional rows.
 
-        For batches of decodes, launches and grids depend on the number of decodes and, if these fill the GPU, on
-        whether a context is split. So one graph serves all lengths.
+        One graph serves all lengths: launches depend on the number of decodes and, if they fill the GPU, on splits.
         """
         device, sequences = metadata.slot_mapping.device, len(metadata.query_lens)
         chunks = _has_chunks(metadata)
@@ -158,7 +156,7 @@ class TritonAttention(TorchReference):
         split_chunks = _splits_chunks(metadata)
         part_rows = _part_rows_of_chunks(metadata) * CHUNK_SPLITS.value if split_chunks else 0
         self._reserve(most_decodes + MOST_EXTRA + part_rows, layers, device)
-        # Captured steps read new items at the same addresses.
+        # captured steps read new items at the same addresses
         places = tuple(tensor.data_ptr() for one in work.values() for tensor in one)
         capture_key: Hashable = ("decodes", most_decodes, extra, places)
         if chunks:
@@ -169,10 +167,10 @@ class TritonAttention(TorchReference):
         )
 
     def _division(self, metadata: BatchMetadata, layers: Sequence[AttentionSpec]) -> tuple[int, dict[int, int]]:
-        """Return the maximum number of extra splits (0: no context is split), and the tokens per split by window.
+        """Return the maximum number of extra splits (0: none), and the tokens per split by window.
 
-        A split has the step's tokens divided by the programs that run at a time, so contexts stay whole if other work
-        fills the GPU. A small batch of only decodes always counts as split, so that it has one graph.
+        The step's tokens are divided by the programs that run at a time, so contexts stay whole if other work fills the
+        GPU. A small batch of only decodes always counts as split, so that it has one graph.
         """
         decodes, contexts = metadata.num_decodes, metadata.host_context_lens
         if not decodes or not layers:
@@ -193,13 +191,12 @@ class TritonAttention(TorchReference):
                 cdiv(new, queries) * (min(context, window + queries) if window else context)
                 for new, context in zip(metadata.query_lens[decodes:], contexts[decodes:], strict=True)
             )
-            # Rounding up adds less than one split per decode, so the items suffice.
+            # less than one split more per decode, so the items suffice
             sizes[window] = max(cdiv(cdiv(total, extra), PART), 1) * PART
             is_split = is_split or max(seen) > sizes[window]
         return extra if is_split else 0, sizes
 
     def _work_of(self, window: int, num_items: int, num_joins: int, device: torch.device) -> Work:
-        """Return memory at the same address for each step, because captured steps read it."""
         kept = self._work.get(window)
         if kept is None or len(kept.items) < num_items or kept.items.device != device:
             shapes = (max(num_items, LEAST_ITEMS), ITEM.value), (MOST_EXTRA, JOIN.value)
@@ -270,7 +267,7 @@ class TritonAttention(TorchReference):
             tiles = self.decode_tile or tiles
             grid = (spec.num_kv_heads, num_items)
         else:
-            # Launch enough blocks for any number of decodes of the captured step.
+            # enough blocks for any number of decodes
             known, queries = 0 if is_mixed else decodes, tiles.rows // (spec.num_heads // spec.num_kv_heads)
             blocks = (len(query) - known) // queries + sequences - known
             grid = (num_items + blocks * (CHUNK_SPLITS.value if plan.split_chunks else 1), spec.num_kv_heads)
@@ -364,7 +361,7 @@ class TritonAttention(TorchReference):
 
 
 def _head_block(spec: AttentionSpec) -> int:
-    """Columns of a head tile. Tensor cores multiply 16 at a time."""
+    """Tensor cores multiply 16 columns at a time."""
     return max(16, next_power_of_2(spec.head_size))
 
 
@@ -373,14 +370,13 @@ def _has_chunks(metadata: BatchMetadata) -> bool:
 
 
 def _part_rows_of_chunks(metadata: BatchMetadata) -> int:
-    """Rows of chunks whose splits need buffers: the maximum for a step that may be captured."""
     if metadata.decodes is not None:
         return MOST_SPLIT_CHUNKS * int(FEW_QUERIES.value)
     return (len(metadata.query_lens) - metadata.num_decodes) * int(FEW_QUERIES.value)
 
 
 def _splits_chunks(metadata: BatchMetadata) -> bool:
-    """Split contexts of chunks only if the batch has few chunks, some with few rows and a long context."""
+    """Return whether there are few chunks, some with few rows and a long context."""
     sequences = range(metadata.num_decodes, len(metadata.query_lens))
     chunks = [index for index in sequences if metadata.query_lens[index]]  # padding chunks have no rows
     return len(chunks) <= MOST_SPLIT_CHUNKS and any(

@@ -1,14 +1,4 @@
-"""Attention over the paged cache of `torch_cache`: decodes and prompt chunks in one launch.
-
-A program computes the query heads of one KV head, for one decode or some rows of a chunk, as one tile. Long contexts
-are split among programs to fill the GPU, and `combine` adds the splits in order.
-
-- `divide_decodes` splits decode contexts by the work of the whole step. There are slightly more splits than decodes, so
-  one grid fits all lengths. Most contexts of a large batch stay whole.
-- If all rows are decodes, programs apply norm and RoPE to their queries. The program with the newest token also
-  prepares its key, and writes key and value to the cache before reading them.
-- Contexts of chunks with few rows are split if the batch has few chunks.
-"""
+"""Attention over the paged cache of `torch_cache`: decodes and prompt chunks in one launch."""
 
 from __future__ import annotations
 
@@ -53,8 +43,7 @@ def chunk_split_size(seen):
 
 @triton.jit
 def find_chunk(starts_ptr, block, num_decodes, num_sequences, QUERIES: tl.constexpr):
-    """Find the chunk of a block of rows. A chunk takes ``rows // QUERIES + 1`` blocks or one less. Returns its sequence
-    and first block."""
+    """The sequence and first block of a chunk, which has ``rows // QUERIES + 1`` blocks or one less."""
     low, high = num_decodes, num_sequences - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -68,7 +57,7 @@ def find_chunk(starts_ptr, block, num_decodes, num_sequences, QUERIES: tl.conste
 
 @triton.jit
 def load_keys(cache_ptr, tables_ptr, positions, columns, kv_head, KV_HEADS, HEAD, BLOCK_SIZE):
-    """Load stored keys or values ``[positions, columns]``. positions: uint32, which divides faster."""
+    """Load keys or values ``[positions, columns]``. positions: uint32, which divides faster."""
     blocks = tl.load(tables_ptr + positions // BLOCK_SIZE).to(tl.int64)
     rows = (kv_head * BLOCK_SIZE + positions % BLOCK_SIZE) * HEAD
     addresses = (cache_ptr + blocks * (KV_HEADS * BLOCK_SIZE * HEAD))[:, None] + (rows[:, None] + columns[None, :])
@@ -90,12 +79,14 @@ def over_keys(
     KEYS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of query rows over positions ``low <= key < high`` before each row's limit and within its window.
-    Returns the sums of values, the maximum scores (base 2) and the sums of weights."""
+    """Online softmax over positions ``low <= key < high`` before each row's limit and within its window.
+
+    Returns the sums of values, the maximum scores (base 2) and the sums of weights.
+    """
     DTYPE: tl.constexpr = query.dtype
-    # 8-bit values are read as pairs of columns, and summed as even and odd columns.
+    # 8-bit values are read in pairs, and summed as even and odd columns
     PARTS: tl.constexpr = 2 if QUANTIZED != "" else 1
-    # Small weights times scales underflow in float16, so products are scaled up until the end.
+    # small weights times scales underflow in float16
     RAISED: tl.constexpr = 256.0 if QUANTIZED == "fp8" else 64.0
     total = tl.zeros((ROWS, HEAD_BLOCK // PARTS), tl.float32)
     odd_total = total
@@ -107,7 +98,7 @@ def over_keys(
     weight = tl.zeros((ROWS,), tl.float32)
     for start in tl.range(low, high, KEYS, num_stages=STAGES):
         positions = start + tl.arange(0, KEYS)
-        # Positions past the end repeat the last key, masked out, so loads need no masks.
+        # positions past the end repeat the last key, masked out
         read = tl.minimum(positions, high - 1).to(tl.uint32)
         keys = load_keys(keys_ptr, tables_ptr, read, columns, kv_head, KV_HEADS, HEAD, BLOCK_SIZE)
         numbers = float8_numbers(keys, DTYPE, ASSEMBLY) if QUANTIZED == "fp8" else keys.to(DTYPE)
@@ -121,7 +112,7 @@ def over_keys(
             seen = seen & (positions[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores * LOG2_E, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # A row without keys has maximum -inf, and -inf - -inf is NaN.
+        # a row without keys has maximum -inf, and -inf - -inf is NaN
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2(scores - base[:, None])
         kept = tl.exp2(largest - base)
@@ -153,9 +144,11 @@ def divide_decodes(
 ):  # fmt: skip
     """Divide decode contexts into items of at most `size` tokens. One program.
 
-    items_ptr: int32 ``[most_items, ITEM]``, a decode's items in sequence; unused items have no keys. joins_ptr: int32
-    ``[most_joins, JOIN]``, the items of each decode with several; unused joins have no items. Both must be large
-    enough. DECODES: a power of two, at least `decodes`.
+    There are slightly more items than decodes, so one grid fits all lengths, and most contexts of a large batch stay
+    whole.
+
+    items_ptr: int32 ``[most_items, ITEM]``; unused items have no keys. joins_ptr: int32 ``[most_joins, JOIN]``, for
+    decodes with several items; unused joins have no items. DECODES: a power of two, at least `decodes`.
     """
     wait_for_previous(DEPENDENT)
     numbers = tl.arange(0, DECODES)
@@ -206,7 +199,7 @@ def block_of_chunk(
     starts_ptr, contexts_ptr, place, num_decodes, num_sequences, num_items, table_stride, QUERIES: tl.constexpr,
     WINDOW: tl.constexpr, SPLIT_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Return one program's block of chunk rows, and its keys. place: the program's index after the items.
+    """place: the program's index after the items.
 
     Returns:
 
@@ -226,7 +219,7 @@ def block_of_chunk(
     low, high = tl.cast(first_key(context - new + first, WINDOW), tl.int32), context
     is_split, has_none = tl.cast(False, tl.int1), tl.cast(False, tl.int1)
     if SPLIT_CHUNKS:
-        # Split by the keys that any row sees, so that all blocks of rows have the same splits.
+        # by the keys of any row, so that all blocks have the same splits
         all_low = first_key(context - new, WINDOW)
         size = chunk_split_size(context - all_low)
         part_low = all_low + split * size
@@ -239,7 +232,7 @@ def block_of_chunk(
     return begin, first, new, context, low, high, is_split, has_none, part_row, table
 
 
-# Not specialized: these numbers change every step and would recompile the kernel.
+# not specialized: these numbers change every step
 @Kernel
 @triton.jit(
     do_not_specialize=["num_decodes", "num_sequences", "num_items", "table_stride", "column"],
@@ -255,13 +248,15 @@ def attend_rows(
     MIXED: tl.constexpr, ITEMS: tl.constexpr, CHUNKS: tl.constexpr, WRITES: tl.constexpr, ROTATED: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_NORMS: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Attend. Programs: ``[items + blocks of chunk rows, kv_heads]``, `CHUNK_SPLITS` per block with SPLIT_CHUNKS.
-    Without CHUNKS ``[kv_heads, items]``, so that empty programs start last.
+    """Compute the query heads of one KV head, for one decode or some rows of a chunk.
+
+    Programs: ``[items + blocks of chunk rows, kv_heads]``, `CHUNK_SPLITS` per block with SPLIT_CHUNKS. Without CHUNKS
+    ``[kv_heads, items]``, so that empty programs start last.
 
     ITEMS: the batch has decodes, see `divide_decodes`. CHUNKS: it has chunks. MIXED: the number of decodes is read on
-    the device, and there may be surplus programs. tables_ptr: without CHUNKS, block tables of all columns; with CHUNKS,
-    of the layer's column (`column` is 0). WRITES: query_ptr holds queries, keys and values before norm and RoPE, and
-    there are no chunks. Otherwise it holds finished queries, and keys and values are in the cache.
+    the device, and there may be surplus programs. tables_ptr: without CHUNKS, of all columns; with CHUNKS, of the
+    layer's. WRITES: query_ptr holds queries, keys and values before norm and RoPE, and there are no chunks; the program
+    with the newest token writes its key and value.
 
     sums_ptr: float32 ``[split rows, heads, HEAD_BLOCK]``. largest_ptr: float32 ``[split rows, heads, 2]``, maximum
     score and weight. Split rows: the items, then with SPLIT_CHUNKS ``[chunks, CHUNK_SPLITS, FEW_QUERIES]``.
@@ -305,7 +300,7 @@ def attend_rows(
             limit = tl.maximum(limit, tl.load(reach_ptr + begin + row, valid, 0))
         limit = tl.where(valid, limit, 0)
         high = tl.minimum(high, tl.max(limit, 0))
-        # `combine` also reads rows that see no keys of a split.
+        # `combine` also reads rows that see no keys of a split
         has_none = has_none | ((low >= high) & ~is_split)
     if has_none:
         return
@@ -325,7 +320,7 @@ def attend_rows(
         query, query_partner = load_heads(token_ptr, of_heads, inside, columns, ROTATED)
         key, key_partner = load_heads(token_ptr, keys_at, there, columns, ROTATED)
         value = tl.load(token_ptr + keys_at + KV_HEADS * HEAD, there, 0.0)
-        # Issue all loads before the first wait.
+        # issue all loads before the first wait
         if ROTATED > 0:
             at = turn * (ROTATED // 2)
             cos, sin = load_turn(cos_ptr + at, sin_ptr + at, columns, ROTATED)
@@ -337,12 +332,12 @@ def attend_rows(
         if ROTATED > 0:
             query = rotate(query, query_partner, cos, sin)
             key = rotate(key, key_partner, cos, sin)
-        # Predicate the stores: with a branch, loads would be issued after it.
+        # predicated stores: loads would be issued after a branch
         own = tl.where(high == context, own, KV_HEADS)
         there = there & (own < KV_HEADS)[:, None]
         store_tile(key, keys_ptr, scales_ptr, own, columns, there, slot, 0, KV_HEADS, HEAD, BLOCK_SIZE, QUANTIZED)
         store_tile(value, values_ptr, scales_ptr, own, columns, there, slot, 1, KV_HEADS, HEAD, BLOCK_SIZE, QUANTIZED)
-        # All threads of the program read them.
+        # all threads of the program read them
         tl.debug_barrier()
     else:
         query = tl.load(query_ptr + first_place + places, inside, 0.0)
@@ -371,7 +366,7 @@ def attend_rows(
 
 @triton.jit
 def parts_of_join(joins_ptr, number):
-    """Return a decode's row in the batch, first split row, distance between split rows, and number of splits."""
+    """Return row, first split row, distance between split rows, and number of splits."""
     join_ptr = joins_ptr + number * JOIN
     return tl.load(join_ptr), tl.load(join_ptr + 1), tl.cast(1, tl.int32), tl.load(join_ptr + 2)
 
@@ -381,7 +376,7 @@ def parts_of_chunk_row(
     starts_ptr, contexts_ptr, number, num_decodes, num_sequences, num_items, WINDOW: tl.constexpr
 ):  # fmt: skip
     """number: chunk times `FEW_QUERIES` plus row."""
-    # A captured step may have room for more chunks than this step has.
+    # a captured step may have room for more chunks
     chunk, row = number // FEW_QUERIES, number % FEW_QUERIES
     sequence = tl.minimum(num_decodes + chunk, num_sequences - 1)
     begin = tl.load(starts_ptr + sequence)
@@ -436,7 +431,7 @@ def combine(
         part_weight = tl.load(largest_ptr + parts * 2 + 1, part < count, 0.0)
         sums = tl.load(sums_ptr + parts[:, None] * HEAD_BLOCK + columns[None, :], (part < count)[:, None], 0.0)
         new_largest = tl.maximum(largest, tl.max(part_largest, 0))
-        # A row without keys in a split has maximum -inf, and -inf - -inf is NaN.
+        # a row without keys has maximum -inf, and -inf - -inf is NaN
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         kept, shares = tl.exp2(largest - base), tl.exp2(part_largest - base)
         total = total * kept + tl.sum(shares[:, None] * sums, 0)

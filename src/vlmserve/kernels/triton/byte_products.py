@@ -1,7 +1,4 @@
-"""Matmuls of many rows with 8-bit weights and 8-bit inputs, in integers on tensor cores.
-
-Each `GROUP` inputs of a row share a scale, as on a CPU. A tile covers one group, so its sums are converted once.
-"""
+"""Matmuls of many rows with 8-bit weights and 8-bit inputs, in integers on tensor cores."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def multiply_bytes(
     x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, rows, width, out_features, groups,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Programs: ``[out_features / OUTPUTS, rows / ROWS]``. Weights: uint8 with 128 as zero."""
+    """Programs: ``[out_features / OUTPUTS, rows / ROWS]``. A tile covers one group, so its sums are converted once."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     tokens = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inputs = tl.arange(0, GROUP)

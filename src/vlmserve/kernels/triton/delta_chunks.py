@@ -1,15 +1,4 @@
-"""The gated delta rule for prompts, 64 rows at a time, by matmuls (https://arxiv.org/abs/2412.06464).
-
-Each row's update depends on earlier updates of its chunk: a triangular system.
-
-- `prepare_rows` computes queries, keys and values. Its programs need no order.
-- `solve_chunks` computes the inverse of the system's matrix, and how rows see updates. Its programs need no order.
-- `advance_states` computes errors, updates, results and states. A program runs through all chunks of a sequence.
-
-Chunks end at absolute multiples of 64 and at the ends of segments. Grids depend on shapes and the number of decodes.
-Matmuls load their inputs in slices to save registers, and multiply float32 as six bfloat16 products. Barriers separate
-writes from reads by other threads.
-"""
+"""The gated delta rule for prompts, 64 rows at a time, by matmuls (https://arxiv.org/abs/2412.06464)."""
 
 from __future__ import annotations
 
@@ -59,7 +48,7 @@ def matmul(x, y, total):
 
 @triton.jit
 def find_segment(starts_ptr, chunk, num_decodes, num_segments):
-    """Return a chunk's segment and its first chunk. A segment takes ``rows // 64 + 2`` chunks or one less."""
+    """Return a chunk's segment and its first chunk; segments take ``rows // 64 + 2`` chunks or one less."""
     low, high = num_decodes, num_segments - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -84,7 +73,7 @@ def find_sequence(sequences_ptr, segment, num_decodes, num_sequences):
 
 @triton.jit
 def find_rows(starts_ptr, positions_ptr, sequences_ptr, chunk, num_decodes, num_segments, num_sequences):
-    """Return a chunk's first row, end, and the first segment of its sequence."""
+    """The chunk's first row, end, and the first segment of its sequence."""
     segment, first_chunk = find_segment(starts_ptr, chunk, num_decodes, num_segments)
     begin, end = tl.load(starts_ptr + segment), tl.load(starts_ptr + segment + 1)
     first = begin - tl.load(positions_ptr + segment) % ROWS + (chunk - first_chunk) * ROWS
@@ -99,7 +88,7 @@ def prepare_rows(
     num_decodes, num_segments, num_sequences, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, KERNEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Convolution, activation and norm of one chunk of a head."""
+    """Convolution, activation and norm of one chunk of a head. Programs need no order."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     KEYS: tl.constexpr = KEY_HEADS * KEY
     VALUES: tl.constexpr = HEADS * VALUE
@@ -132,9 +121,10 @@ def solve_chunks(
     num_decodes, num_segments, num_sequences, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Solve one chunk of one value head.
+    """One chunk of one value head. Programs need no order.
 
-    Inverts ``I + lower``, starting from diagonal blocks of 2 rows and doubling them.
+    Each row's update depends on earlier ones: a triangular system. Inverts ``I + lower``, doubling diagonal blocks of 2
+    rows.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     KEYS: tl.constexpr = KEY_HEADS * KEY
@@ -161,12 +151,12 @@ def solve_chunks(
         between = tl.exp(tl.minimum((total[:, None] - total[None, :]).to(tl.float32), 0.0))
         lower = tl.where(row > column, known * between * beta[:, None], 0.0)
 
-        # The first plane of `system` holds the inverse, the second what it is multiplied by.
+        # the inverse, and what it is multiplied by
         system = systems_ptr + (rows * HEADS + head)[:, None] * (2 * ROWS)
         inverse = tl.where(row == column, 1.0, tl.where((row ^ column) == 1, -lower, 0.0))
         half = 2
         while half < ROWS:
-            # Entries between the halves of each larger block.
+            # entries between the halves of each larger block
             apart = row ^ column
             tl.store(system + column, inverse, in_chunk[:, None])
             tl.store(
@@ -195,7 +185,6 @@ def solve_chunks(
         for k in range(0, KEY_BLOCK, NARROW):
             mask = in_chunk[:, None] & (k + slices < KEY)[None, :]
             seen = matmul(tl.load(at_keys + k, mask, 0.0), tl.trans(tl.load(at_keys + KEYS + k, mask, 0.0)), seen)
-        # Reload to save registers.
         total = tl.load(totals_ptr + rows * HEADS + head, in_chunk, 0.0)
         between = tl.exp(tl.minimum((total[:, None] - total[None, :]).to(tl.float32), 0.0))
         tl.store(system + ROWS + column, tl.where(row >= column, seen * between, 0.0), in_chunk[:, None])
@@ -208,10 +197,10 @@ def advance_states(
     sequences_ptr, num_decodes, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Run all chunks of one sequence, for some columns of one value head.
+    """All chunks of one sequence, for some columns of one value head.
 
-    Each chunk reads its state from a slot, and writes the new state to its segment's target. Errors, updates and
-    results replace the values, in this order.
+    Errors, updates and results replace the values, in this order. Chunks end at multiples of 64 and at the ends of
+    segments. Matmuls load inputs in slices to save registers, and multiply float32 as six bfloat16 products.
     """
     sequence, head = num_decodes + tl.program_id(0), tl.program_id(1)
     KEYS: tl.constexpr = KEY_HEADS * KEY
@@ -229,7 +218,7 @@ def advance_states(
         begin, last = tl.load(starts_ptr + segment), tl.load(starts_ptr + segment + 1)
         target = tl.load(targets_ptr + segment).to(tl.int64)
         chunk = begin - tl.load(positions_ptr + segment) % ROWS
-        # A segment without rows copies its source in one empty chunk.
+        # a segment without rows copies its source
         while chunk < tl.maximum(last, begin + 1):
             first, stop = tl.maximum(begin, chunk), tl.minimum(last, chunk + ROWS)
             rows = (first + places).to(tl.int64)[:, None]
@@ -295,8 +284,8 @@ def run_chunks(
 ) -> None:
     """Write results, before norm and gate, and states of all sequences after `rows.num_decodes`.
 
-    convolution: float32 ``[kernel, channels]``. inputs: as for a `DeltaKernel`, contiguous. results: float32 ``[rows,
-    value_heads * value_size]``.
+    convolution: float32 ``[kernel, channels]``. inputs: contiguous. results: float32 ``[rows, value_heads *
+    value_size]``.
     """
     mixed, gates = inputs
     heads, key_heads, key, value = spec.num_value_heads, spec.num_key_heads, spec.key_size, spec.value_size

@@ -1,8 +1,4 @@
-"""Matmuls with small tiles: each warp of a program multiplies its own inputs.
-
-Few rows and outputs occupy one warp, but a multiprocessor needs several to hide memory latency. `PARTS` tiles of
-inputs, one per warp, are added in order at the end.
-"""
+"""Matmuls with small tiles: each warp of a program multiplies its own inputs, which hides memory latency."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ its parts, which would cause eight-way bank conflicts.
 
 @triton.jit
 def sum_of_parts(sums, PARTS: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr):
-    """Sum ``[PARTS, OUTPUTS, TOKENS]`` over parts by halving. `tl.sum` would cause bank conflicts."""
+    """Sum ``[PARTS, OUTPUTS, TOKENS]`` by halving. `tl.sum` would cause bank conflicts."""
     HALF: tl.constexpr = PARTS // 2
     halves = tl.permute(tl.reshape(sums, (2, HALF, OUTPUTS, TOKENS)), (1, 2, 3, 0))
     first, second = tl.split(halves)
@@ -74,7 +70,7 @@ def groups_of_4_bits(
         if tl.float32 == DTYPE:
             totals = tl.sum(low, 1)[:, None, :]
         else:
-            # Tensor cores, because other instructions would need another input order in shared memory.
+            # other instructions would need another input order in shared memory
             each = ones(packed, DTYPE, ASSEMBLY)
             totals = tl.dot(each, low, nothing)
         if GROUPS == 2:

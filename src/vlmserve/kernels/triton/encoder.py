@@ -1,7 +1,4 @@
-"""Vision tower attention for images of any size: all images or windows of a call in one launch.
-
-A program computes some rows of one range and one head. It reads the ranges on the device.
-"""
+"""Vision tower attention for images of any size, in one launch."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ def tile(block_rows: int, dtype: torch.dtype, shared: int) -> TowerTile:
     if dtype == torch.float32:
         return TowerTile(64, 4, 1) if block_rows == WINDOW_ROWS else TowerTile(32, 8, 1)
     if block_rows == WINDOW_ROWS:
-        # One tile holds all keys of a window.
+        # one tile holds all keys of a window
         return TowerTile(64, 4, 2)
     return TowerTile(64 if shared >= LARGE_BYTES else 32, 8, 3)
 
@@ -45,7 +42,7 @@ def attend_ranges(
     qkv_ptr, blocks_ptr, out_ptr, scale, HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Programs: ``[blocks, heads]``. scale: of scores."""
+    """Some rows of one range and one head. Programs: ``[blocks, heads]``."""
     block = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
@@ -68,7 +65,7 @@ def attend_ranges(
         keys = tl.load(keys_at, there[:, None] & inside[None, :], 0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E)
         scores = tl.where(there[None, :], scores, float("-inf"))
-        # The first key of a tile is valid, so each row has a finite maximum.
+        # each row has a finite maximum: the first key of a tile is valid
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_largest[:, None])
         kept = tl.exp2(largest - new_largest)
@@ -87,7 +84,7 @@ def rotate_rows(
     qkv_ptr, cos_ptr, sin_ptr, stride, HEADS: tl.constexpr, HALF: tl.constexpr, HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one row per program in place, in float32. HEADS: queries and keys together."""
+    """One row per program in place, in float32. HEADS: queries and keys together."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, HEADS_BLOCK)
     columns = tl.arange(0, HALF_BLOCK)

@@ -1,7 +1,4 @@
-"""Dequantizes 4-bit and 8-bit weights to memory, for matmuls of many rows by the device's library.
-
-Each weight is computed in float32 and rounded once. Each thread writes 16 bytes at a time, next to its neighbor's.
-"""
+"""Dequantizes 4-bit and 8-bit weights to memory, for matmuls of many rows by the device's library."""
 
 from __future__ import annotations
 
@@ -28,8 +25,11 @@ def expand_groups(
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ASSEMBLY: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Dequantize 4-bit blocks, see `product_kernels.groups_of_4_bits`. Programs: ``[blocks / BLOCKS, out_features /
-    OUTPUTS]``. scales_ptr, minimums_ptr: float16 ``[groups, out_features]`` with row stride `stride`."""
+    """Dequantize 4-bit blocks (see `product_kernels.groups_of_4_bits`) in float32, rounded once.
+
+    Programs: ``[blocks / BLOCKS, out_features / OUTPUTS]``. scales_ptr, minimums_ptr: float16 ``[groups,
+    out_features]`` with row stride `stride`.
+    """
     HALF: tl.constexpr = BLOCK // 2
     UNPACKED: tl.constexpr = tl.bfloat16 if ASSEMBLY else tl.float32
     wait_for_previous(DEPENDENT)
@@ -45,7 +45,7 @@ def expand_groups(
     at = numbers * GROUPS * stride + outputs
     scales = tl.load(scales_ptr + at, inside, 0.0).to(tl.float32)[:, :, None]
     minimums = tl.load(minimums_ptr + at, inside, 0.0).to(tl.float32)[:, :, None]
-    # Exact with or without FMA: a scale has 11 significant bits, an integer 4.
+    # exact: a scale has 11 significant bits, an integer 4
     low = (low.to(tl.float32) - shift(UNPACKED)) * scales + minimums
     if GROUPS == 2:
         scales = tl.load(scales_ptr + at + stride, inside, 0.0).to(tl.float32)[:, :, None]
@@ -62,8 +62,10 @@ def expand_rows(
     packed_ptr, scales_ptr, out_ptr, out_features, in_features, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Dequantize 8-bit weights with 128 as zero. Programs: ``[in_features / INPUTS, out_features / OUTPUTS]``.
-    scales_ptr: float32 ``[out_features]``."""
+    """Dequantize 8-bit weights with 128 as zero. scales_ptr: float32 ``[out_features]``.
+
+    Programs: ``[in_features / INPUTS, out_features / OUTPUTS]``.
+    """
     wait_for_previous(DEPENDENT)
     first = tl.program_id(1).to(tl.int64) * OUTPUTS
     outputs = tl.arange(0, OUTPUTS)[:, None]
@@ -80,8 +82,10 @@ def expand_rows(
 def expanded_groups(
     packed: Tensor, scales: Tensor, minimums: Tensor, block: int, dtype: torch.dtype, assembly: bool
 ) -> Tensor:
-    """Dequantize 4-bit ``[out_features, in_features / 2]`` to ``[out_features, in_features]``. block: inputs per block.
-    scales, minimums: float16 ``[groups, out_features]``, possibly column slices."""
+    """Dequantize 4-bit ``[out_features, in_features / 2]`` to ``[out_features, in_features]``.
+
+    block: inputs per block. scales, minimums: float16 ``[groups, out_features]``, possibly column slices.
+    """
     groups, out_features = scales.shape
     blocks = 2 * packed.shape[1] // block
     out = torch.empty((out_features, blocks * block), dtype=dtype, device=packed.device)

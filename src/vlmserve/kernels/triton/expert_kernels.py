@@ -1,8 +1,4 @@
-"""Mixtures of experts: routing, sorting rows by expert, and the matmuls of all experts in one launch.
-
-Grids have enough programs for the worst case, and surplus programs end at once. So launches do not depend on the
-router, and graphs can hold such layers. Sums have a fixed order.
-"""
+"""Mixtures of experts: routing, sorting rows by expert, and all matmuls in one launch."""
 
 from __future__ import annotations
 
@@ -31,8 +27,7 @@ def choose_experts(
     TOP_K: tl.constexpr, TOP_BLOCK: tl.constexpr, SIGMOIDS: tl.constexpr, RENORMALIZED: tl.constexpr,
     HAS_CORRECTION: tl.constexpr, HAS_FACTORS: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Select the `TOP_K` experts of one row and their weights, from float32 logits ``[rows, COUNT]``. Ties select lower
-    numbers."""
+    """Select `TOP_K` experts of one row from float32 logits ``[rows, COUNT]``. Ties select lower numbers."""
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
@@ -86,9 +81,9 @@ def sort_rows(
     chosen_ptr, counts_ptr, order_ptr, tiles_ptr, count, tiles, COUNT: tl.constexpr, EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Write one expert's choices in order, after the choices of lower experts, and its tiles of `TOKENS` choices.
+    """Write one expert's choices after those for lower experts, and its tiles of `TOKENS` choices.
 
-    counts_ptr: see `count_rows`. order_ptr: sorted choice numbers. tiles_ptr: `TILE_WORDS` for each of `tiles`.
+    order_ptr: sorted choice numbers. tiles_ptr: `TILE_WORDS` for each of `tiles`.
     """
     wait_for_previous(DEPENDENT)
     expert = tl.program_id(0)
@@ -124,10 +119,10 @@ def multiply_by_expert(
     EVEN: tl.constexpr, ASSEMBLY: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Multiply one expert's tile of rows, `OUTPUTS` outputs.
+    """One expert's tile of rows, `OUTPUTS` outputs. Surplus programs end at once, so graphs can hold the launch.
 
     GATHERS: x holds the step's rows, and results are sorted by expert. Otherwise x is sorted by expert, and results are
-    in order of choices. FIRST_WORD: the weight's entry in the table. Weights: see `product_kernels.multiply`.
+    in order of choices. FIRST_WORD: the weight's entry in the table.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     PER_RESULT: tl.constexpr = 2 if GATED else 1
@@ -175,7 +170,7 @@ def weigh_experts(
     results_ptr, table_ptr, chosen_ptr, weights_ptr, residual_ptr, out_ptr, size, TOP_K: tl.constexpr,
     BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Sum the weighted results ``[rows * TOP_K, size]`` of one row's experts, `BLOCK` elements."""
+    """Sum weighted results ``[rows * TOP_K, size]`` of one row, `BLOCK` elements."""
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

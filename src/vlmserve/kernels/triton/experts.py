@@ -59,7 +59,7 @@ def unsupported_reason(router: RouterWeights, experts: Mapping[int, ExpertProduc
 
 
 def tile(bits: int, group: int, in_features: int, rows_of_expert: int, item_bytes: int) -> Tiling:
-    """Return the tiling of one matmul. rows_of_expert: average. item_bytes: of an element of x. See `Shape`.
+    """rows_of_expert: average. item_bytes: of an element of x.
 
     Only `tokens` depends on the rows, so sums have the same order in any batch.
     """
@@ -108,7 +108,7 @@ class TritonExperts:
         return out
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts (int32) and weights (float32) of each row, ``[rows, top_k]``."""
+        """Return experts (int32) and weights (float32), ``[rows, top_k]``."""
         spec, read = self._spec, x.float()
         if self._router_norm is not None:
             read = self._router_norm(read)
@@ -136,13 +136,12 @@ class TritonExperts:
         return chosen, weights
 
     def _compute(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """Return results ``[rows * top_k, size]``. Results of other ranks' experts stay unwritten."""
+        """Return results ``[rows * top_k, size]``, unwritten for other ranks' experts."""
         count, experts = chosen.numel(), self._spec.count
         up, down = (
             tile(part.stored.bits, part.stored.group, in_features, count // experts, x.element_size())
             for part, in_features in ((self._up, x.shape[1]), (self._down, self._spec.inner_size))
         )
-        # The last tile of each expert may be partial.
         tiles = min(count, experts) + count // up.tokens
         counts, order, places = (
             torch.empty(length, dtype=torch.int32, device=x.device)
@@ -201,7 +200,7 @@ class TritonExperts:
 
 
 def _kind(product: Product) -> tuple[object, ...] | None:
-    """Settings that all experts of a layer must share. None: another kernel."""
+    """Settings shared by all experts of a layer. None: another kernel."""
     if not isinstance(product, TritonProduct):
         return None
     stored = product.stored

@@ -16,10 +16,7 @@ from vlmserve.kernels.triton.rounding import round_rows
 
 
 class TritonFloat8Product(Float8Product):
-    """A `Float8Product` with a scale per row. A `RoundingProduct`.
-
-    fuses: whether norms and activations round the inputs of the next matmul. A class attribute, for measurements.
-    """
+    """fuses: whether norms and activations round the inputs of the next matmul (for measurements)."""
 
     fuses: ClassVar[bool] = True
 

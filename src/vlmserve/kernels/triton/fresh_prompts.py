@@ -15,8 +15,7 @@ LEAST_ROWS = 2000
 
 
 def are_fresh(metadata: BatchMetadata, spec: AttentionSpec, cache: LayerCache) -> bool:
-    """Return whether the step only has long prompts from their first token on, with plain causal attention and an
-    unquantized cache."""
+    """Check for only long prompts from their first token, plain causal attention and an unquantized cache."""
     lengths = metadata.query_lens
     if metadata.num_decodes or metadata.decodes is not None or min(lengths, default=0) < LEAST_ROWS:
         return False
@@ -26,12 +25,12 @@ def are_fresh(metadata: BatchMetadata, spec: AttentionSpec, cache: LayerCache) -
 
 
 def attend_fresh(query: Tensor, cache: LayerCache, spec: AttentionSpec, metadata: BatchMetadata) -> Tensor:
-    """Attend queries ``[tokens, heads * head_size]``. Keys and values are in the cache."""
+    """Attend ``[tokens, heads * head_size]``. Keys and values are in the cache."""
     output = torch.empty_like(query)
     first = 0
     for length, blocks in zip(metadata.query_lens, metadata.block_tables[cache.column], strict=True):
         rows, table = slice(first, first + length), blocks[: -(-length // cache.block_size)].long()
-        # The kernel that applies RoPE writes keys to the cache only.
+        # the kernel that applies RoPE writes keys to the cache only
         keys, values = (
             tensor[table].transpose(0, 1).flatten(1, 2)[None, :, :length] for tensor in (cache.keys, cache.values)
         )

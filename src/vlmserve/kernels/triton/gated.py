@@ -22,7 +22,7 @@ Layout = Literal["", "pairs", "halves"]
 
 @triton.jit
 def load_activated(x_ptr, first, width, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, COUNT: tl.constexpr):
-    """Load results ``first <= i < first + COUNT`` of a row in float32. Values past `width` come from zeros."""
+    """Load ``first <= i < first + COUNT`` of a row in float32. Values past `width` come from zeros."""
     columns = first + tl.arange(0, COUNT)
     if LAYOUT == "pairs":
         places = 2 * first + tl.arange(0, 2 * COUNT)
@@ -65,8 +65,7 @@ def finish(
 ) -> Tensor:
     """Return ``activation(x)`` or ``activation(gate) * up``, plus a residual.
 
-    x: ``[rows, width]``, twice as wide with gates. activation: one of `ACTIVATIONS`, or None. residual: ``[rows,
-    width]``. dtype: of the result (default: of x).
+    x: ``[rows, width]``, twice as wide with gates. dtype: of the result (default: of x).
     """
     rows, width = x.shape
     width //= 2 if layout else 1

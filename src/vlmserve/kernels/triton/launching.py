@@ -1,8 +1,4 @@
-"""Launches compiled kernels with little host work.
-
-Triton inspects all arguments and builds a key for each launch, which takes longer than many kernels run. This key only
-holds what a compilation depends on. Triton's launch hooks run only at the first launch of each key.
-"""
+"""Launches compiled kernels with little host work: Triton's own takes longer than many kernels run."""
 
 from __future__ import annotations
 
@@ -18,18 +14,18 @@ ALIGNMENT = 16
 
 
 class Kernel:
-    """A kernel that the host launches: ``kernel[grid](*arguments, **constants)``.
+    """Called as ``kernel[grid](*arguments, **constants)``.
 
-    arguments: in the order of the kernel's parameters. constants: constants of the kernel, then compiler options,
-    always in the same order. overlaps: whether kernels with a constant `DEPENDENT` use dependent launch, see
-    `kernels.triton.dependent`.
+    arguments: in the order of the kernel's parameters. constants: of the kernel, then compiler options, always in the
+    same order. overlaps: kernels with `DEPENDENT` use dependent launch. Triton's launch hooks run only at the first
+    launch of each key.
     """
 
     overlaps: ClassVar[bool] = False
 
     def __init__(self, function: Any) -> None:
         self.function = function
-        # The interpreter does not compile.
+        # the interpreter does not compile
         self._is_compiled = isinstance(function, JITFunction)
         self._compiled: dict[Hashable, tuple[Any, list[Any]]] = {}
         parameters = function.params if self._is_compiled else []
@@ -66,7 +62,7 @@ class Kernel:
 
 
 def _kind(argument: Tensor | int | float) -> Hashable:
-    """Return what Triton specializes on."""
+    """Triton specializes on these properties."""
     if isinstance(argument, Tensor):
         return argument.dtype if argument.data_ptr() % ALIGNMENT == 0 else (argument.dtype, "unaligned")
     if isinstance(argument, float):

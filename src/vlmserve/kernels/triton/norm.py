@@ -19,7 +19,7 @@ MAX_SIZE = 16384
 
 @triton.jit
 def load_factors(weight_ptr, bias_ptr, columns, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Load a norm's weights and biases in float32. Without a bias, weights twice."""
+    """In float32. Without a bias, weights twice."""
     weight = tl.load(weight_ptr + columns, columns < SIZE, 0.0).to(tl.float32)
     bias = weight
     if HAS_BIAS:
@@ -48,8 +48,8 @@ def norm_rows(
 ):  # fmt: skip
     """Norm one row of `SIZE` elements per program, in float32. Rows are ``[tokens, heads]``.
 
-    HAS_FIRST: apply a norm first. HAS_RESIDUAL: then add a residual, and store the sum. HAS_NORM: norm the stored sum,
-    or x, last. ROUNDS: a `Rounding` of the result, or "".
+    HAS_FIRST: apply a norm. HAS_RESIDUAL: then add a residual, and store the sum. HAS_NORM: norm the sum, or x, last.
+    ROUNDS: a `Rounding`, or "".
     """
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -58,7 +58,7 @@ def norm_rows(
     x = tl.load(x_ptr + row // heads * stride_token + row % heads * stride_head + columns, inside, 0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * SIZE + columns, inside, 0.0).to(tl.float32)
-    # Issue all loads before the first reduction, where warps wait.
+    # issue all loads before the first reduction, where warps wait
     if HAS_FIRST:
         first_weight, first_bias = load_factors(first_weight_ptr, first_bias_ptr, columns, SIZE, FIRST_HAS_BIAS)
     if HAS_NORM:
@@ -79,10 +79,9 @@ def norm_rows(
 
 
 class TritonNorm:
-    """RMSNorm, or LayerNorm with a bias. A `RoundingNorm`.
+    """RMSNorm, or LayerNorm with a bias.
 
-    weight, bias: ``[size]``. float32 weights are not rounded to the rows' dtype. Raises ValueError for rows longer than
-    `MAX_SIZE`.
+    weight, bias: ``[size]``; float32 is not rounded. Raises ValueError for rows longer than `MAX_SIZE`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:

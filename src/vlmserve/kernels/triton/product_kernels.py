@@ -1,9 +1,4 @@
-"""Matmuls with few rows: weights are the rows of a tile, tokens its columns.
-
-The epilogue is in the same launch. Sums have a fixed order, without atomics. An RMSNorm between two matmuls needs no
-launch: the first multiplies its results by the norm's weight, and stores partial sums of squares. The second scales its
-sums by them.
-"""
+"""Matmuls with few rows, epilogue included: weights are the rows of a tile, tokens its columns."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ from vlmserve.kernels.triton.unpacking import dequantized, load_groups, signed_b
 
 @triton.jit
 def dot(weights, x, sums):
-    """Add ``[outputs, inputs] @ [inputs, tokens]`` to float32 sums. float32 inputs keep full precision."""
+    """Add ``[outputs, inputs] @ [inputs, tokens]``. float32 inputs keep full precision."""
     return tl.dot(weights, x, sums, input_precision="ieee")
 
 
@@ -29,11 +24,10 @@ def groups_of_4_bits(
     out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, BLOCK: tl.constexpr,
     GROUPS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 sums ``[OUTPUTS, TOKENS]`` over tiles ``first <= tile < last`` of 4-bit blocks. EVEN: the inputs
-    are whole tiles.
+    """Return float32 sums ``[OUTPUTS, TOKENS]`` over tiles ``first <= tile < last`` of 4-bit blocks.
 
-    Byte i of a block holds its inputs i and i + BLOCK / 2, which are in one group, or in two (GROUPS). Weights are
-    rounded to the dtype of x, as for the library; scaling each group's sums would take as many instructions per row.
+    EVEN: the inputs are whole tiles. Byte i of a block holds its inputs i and i + BLOCK / 2, in one group, or in two
+    (GROUPS). Weights are rounded to the dtype of x; scaling each group's sums would take as many instructions per row.
     """
     HALF: tl.constexpr = BLOCK // 2
     BLOCKS: tl.constexpr = INPUTS // BLOCK
@@ -50,7 +44,7 @@ def groups_of_4_bits(
     inside = tokens[None, :] < rows
     outputs = outputs[:, None]
     last_block = in_features // BLOCK - 1
-    # Load scales and minimums one round ahead. Triton only pipelines loads that feed tensor cores directly.
+    # one round ahead: Triton only pipelines loads that feed tensor cores directly
     at = tl.minimum(first * BLOCKS + blocks, last_block)[None, :]
     next_scales, next_minimums = load_groups(scales_ptr, minimums_ptr, at, outputs, out_features, GROUPS, 0)
     next_high_scales, next_high_minimums = next_scales, next_minimums
@@ -81,7 +75,7 @@ def groups_of_4_bits(
             high_x = tl.load(x_at + done + HALF, inside & there[:, None], 0.0)
         packed = tl.reshape(packed, (OUTPUTS, BLOCKS, HALF))
         low, high = dequantized(packed, scales, minimums, high_scales, high_minimums, DTYPE, ASSEMBLY)
-        # Start each tile's sums at zero. Otherwise ptxas serializes the tensor cores (C7515).
+        # sums start at zero: otherwise ptxas serializes the tensor cores (C7515)
         products = dot(tl.reshape(low, (OUTPUTS, WIDTH)), low_x, tl.zeros((OUTPUTS, TOKENS), tl.float32))
         sums += dot(tl.reshape(high, (OUTPUTS, WIDTH)), high_x, products)
     return sums
@@ -93,9 +87,11 @@ def whole_rows(
     OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr, BITS: tl.constexpr,
     STAGES: tl.constexpr, RESTARTS: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 sums ``[OUTPUTS, TOKENS]`` over tiles ``first <= tile < last`` of plain weights, or of 8-bit
-    weights with a scale per output. EVEN: the inputs are whole tiles. RESTARTS: start the sums of each 8-bit tile at
-    zero, so that ptxas does not serialize the tensor cores (C7515). Without scales, Triton would undo it."""
+    """Return float32 sums ``[OUTPUTS, TOKENS]`` over tiles ``first <= tile < last`` of plain or 8-bit weights.
+
+    EVEN: the inputs are whole tiles. RESTARTS: start the sums of each 8-bit tile at zero, so that ptxas does not
+    serialize the tensor cores (C7515).
+    """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     inputs = tl.arange(0, INPUTS)
     sums = tl.zeros((OUTPUTS, TOKENS), tl.float32)
@@ -146,8 +142,9 @@ def store_results(
     TOKENS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue to sums ``[OUTPUTS, TOKENS]``, store and return the results. places, inside: see
-    `result_places`. residual: its values there."""
+    """Apply the epilogue to ``[OUTPUTS, TOKENS]``, store and return the results. places, inside: see
+    `result_places`.
+    """
     outputs = first_output + tl.arange(0, OUTPUTS)
     if HAS_BIAS:
         sums += tl.load(bias_ptr + outputs, outputs < out_features, 0.0).to(tl.float32)[:, None]
@@ -166,15 +163,17 @@ def store_results(
 
 @triton.jit
 def defer_norm(results, weight, weighted_ptr, squares_ptr, places, inside, tokens, rows):
-    """Store results ``[OUTPUTS, TOKENS]`` times a norm's weight, and each row's sum of squares in this program's
-    column."""
+    """Store ``[OUTPUTS, TOKENS]`` times a norm's weight, and each row's sum of squares.
+
+    The next matmul scales its sums by the squares, so the norm needs no launch.
+    """
     results = tl.where(inside, results.to(tl.float32), 0.0)
     tl.store(weighted_ptr + places, (results * weight[:, None]).to(weighted_ptr.dtype.element_ty), inside)
     squares_at = squares_ptr + tokens * tl.num_programs(0) + tl.program_id(0)
     tl.store(squares_at, tl.sum(results * results, 0), tokens < rows)
 
 
-# Not specialized: the number of rows changes every step and would recompile the kernel.
+# not specialized: the number of rows changes every step
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
 def multiply(
@@ -186,12 +185,12 @@ def multiply(
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Multiply `TOKENS` rows by `OUTPUTS` outputs, over one of `SPLITS` splits of the inputs.
+    """Multiply `TOKENS` rows by `OUTPUTS` outputs, over one of `SPLITS` splits of the inputs, in a fixed order.
 
     INPUTS: of a tile; for 4-bit weights, one or more blocks of GROUPS, see `Stored`. PARTS: tiles that warps multiply
-    in parallel. KEEPS_SUMS: store float32 sums ``[SPLITS, rows, out_features]`` for `add_parts` or `add_changes`;
-    required for several splits. COLUMNS: 0, or if an RMSNorm precedes, at least `x_columns` of x_squares_ptr (float32
-    ``[rows, x_columns]``). HAS_NORM: an RMSNorm follows, see `defer_norm`. RESTARTS: see `whole_rows`.
+    in parallel. KEEPS_SUMS: store float32 sums ``[SPLITS, rows, out_features]``; required for several splits. COLUMNS:
+    0, or if an RMSNorm precedes, at least `x_columns` of x_squares_ptr (float32 ``[rows, x_columns]``). HAS_NORM: an
+    RMSNorm follows, see `defer_norm`. RESTARTS: see `whole_rows`.
     """
     first_output = tl.program_id(0) * OUTPUTS
     outputs = first_output + tl.arange(0, OUTPUTS)
@@ -202,7 +201,7 @@ def multiply(
     first = part * each
     last = tl.minimum(first + each, tiles)
     wait_for_previous(DEPENDENT)
-    # Load the epilogue's inputs during the first tiles, if they are small.
+    # load the epilogue's inputs during the first tiles, if small
     AHEAD: tl.constexpr = TOKENS <= 16
     places, inside = result_places(first_output, tokens, rows, out_features, OUTPUTS, GATED)
     if HAS_RESIDUAL and AHEAD and not KEEPS_SUMS:
@@ -258,7 +257,7 @@ def add_parts(
     OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Add the splits of one row's outputs in order, and apply the epilogue."""
+    """Add the splits of one row in order, and apply the epilogue."""
     wait_for_previous(DEPENDENT)
     first_output = tl.program_id(0) * OUTPUTS
     outputs = first_output + tl.arange(0, OUTPUTS)

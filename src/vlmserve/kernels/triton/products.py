@@ -97,9 +97,8 @@ def tiling(
 ) -> Tiling:
     """Choose a tiling by shape, if none was measured.
 
-    group: inputs that share a scale (4-bit). item_bytes: of an element of x. shared: see `shared_memory.shared_bytes`.
-    multiprocessors: of the GPU. The choice gives each multiprocessor several warps and enough weights in flight, and
-    avoids spills.
+    group: inputs that share a scale (4-bit). item_bytes: of an element of x. Each multiprocessor gets several warps and
+    enough weights in flight, without spills.
     """
     tokens = tokens_of_tile(bits, rows, item_bytes)
     inputs = {4: group and block_of(group, in_features), 8: 128, 16: 64, 32: 32}[bits]
@@ -116,8 +115,10 @@ def tiling(
 
 
 def _stages(divided: Tiling, bits: int, programs: int, *, alone: bool) -> int:
-    """Return pipeline stages. One tile is computed and one waits; the others are in flight. Two stages have none in
-    flight, so they need several programs per multiprocessor. alone: at most one program per multiprocessor."""
+    """Count the tile that is computed, one that waits, and tiles in flight.
+
+    Two stages have none in flight, so they need several programs per multiprocessor. alone: at most one program.
+    """
     of_program = BYTES_OF_ONE_PROGRAM if alone and bits != 4 else BYTES_ON_THEIR_WAY * PROGRAMS // programs
     tile = divided.outputs * divided.inputs * divided.parts(bits) * bits // 8
     many = programs >= 2 * PROGRAMS
@@ -131,7 +132,7 @@ def _stages(divided: Tiling, bits: int, programs: int, *, alone: bool) -> int:
 def _large(
     bits: int, tokens: int, inputs: int, out_features: int, in_features: int, item_bytes: int, shared: int
 ) -> Tiling | None:
-    """Return large tiles with enough splits for nearly all multiprocessors, if any."""
+    """Large tiles with enough splits for nearly all multiprocessors, if any."""
     inputs = max(inputs, LARGE_BLOCK) if bits == 4 else inputs
     tiles = cdiv(in_features, inputs)
     for outputs, most in LARGE_TILES:
@@ -150,9 +151,9 @@ def _large(
 def _small(
     bits: int, tokens: int, inputs: int, out_features: int, in_features: int, item_bytes: int, shared: int
 ) -> Tiling:
-    """Return tiles with few enough outputs to occupy each multiprocessor."""
+    """Few enough outputs to occupy each multiprocessor."""
     if bits < 16:
-        # Registers hold this many sums if warps divide inputs.
+        # registers hold this many sums if warps divide inputs
         tokens = min(tokens, 32)
     largest = LARGEST_OUTPUTS // 2 if tokens <= 16 else LARGEST_OUTPUTS
     if out_features // largest < PROGRAMS:
@@ -165,12 +166,12 @@ def _small(
 def _divided(divided: Tiling, bits: int, out_features: int, in_features: int, item_bytes: int, shared: int) -> Tiling:
     outputs = divided.outputs
     programs, tiles = cdiv(out_features, outputs), cdiv(in_features, divided.inputs)
-    # If warps divide inputs, a few multiprocessors read nearly as fast as all, and splits need another launch.
+    # with divided inputs, a few multiprocessors read nearly as fast as all
     enough = PROGRAMS // (8 if divided.divides_inputs(bits) else 2)
     splits = 1
     while splits < 8 and programs * splits < enough and tiles // (splits * 2) >= 4:
         splits *= 2
-    # 4-bit groups have separate sums, so 64 tokens need the registers of more warps.
+    # separate sums of 4-bit groups need the registers of more warps
     most_tokens = 8 if bits == 4 else 16
     divided = divided._replace(splits=splits, warps=max(outputs // 32, divided.tokens // most_tokens))
     if not divided.divides_inputs(bits):
@@ -179,7 +180,7 @@ def _divided(divided: Tiling, bits: int, out_features: int, in_features: int, it
     wider = [divided._replace(warps=count) for count in (8, 4, 2, 1) if count <= most_warps]
     needed = [one for one in wider if one.parts(bits) <= cdiv(tiles, splits)] or wider[-1:]
     fitting = [one for one in needed if one.shared_bytes(bits, item_bytes) <= shared] or needed[-1:]
-    # Whole rounds need no load masks, which is worth half of the warps.
+    # whole rounds need no load masks, worth half of the warps
     return next((one for one in fitting[:2] if tiles % (splits * one.parts(bits)) == 0), fitting[0])
 
 
@@ -188,17 +189,15 @@ def pairs(out_features: int, device: torch.device) -> Tensor:
 
 
 class TritonProduct:
-    """A weight that multiplies few rows in one launch, with epilogue and residual. A `DeferringProduct`, a
-    `RoundingProduct`, and a `Table` that packs changes.
+    """Multiplies few rows in one launch, with epilogue and residual.
 
-    - Split inputs need a second launch, which adds the splits.
+    - Split inputs need a second launch.
     - Adapters need one more launch for their `down` matmul; the launch that adds splits applies them.
     - More than `most_rows` rows use the device's library, after a launch that dequantizes.
     - 8-bit weights with 8-bit inputs use an integer matmul.
-    - The library adds a residual if nothing else follows.
 
-    The class attributes are for measurements. defers_norms: whether an RMSNorm after few rows needs no launch. fuses:
-    whether norms and activations round inputs.
+    Class attributes for measurements: defers_norms: an RMSNorm after few rows needs no launch. fuses: norms and
+    activations round inputs.
     """
 
     change_words: int = WORDS.value
@@ -269,7 +268,7 @@ class TritonProduct:
         return result.view(*x.shape[:-1], self._width)
 
     def deferring(self, x: Tensor, residual: Tensor, norm: Norm) -> DeferredNorm | None:
-        """Excludes float16, which could overflow before the norm's scaling."""
+        """float16 could overflow before the norm's scaling."""
         alone = self.activation is None and not self.gated and self.dtype == self._output_dtype != torch.float16
         few = self.defers_norms and self.are_few(len(x)) and len(x) > 0
         if not (alone and few and isinstance(norm, TritonNorm) and norm.only_scales):
@@ -329,9 +328,7 @@ class TritonProduct:
         adapters: LinearAdapters | None = None,
         norm_behind: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Multiply few rows ``[rows, in_features]``. tiles: overrides the tiling. adapters: of some rows, at least
-        one packed; other rows are unaffected. norm_behind: weights of the next norm, and buffers for its deferred
-        inputs."""
+        """tiles: overrides the tiling. adapters: at least one packed. norm_behind: next norm's weights and buffers."""
         deferred, x = (x, x.weighted) if isinstance(x, DeferredNorm) else (None, x)
         rows = len(x)
         out = torch.empty((rows, self._width), dtype=self._output_dtype, device=x.device)
@@ -414,7 +411,6 @@ class TritonProduct:
         return self._finish(self._of_rounded(x), None if residual is None else residual.reshape(-1, self._width))
 
     def rounded(self, x: Tensor | RoundedRows, rounding: Rounding) -> RoundedRows | None:
-        """Few rows apply their activation in the matmul's launch."""
         if isinstance(x, Tensor):
             if self.are_few(len(x)) or self._output_dtype != self.dtype:
                 return None
@@ -436,7 +432,7 @@ class TritonProduct:
         return "pairs" if self.gated else ""
 
     def _library_adds(self, residual: Tensor) -> bool:
-        """Return whether only the residual follows. The library has room for one addend, which may be the bias."""
+        """The library has room for one addend, which may be the bias."""
         plain = self.activation is None and self._bias is None and not self.gated and not self._rounds_inputs
         return plain and residual.dtype == self.dtype == self._output_dtype
 

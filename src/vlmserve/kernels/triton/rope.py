@@ -1,5 +1,4 @@
-"""Applies head norms and RoPE, and writes keys and values to the paged cache, in one launch. See `torch_cache` for the
-layout."""
+"""Applies head norms and RoPE, and writes keys and values to the cache, in one launch."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from vlmserve.layer_specs import AttentionSpec
 
 @triton.jit
 def load_turn(cos_ptr, sin_ptr, columns, ROTATED: tl.constexpr):
-    """Return each column's factor and its partner's. cos_ptr, sin_ptr: of a token's position."""
+    """Each column's factor and its partner's, at a token's position."""
     half: tl.constexpr = ROTATED // 2
     rotated = columns < ROTATED
     pair = tl.where(columns < half, columns, columns - half)
@@ -29,14 +28,12 @@ def load_turn(cos_ptr, sin_ptr, columns, ROTATED: tl.constexpr):
 
 @triton.jit
 def to_partners(columns, ROTATED: tl.constexpr):
-    """Return the distance from each column to its partner."""
     half: tl.constexpr = ROTATED // 2
     return tl.where(columns < half, half, -half)
 
 
 @triton.jit
 def load_heads(x_ptr, offsets, inside, columns, ROTATED: tl.constexpr):
-    """Load heads ``[heads, columns]`` at ``x_ptr + offsets``, and their partner columns."""
     other = to_partners(columns, ROTATED)
     turned = (columns < ROTATED)[None, :] & inside
     return tl.load(x_ptr + offsets, inside, 0.0), tl.load(x_ptr + offsets + other[None, :], turned, 0.0)
@@ -84,8 +81,7 @@ def store_tile(
     x, cache_ptr, scales_ptr, heads, columns, inside, slot, WHICH: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """Write one token's keys (WHICH 0) or values (1) ``[heads, HEAD]``. QUANTIZED: "int8" or "fp8" as in
-    `torch_cache.write`, or ""."""
+    """One token's keys (WHICH 0) or values (1) ``[heads, HEAD]``. QUANTIZED: "int8", "fp8" or ""."""
     block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     rows = ((block * KV_HEADS + heads) * BLOCK_SIZE + place) * HEAD
     if QUANTIZED != "":
@@ -93,7 +89,7 @@ def store_tile(
         x = x.to(tl.float32)
         magnitude = tl.abs(x)
         largest = tl.max(magnitude, 1)
-        # A maximum may ignore NaN, a sum does not.
+        # a maximum may ignore NaN, a sum does not
         finite = tl.sum(tl.where(magnitude < float("inf"), 0, 1), 1) == 0
         tl.store(
             scales_ptr + ((block * KV_HEADS + heads) * 2 + WHICH) * BLOCK_SIZE + place,
@@ -102,7 +98,7 @@ def store_tile(
         )
         scaled = x * tl.div_rn(most, tl.where(finite & (largest > 0), largest, 1.0))[:, None]
         scaled = tl.where(finite[:, None], scaled, 0.0)
-        # Adding 1.5 * 2^23 rounds to an integer, ties to even.
+        # adding 1.5 * 2^23 rounds to an integer, ties to even
         x = to_float8(scaled) if QUANTIZED == "fp8" else ((scaled + 12582912.0) - 12582912.0).to(tl.int8)
     tl.store(cache_ptr + rows[:, None] + columns[None, :], x.to(cache_ptr.dtype.element_ty), inside)
 
@@ -115,7 +111,7 @@ def rotate_and_write(
     BLOCK_SIZE: tl.constexpr, HEADS_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_NORMS: tl.constexpr, QUANTIZED: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Process queries if the second index is 0, else keys and values. HAS_NORMS: see `HeadNorms`."""
+    """Queries if the second index is 0, else keys and values. HAS_NORMS: see `HeadNorms`."""
     wait_for_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(positions_ptr + token) if HAS_POSITIONS else token
@@ -154,7 +150,7 @@ def rotate_into_cache(
     slots: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Apply norm and RoPE to queries and keys, and write keys and values to their slots.
+    """Apply norm and RoPE, and write keys and values to their slots.
 
     qkv: contiguous ``[tokens, (heads + 2 * kv_heads) * head_size]``; only queries for layers that share keys and
     values. slots: int64 ``[tokens]``. Returns queries ``[tokens, heads * head_size]``.

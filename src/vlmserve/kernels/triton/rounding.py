@@ -23,7 +23,7 @@ BLOCK = 4096
 
 @triton.jit
 def load_inputs(x_ptr, first, width, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, COUNT: tl.constexpr):
-    """Load inputs with `load_activated`, rounded to the row's dtype. 0 past `width`."""
+    """Load inputs, rounded to the row's dtype. 0 past `width`."""
     x = load_activated(x_ptr, first, width, ACTIVATION, LAYOUT, COUNT)
     inside = first + tl.arange(0, COUNT) < width
     return tl.where(inside, x, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -37,7 +37,7 @@ def magnitudes(x):
 
 @triton.jit
 def float8_scale(largest):
-    """Return a row's scale, and whether it is finite."""
+    """The scale, and whether it is finite."""
     is_finite = largest < float("inf")
     return tl.div_rn(tl.where(is_finite, tl.maximum(largest, 1e-12), 1.0), 448.0), is_finite
 
@@ -49,11 +49,11 @@ def rounded_to_float8(x, scale, is_finite):
 
 @triton.jit
 def rounded_groups(x):
-    """Return int8 values of float32 ``[groups, GROUP]`` and their scales, NaN for non-finite groups."""
+    """Return int8 values of float32 ``[groups, GROUP]`` and scales, NaN for non-finite groups."""
     largest = tl.max(magnitudes(x), 1)
     is_finite = largest < float("inf")
     scaled = x * tl.div_rn(127.0, tl.where(is_finite & (largest > 0), largest, 1.0))[:, None]
-    # Adding 1.5 * 2^23 rounds to an integer, ties to even.
+    # adding 1.5 * 2^23 rounds to an integer, ties to even
     values = ((tl.where(is_finite[:, None], scaled, 0.0) + 12582912.0) - 12582912.0).to(tl.int8)
     return values, tl.where(is_finite, tl.div_rn(largest, 127.0), float("nan"))
 
@@ -126,10 +126,7 @@ def allocate_rounded(x: Tensor, rounding: Rounding, width: int | None = None) ->
 
 
 def round_rows(x: Tensor, rounding: Rounding, activation: str | None = None, layout: Layout = "") -> RoundedRows:
-    """Round inputs ``[rows, width]``, or activations of inputs, in one launch.
-
-    activation: one of `ACTIVATIONS`, or None. With gates, x is twice as wide.
-    """
+    """Round ``[rows, width]``, or activations, in one launch. With gates, x is twice as wide."""
     rows, width = x.shape
     width //= 2 if layout else 1
     if x.stride(1) != 1:

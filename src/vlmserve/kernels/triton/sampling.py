@@ -27,7 +27,6 @@ class TritonDraw:
     """upload: the device's."""
 
     def __init__(self, upload: Upload, block: int = BLOCK) -> None:
-        """block: logits that a program reads at once."""
         self._upload, self._block = upload, block
 
     def __call__(
@@ -48,7 +47,7 @@ class TritonDraw:
         return drawn
 
     def arrays(self, filters: Filters, numbers: Sequence[float], changes: Changes) -> list[npt.NDArray[Any]]:
-        # Logits minus their maximum are at most 0, so min-p above 1 acts as 1.
+        # logits minus their maximum are at most 0
         floors = [math.log(min(min_p, 1.0)) if min_p > 0 else -math.inf for min_p in filters.min_ps]
         columns = (filters.temperatures, filters.top_ks, filters.top_ps, floors)
         options = np.stack(columns, 1).astype(np.float32)
@@ -62,7 +61,7 @@ class TritonDraw:
         return self._drawn(logits, options)
 
     def _drawn(self, logits: Tensor, on_device: Tensor) -> Tensor:
-        """Return int32 ``[rows]``. on_device: the rows' random numbers, then their options."""
+        """Return int32 ``[rows]``. on_device: random numbers, then options."""
         rows, vocabulary = logits.shape
         tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
         if not rows:
@@ -86,7 +85,6 @@ class TritonDraw:
 
 
 def change(logits: Tensor, entries: Tensor, amounts: Tensor) -> None:
-    """entries, amounts: `Changes` on the device."""
     count = entries.shape[1]
     if count:
         change_logits[(cdiv(count, 256),)](logits, entries, amounts, count, logits.stride(0), BLOCK=256, num_warps=4)

@@ -1,12 +1,4 @@
-"""Samples a token from a row of logits, one row per program.
-
-A row is read in blocks. Each lane of a block accumulates, and lanes are reduced once at the end. Nothing is sorted: a
-search finds the smallest logit that top-k or top-p keeps, two bits at a time, on floats mapped to ordered integers.
-
-The search reads few tokens. The lanes' maxima are a subset of the tokens, so a limit that enough maxima reach is a
-lower bound. Only groups of adjacent tokens with a logit at this limit are read afterwards. Adjacent tokens, such as
-digits, are often likely together, so each has its own lane.
-"""
+"""Samples a token from a row of logits, one row per program, without sorting."""
 
 from __future__ import annotations
 
@@ -37,7 +29,7 @@ def block(x_ptr, start, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def block_of_groups(logits_ptr, vocabulary, groups_ptr, start, count, listed, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Load logits and tokens of groups from number `start` on, listed or all. -inf past the end."""
+    """From number `start` on, listed or all. -inf past the end."""
     numbers = start + tl.arange(0, BLOCK // GROUP)
     groups = tl.load(groups_ptr + numbers, listed & (numbers < count), numbers)
     tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -47,14 +39,13 @@ def block_of_groups(logits_ptr, vocabulary, groups_ptr, start, count, listed, BL
 
 @triton.jit
 def weights(x, largest, rate, kept):
-    """Return token weights: 1 for the most likely, 0 for logits below `kept`. rate: log2(e) / temperature."""
+    """Return 1 for the most likely token, 0 for logits below `kept`. rate: log2(e) / temperature."""
     return tl.where(x >= kept, tl.exp2((x - largest) * rate), 0.0)
 
 
 @triton.jit
 def likeliest(logits_ptr, vocabulary, BLOCK: tl.constexpr):
-    """Return each lane's maximum ``[BLOCK]``, the overall maximum, whether there is a NaN, and the first token with the
-    maximum."""
+    """Return each lane's maximum ``[BLOCK]``, the maximum, whether there is a NaN, and the first such token."""
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     starts = tl.zeros((BLOCK,), tl.int32)
     for start in tl.range(0, vocabulary, BLOCK, loop_unroll_factor=UNROLL):
@@ -71,7 +62,7 @@ def likeliest(logits_ptr, vocabulary, BLOCK: tl.constexpr):
 def largest_of_groups(
     logits_ptr, vocabulary, largest, rate, maxima_ptr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Store each group's maximum logit. Returns the total weight of all tokens in float64."""
+    """Return the total weight of all tokens in float64."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, vocabulary, BLOCK, loop_unroll_factor=UNROLL):
         x = block(logits_ptr, start, vocabulary, BLOCK)
@@ -84,7 +75,7 @@ def largest_of_groups(
 
 @triton.jit
 def list_groups(maxima_ptr, count, limit, groups_ptr, BLOCK: tl.constexpr):
-    """Store the groups with a logit of at least `limit`, in order. Returns their number."""
+    """Return the number of groups with a logit of at least `limit`."""
     found = tl.zeros((), tl.int32)
     for start in range(0, count, BLOCK):
         groups = start + tl.arange(0, BLOCK)
@@ -110,8 +101,11 @@ def lowest_kept(
     x_ptr, size, groups_ptr, count, listed, largest, rate, wanted, by_weight, LAST_BIT: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest limit so that the logits at or above it number, or with by_weight weigh, at least `wanted`.
-    LAST_BIT: the limit may be lower by less than ``2**LAST_BIT`` floats."""
+    """Return the largest limit that at least `wanted` logits, or with by_weight weights, reach.
+
+    Searches two bits at a time, on floats mapped to ordered integers. LAST_BIT: the limit may be lower by less than
+    ``2**LAST_BIT`` floats.
+    """
     found = tl.zeros((), tl.uint32)
     for shift in range(30, LAST_BIT - 2, -2):
         step = tl.full((), 1, tl.uint32) << shift
@@ -125,7 +119,7 @@ def lowest_kept(
             from_first += tl.where(x >= first, share, 0.0)
             from_second += tl.where(x >= second, share, 0.0)
             from_third += tl.where(x >= third, share, 0.0)
-        # Join them, so that lanes are reduced once.
+        # joined, so that lanes are reduced once
         above = tl.sum(tl.join(tl.join(from_first, from_second), tl.join(from_third, from_third)), 0)
         reached = tl.sum(tl.sum(tl.where(above.to(tl.float64) >= wanted, 1, 0), 0), 0)
         found += tl.minimum(reached, 3).to(tl.uint32) << shift
@@ -137,7 +131,7 @@ def drawn(
     logits_ptr, vocabulary, groups_ptr, count, listed, largest, rate, kept, share, BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Return the token where the cumulative weight exceeds `share` (in [0, 1)) of the total."""
+    """The token where the cumulative weight exceeds `share` (in [0, 1)) of the total."""
     target = share * weight_from(
         logits_ptr, vocabulary, groups_ptr, count, listed, largest, rate, kept, BLOCK, GROUP
     )  # fmt: skip
@@ -147,7 +141,7 @@ def drawn(
     for start in range(0, count, BLOCK // GROUP):
         x, _ = block_of_groups(logits_ptr, vocabulary, groups_ptr, start, count, listed, BLOCK, GROUP)
         here = tl.sum(weights(x, largest, rate, kept), 0)
-        # Rounding may put the target after the last possible token, which is then chosen.
+        # rounding may put the target after the last possible token
         if (here > 0) & (before <= target):
             block_before = before
             block_start = start
@@ -166,6 +160,9 @@ def draw_rows(
     BLOCK: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Sample a token for each row, -1 for unusable rows.
+
+    A limit that enough of the lanes' maxima reach is a lower bound, so only groups of adjacent tokens with a logit at
+    this limit are read afterwards.
 
     options_ptr: float32 ``[rows, 4]``: temperature, top-k (0: all), top-p, log of min-p. numbers_ptr: float64
     ``[rows]``, uniform in [0, 1). Buffers: places_ptr float32 ``[rows, BLOCK]``, maxima_ptr float32 and groups_ptr
@@ -186,7 +183,7 @@ def draw_rows(
     if usable & (temperature > 0):
         top_k = tl.load(options_ptr + 1).to(tl.int32)
         top_p = tl.load(options_ptr + 2).to(tl.float64)
-        # The most likely token has weight 1 at any temperature.
+        # the most likely token has weight 1
         rate = tl.minimum(1.4426950408889634 / temperature, 3e38)
         kept = tl.full((), float("-inf"), tl.float32)
         by_number = (top_k > 0) & (top_k < vocabulary)
@@ -194,7 +191,7 @@ def draw_rows(
         if listed:
             total = largest_of_groups(logits_ptr, vocabulary, largest, rate, maxima_ptr, BLOCK, GROUP)
             tl.store(places_ptr + tl.arange(0, BLOCK), places)
-            # Other threads read what a thread wrote.
+            # other threads read what a thread wrote
             tl.debug_barrier()
             wanted = tl.where(by_number, top_k.to(tl.float64), top_p * total)
             limit = lowest_kept(

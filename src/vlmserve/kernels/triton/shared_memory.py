@@ -19,7 +19,7 @@ MULTIPROCESSORS = 132
 def shared_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return SHARED_BYTES
-    # One program may use a multiprocessor's whole shared memory, except CUDA's part.
+    # a program may use a multiprocessor's shared memory, except CUDA's part
     return int(_properties()["max_shared_mem"] + 1024) // 2 - RESERVED_BYTES
 
 

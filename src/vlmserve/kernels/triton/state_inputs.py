@@ -1,4 +1,4 @@
-"""Functions shared by kernels of layers with states: convolution inputs and activations."""
+"""Convolution inputs and activations for kernels of layers with states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def load_input(
     mixed_ptr, tail_ptr, source, row, start, channel, inside, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
     KERNEL: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Load a convolution's input in a row, which may precede the sequence's first row `start`. GATED: B * x."""
+    """The row may precede the sequence's first row `start`. GATED: B * x."""
     in_step = inside & (row >= start)
     at = mixed_ptr + row.to(tl.int64) * WIDTH + channel
     x = tl.load(at, in_step, 0.0)
@@ -27,7 +27,7 @@ def convolved(
     mixed_ptr, tail_ptr, weight_ptr, source, row, start, channel, in_channels, inside, WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Convolve some channels causally, in one row or in the rows of a column, in float32.
+    """Causal, in one row or in the rows of a column, in float32.
 
     in_channels: whether each channel exists. inside: whether the result is wanted.
     """

@@ -1,10 +1,4 @@
-"""Layers with states: the gated delta rule and gated short convolutions.
-
-Decodes run the delta rule row by row, prompts in `kernels.triton.delta_chunks`. A program of `delta_rule` keeps columns
-of one value head's state in registers, over all rows of a sequence. States are stored after each segment, tails after
-all programs have read them. Decode grids depend only on the numbers of rows and sequences, so CUDA graphs can capture
-them.
-"""
+"""Layers with states: the gated delta rule for decodes, and gated short convolutions."""
 
 from __future__ import annotations
 
@@ -35,7 +29,11 @@ def delta_rule(
     sources_ptr, targets_ptr, sequences_ptr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, KERNEL: tl.constexpr, KEY_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """results_ptr: float32, before norm and gate."""
+    """Keep columns of one value head's state in registers, over all rows of a sequence.
+
+    results_ptr: float32, before norm and gate. Decode grids depend only on the numbers of rows and sequences, so CUDA
+    graphs can capture them.
+    """
     sequence, head = tl.program_id(0), tl.program_id(1)
     KEYS: tl.constexpr = KEY_HEADS * KEY
     VALUES: tl.constexpr = HEADS * VALUE
@@ -101,7 +99,7 @@ def keep_tails(
     mixed_ptr, tail_ptr, starts_ptr, sources_ptr, targets_ptr, sequences_ptr, WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the tails after a sequence's segments. Each starts from the previous tail."""
+    """Store tails once all programs have read the previous ones."""
     sequence = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS

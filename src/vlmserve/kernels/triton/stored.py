@@ -14,7 +14,7 @@ from vlmserve.kernels.triton.tuned import LARGE_BLOCK
 
 
 def block_of(group: int, in_features: int) -> int:
-    """Return the inputs of a 4-bit block: two small groups, if the inputs divide into such blocks.
+    """Return the inputs of a 4-bit block: two small groups, if possible.
 
     Byte i has input i of both groups, so that tensor cores multiply twice as many inputs of each at a time.
     """
@@ -23,8 +23,6 @@ def block_of(group: int, in_features: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A weight as `multiply` reads it."""
-
     bits: int
     """4, 8, or the bits of plain numbers."""
     group: int

@@ -31,7 +31,7 @@ class Tiling(NamedTuple):
         return self.outputs * self.tokens <= SMALL_TILE and bits <= 16
 
     def parts(self, bits: int) -> int:
-        """Return the tiles of inputs that a program multiplies in parallel: one per warp, or one for all.
+        """Tiles of inputs that a program multiplies in parallel: one per warp, or one for all.
 
         A warp takes enough small 4-bit blocks for one large block, if registers hold their sums.
         """
@@ -42,10 +42,10 @@ class Tiling(NamedTuple):
     def shared_bytes(self, bits: int, item_bytes: int) -> int:
         """Bytes of tiles in flight and unpacked weights. item_bytes: of an element of x."""
         inputs = self.inputs * self.parts(bits)
-        # Tensor cores read unpacked weights from registers, float32 sums do not.
+        # only tensor cores read unpacked weights from registers
         unpacked = inputs * self.outputs * item_bytes if item_bytes == 4 and bits <= 8 else 0
         if bits == 4 and item_bytes == 2 and not self.divides_inputs(bits):
-            # Converts between register layouts through shared memory.
+            # converts between register layouts through shared memory
             unpacked = inputs * self.outputs
         tile = inputs * (self.outputs * bits // 8 + self.tokens * item_bytes)
         return (self.stages - 1) * tile + unpacked

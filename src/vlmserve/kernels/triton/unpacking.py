@@ -1,9 +1,4 @@
-"""Converts 4-bit and 8-bit weights in registers to the numbers that tensor cores multiply.
-
-Integers become floats in the low bits of one: ``0x4300 | q`` is 128 + q in bfloat16, ``0x6400 | q`` is 1024 + q in
-float16. On NVIDIA GPUs, `prmt`, which picks bytes of two registers, does this for two weights at a time. Elsewhere, and
-in float32, plain arithmetic gives the same numbers.
-"""
+"""Converts 4-bit and 8-bit weights in registers to the numbers that tensor cores multiply."""
 
 from __future__ import annotations
 
@@ -106,8 +101,10 @@ def _filled(code: str, **values: str) -> tl.constexpr:
 
 
 def _float8(first: int, second: int, kind: str) -> tl.constexpr:
-    """Convert two numbers per result. The exponent of e4m3 becomes the low exponent bits of the wider type, which
-    leaves a power of 2 to multiply by. Subnormals stay subnormal."""
+    """Two numbers per result. The exponent of e4m3 becomes the low exponent bits of the wider type.
+
+    This leaves a power of 2 to multiply by. Subnormals stay subnormal.
+    """
     shift, factor = ("4", "0x7b807b80") if kind == "bf16" else ("1", "0x5c005c00")
     pairs = [
         _FLOAT8_PAIR.format(select=hex(select), shift=shift, kind=kind, result=result)
@@ -118,10 +115,10 @@ def _float8(first: int, second: int, kind: str) -> tl.constexpr:
 
 
 def _weights(kind: str) -> tl.constexpr:
-    """Convert two weights per result: low integers in the first two results, high integers in the others."""
+    """Two weights per result: low integers in the first two results, high integers in the others."""
     pairs = []
     for result in range(4):
-        # Operands: results, integers, then four scales and four offsets of low integers, and of high integers.
+        # operands: results, integers, then four scales and four offsets of low and of high integers
         byte, scale = 2 * (result % 2), 5 + 8 * (result // 2) + 2 * (result % 2)
         pair = _WEIGHT_PAIR.format(
             integers=("low", "high")[result // 2], first=hex(SINGLE | byte << 8), second=hex(SINGLE | byte + 1 << 8),
@@ -147,13 +144,16 @@ BYTES_FLOAT16 = _filled(_BYTES_FLOAT16)
 
 
 def has_assembly(device: torch.device) -> bool:
-    """Return whether kernels may use NVIDIA instructions, unlike AMD GPUs and the interpreter."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 @triton.jit
 def nibbles(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return the low and high 4 bits of uint8, each as ``q + shift(DTYPE)``. ASSEMBLY: use `prmt`."""
+    """Low and high 4 bits of uint8, each as ``q + shift(DTYPE)``.
+
+    ``0x4300 | q`` is 128 + q in bfloat16, ``0x6400 | q`` is 1024 + q in float16. ASSEMBLY: `prmt` picks bytes of two
+    registers, for two weights at a time.
+    """
     if ASSEMBLY and tl.float32 != DTYPE:
         code: tl.constexpr = NIBBLES_BFLOAT16 if tl.bfloat16 == DTYPE else NIBBLES_FLOAT16
         low, high = tl.inline_asm_elementwise(
@@ -169,10 +169,12 @@ def nibbles(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 def dequantized(
     packed, scales, minimums, high_scales, high_minimums, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr
 ):  # fmt: skip
-    """Dequantize the low and high 4 bits of uint8 in float32, rounded to DTYPE. scales, minimums: float32, of the low
-    bits; all broadcast to the shape of `packed`."""
+    """Low and high 4 bits of uint8 in float32, rounded to DTYPE.
+
+    scales, minimums: float32, of the low bits; all broadcast to the shape of `packed`.
+    """
     if ASSEMBLY and tl.float32 != DTYPE:
-        # prmt gives 128 + q. The offset subtracts 128.
+        # prmt gives 128 + q
         offsets, high_offsets = minimums - 128.0 * scales, high_minimums - 128.0 * high_scales
         arguments = [packed, scales, offsets, high_scales, high_offsets]
         code: tl.constexpr = WEIGHTS_BFLOAT16 if tl.bfloat16 == DTYPE else WEIGHTS_FLOAT16
@@ -192,8 +194,7 @@ def shift(DTYPE: tl.constexpr):
 
 @triton.jit
 def ones(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return 1.0 for each uint8, in the register layout of `nibbles`. Constants have another layout, so the other
-    operand would be loaded for both."""
+    """1.0 for each uint8, in the register layout of `nibbles`. Constants have another layout."""
     if ASSEMBLY and tl.float32 != DTYPE:
         code: tl.constexpr = ONES_BFLOAT16 if tl.bfloat16 == DTYPE else ONES_FLOAT16
         result = tl.inline_asm_elementwise(code, "=r,=r,r", [packed], dtype=DTYPE.value, is_pure=True, pack=4)
@@ -215,8 +216,10 @@ def signed_bytes(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def byte_pairs(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return the low and high int8 of each int16 as two tensors. Tensor cores can transpose 16-bit numbers in shared
-    memory, but not bytes."""
+    """Low and high int8 of each int16.
+
+    Tensor cores can transpose 16-bit numbers in shared memory, but not bytes.
+    """
     if ASSEMBLY and tl.float32 != DTYPE:
         code: tl.constexpr = BYTE_PAIRS_BFLOAT16 if tl.bfloat16 == DTYPE else BYTE_PAIRS_FLOAT16
         low, high = tl.inline_asm_elementwise(
@@ -254,7 +257,6 @@ def float8_pairs(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _float8_by_bits(packed):
-    """Convert the lowest byte of int32 to float32."""
     bits = ((packed & 0x80) << 24) | ((packed & 0x7F) << 20)
     return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
 
@@ -265,22 +267,23 @@ def to_float8(x):
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6, numbers are multiples of 2^-9. Adding 1.5 * 2^23 rounds to an integer.
+    # numbers are multiples of 2^-9; adding 1.5 * 2^23 rounds to an integer
     small = ((tl.abs(x) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
     return tl.where(magnitude < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
 
 
 @triton.jit
 def load_groups(scales_ptr, minimums_ptr, blocks, outputs, out_features, GROUPS: tl.constexpr, WHICH: tl.constexpr):
-    """Load scales and minimums ``[blocks, outputs]`` of low integers (WHICH 0) or high integers (1). A block of one
-    group has the same for both."""
+    """``[blocks, outputs]`` of low integers (WHICH 0) or high integers (1). One group has the same for both."""
     at = (blocks * GROUPS + (WHICH if GROUPS == 2 else 0)) * out_features + outputs
     return tl.load(scales_ptr + at), tl.load(minimums_ptr + at)
 
 
 @triton.jit
 def scaled(products, totals, scales, minimums, DTYPE: tl.constexpr):
-    """Convert sums of `nibbles` products to sums of weight products. totals: sums of the inputs. scales, minimums:
-    float16, broadcast over tokens."""
+    """Convert sums of `nibbles` products. totals: sums of the inputs.
+
+    scales, minimums: float16, broadcast over tokens.
+    """
     scales = scales.to(tl.float32)
     return scales * products + (minimums.to(tl.float32) - shift(DTYPE) * scales) * totals
