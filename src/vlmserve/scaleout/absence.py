@@ -16,7 +16,7 @@ class _Absence(NamedTuple):
 
 
 class Absences:
-    """The models of a gateway that lack a worker. clock: seconds, like `time.monotonic`."""
+    """The models of a gateway that lack a worker. clock: seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -24,7 +24,7 @@ class Absences:
         self._served: set[str] = set()
 
     def note(self, model: str, names: Collection[str], *, is_served: bool) -> None:
-        """Record whether a worker takes requests for a model. names: the model's aliases and adapters."""
+        """names: the model's aliases and adapters."""
         if is_served:
             self._served.add(model)
             self._absent.pop(model, None)
@@ -33,10 +33,7 @@ class Absences:
             self._absent[model] = _Absence(frozenset(names) | {model}, self._clock() + PATIENCE)
 
     def left(self, name: object) -> float:
-        """Seconds that a request for a model or adapter may still wait; 0 if it has a worker or none is expected.
-
-        A request that names no model waits only while no model has a worker.
-        """
+        """Seconds that a request may still wait. A request without a name waits only while no model has a worker."""
         if not isinstance(name, str):
             lasts = () if self._served else [absence.until for absence in self._absent.values()]
         else:

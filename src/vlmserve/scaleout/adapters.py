@@ -62,7 +62,7 @@ async def _change(request: Request, kind: type[LoadAdapterRequest] | type[Unload
 
 
 def _error(failed: Sequence[Outcome], count: int) -> RefusedError:
-    """The error when some of `count` workers failed: 502, or the status that all failures have in common."""
+    """502, or the status that all failures have in common."""
     statuses = {one.status for one in failed}
     status = HTTPStatus(statuses.pop()) if len(statuses) == 1 else HTTPStatus.BAD_GATEWAY
     reasons = "; ".join(f"{one.worker}: {one.said}" for one in failed)

@@ -1,4 +1,4 @@
-"""The gateway's application: it serves all paths of a server, and forwards most of them to workers."""
+"""The gateway's application: it serves all paths of a server, and forwards most of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(gateway: Gateway) -> Starlette:
-    """Make the application. Workers may join later."""
     own: dict[str, Endpoint] = {
         "/v1/models": list_models,
         "/v1/models/{name:path}": show_model,
@@ -47,7 +46,7 @@ def create_app(gateway: Gateway) -> Starlette:
 
 
 def app_of(gateway: Gateway, own: Mapping[str, Endpoint], offered: Iterable[Operation]) -> Starlette:
-    """Make an application that forwards the offered operations. own: endpoints by path that answer here."""
+    """own: endpoints by path that answer here."""
     served = [Route(one.path, own.get(one.path, forward), methods=[one.method]) for one in offered]
     app = assemble(gateway, served)
     app.state.gateway = gateway

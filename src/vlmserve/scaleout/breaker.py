@@ -9,7 +9,7 @@ MOST_ERRORS = 3
 
 
 class Breaker:
-    """The breaker of one worker. The caller's clock gives times in seconds. Do not count client errors."""
+    """Times are in seconds. Do not count client errors."""
 
     def __init__(self) -> None:
         self._errors = 0
@@ -19,26 +19,25 @@ class Breaker:
 
     @property
     def is_closed(self) -> bool:
-        """True if requests may be sent without asking `allows`."""
         return self._until is None
 
     def allows(self, now: float) -> bool:
-        """Return whether a request may be sent: always while closed, one at a time after the pause."""
+        """Return True while closed; after the pause, for one request at a time."""
         return self._until is None or (now >= self._until and not self._trying)
 
     def begin(self) -> None:
-        """Record that a request is sent. While the breaker is open, this is the one try."""
+        """While the breaker is open, this is the one try."""
         self._trying = self._until is not None
 
     def succeed(self) -> None:
         self._errors, self._pause, self._until, self._trying = 0, FIRST_PAUSE, None, False
 
     def abandon(self) -> None:
-        """Record a request that says nothing about the worker: its client left."""
+        """Record a request whose client left."""
         self._trying = False
 
     def fail(self, now: float, *, connection: bool) -> None:
-        """Record a failure. connection: no answer, or a broken one; otherwise a 5xx."""
+        """connection: no answer, or a broken one; otherwise a 5xx."""
         self._errors += 1
         is_news = self._until is None or now >= self._until  # requests in flight fail together and count once
         if is_news and (connection or self._trying or self._errors >= MOST_ERRORS):

@@ -1,8 +1,7 @@
 """Adapters loaded and unloaded while a cluster runs.
 
-Every worker reports the changes that it has made. Merged in any order, the reports give the same result: the latest
-change of each adapter (a last-writer-wins map, Shapiro et al. 2011). So nothing else stores changes, and gateways need
-not talk to each other.
+Merged in any order, workers' reports give each adapter's latest change (a last-writer-wins map, Shapiro et al. 2011),
+so gateways need no store and do not talk to each other.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ MAX_UNLOADED = 1000
 
 
 class Change(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An adapter was loaded or unloaded."""
-
     time: int
     """Nanoseconds since 1970; later than every change that its gateway knew."""
     gateway: str
@@ -34,7 +31,7 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def part(self) -> str | None:
-        """The adapter within its X-LoRA mixture; None: the adapter stands alone."""
+        """The adapter within its X-LoRA mixture; None: it stands alone."""
         return self.name if self.mixture else None
 
     @property
@@ -64,7 +61,6 @@ class Changes:
         )
 
     def add(self, change: Change) -> None:
-        """Add a change, unless a later one is known."""
         if not self.is_news(change):
             return
         self._ordered = None
@@ -85,7 +81,6 @@ class Changes:
 
     @property
     def loaded(self) -> frozenset[str]:
-        """Loaded adapters, and mixtures of loaded adapters."""
         return frozenset(
             name for name, parts in self._latest.items() if (whole := parts.get(None)) is None or whole.path is not None
         )

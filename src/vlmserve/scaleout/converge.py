@@ -1,7 +1,6 @@
 """Bring workers that join late or were away to the cluster's adapters.
 
-A gateway knows every change that any of its workers has made, and has each worker make the changes that it lacks. A
-worker makes each change once, so several gateways may ask for it at the same time.
+A gateway has each worker make the changes that it lacks. A worker makes a change once, so several gateways may ask.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ FIRST_PAUSE, LAST_PAUSE = 1.0, 60.0
 
 
 class Outcome(NamedTuple):
-    """A worker's answer to a change."""
-
     worker: str
     status: int
     said: str
@@ -76,13 +73,12 @@ class ClusterAdapters:
                 self._catching_up[member.url] = asyncio.ensure_future(self._catch_up(member))
 
     def leave(self, url: str) -> None:
-        """Stop the changes of a worker that is gone or does not answer."""
         if (task := self._catching_up.pop(url, None)) is not None:
             task.cancel()
 
     @contextlib.contextmanager
     def asking(self, change: Change) -> Iterator[None]:
-        """Keep `catch_up` from asking for a change that a client is waiting for."""
+        """Keep `catch_up` from asking for a change that a client waits for."""
         self._asking.add(change)
         try:
             yield
@@ -90,7 +86,7 @@ class ClusterAdapters:
             self._asking.discard(change)
 
     async def made(self, members: Collection[Member], change: Change) -> None:
-        """Wait until workers have reported a change; `_HEARD` seconds at most."""
+        """Wait `_HEARD` seconds at most until workers have reported a change."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HEARD):
                 while any(change in self._missing(member) for member in members):
@@ -119,7 +115,7 @@ class ClusterAdapters:
 
 
 async def ask(member: Member, change: Change, *, force: bool, headers: Sequence[tuple[str, str]] = ()) -> Outcome:
-    """Have a worker make a change. force: replace or unload whatever has that name."""
+    """force: replace or unload whatever has that name."""
     assert member.hello is not None
     name = member.hello.info.name
     body = msgspec.json.encode(MakeChange(change, force))

@@ -63,7 +63,7 @@ _OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/metrics"})
 
 
 class Door:
-    """The middleware. name: the worker's, kept across restarts. token: proves that a request comes from a gateway."""
+    """name: kept across restarts. token: proves that a request comes from a gateway."""
 
     def __init__(self, app: ASGIApp, service: Service, *, name: str, token: str, capacity: int) -> None:
         self._app = app
@@ -114,7 +114,6 @@ class Door:
             await self._pass(scope, receive, send, headers)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
-        """Serve a gateway's request with the client's identity."""
         scope[OWNER] = headers.get(OWNER_HEADER, "")
         if address := headers.get(CLIENT_HEADER):
             scope["client"] = address, 0
@@ -127,7 +126,7 @@ class Door:
         held: list[Message] = []
 
         async def send_watched(message: Message) -> None:
-            # Hold everything before the first token: until then, another worker may still answer.
+            # Hold everything before the first token, while another worker may still answer.
             held.append(message)
             if watch.see() or not message.get("more_body", message["type"] == "http.response.start"):
                 for one in held:
@@ -158,7 +157,7 @@ class Door:
             feed.put_nowait(message)
 
     def tell_others(self, gateway: str, prompt: HeldPrompt) -> None:
-        """Report a prompt to all gateways except one, with the next beat."""
+        """Report a prompt to the other gateways with the next beat."""
         for other, prompts in self._prompts.items():
             if other != gateway:
                 prompts.append(prompt)
@@ -211,7 +210,7 @@ class Door:
                 del self._feeds[gateway], self._prompts[gateway]
 
     async def _news(self, queue: asyncio.Queue[FeedMessage]) -> list[FeedMessage]:
-        """Wait for messages; returns after `BEAT` seconds or a new phase at the latest."""
+        """Wait for messages, a new phase or `BEAT` seconds."""
         loop = asyncio.get_running_loop()
         until, before = loop.time() + BEAT, self._service.phase
         news: list[FeedMessage] = []
@@ -225,7 +224,7 @@ class Door:
 
 
 class _Watch:
-    """One request, until its answer ends. prompt: the gateway's digests of the prompt."""
+    """One request. prompt: its digests."""
 
     def __init__(self, door: Door, gateway: str, route: int, prompt: str) -> None:
         self._door = door
@@ -240,7 +239,7 @@ class _Watch:
         self._door._pace.wait(self, generation)
 
     def see(self) -> bool:
-        """Report the first token. Returns whether the answer has a token yet."""
+        """Returns whether the answer has a token."""
         if self._generation is None:
             return True
         if not self._has_begun and any(answer.ttft is not None for answer in self._generation.answers):
@@ -248,7 +247,6 @@ class _Watch:
         return self._has_begun
 
     def end(self) -> None:
-        """Report the end of the answer, or that nobody reads the rest."""
         if self._generation is None:
             return
         self.see()

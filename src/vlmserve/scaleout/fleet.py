@@ -1,6 +1,6 @@
 """A gateway's view of one model's workers: their load, and whether they may be used.
 
-State is in arrays with one number for each worker, so a decision over a thousand workers takes microseconds.
+Arrays with one number per worker: a decision over a thousand workers takes microseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TAG_LENGTH = 8
 
 
 def tag_of(name: str) -> str:
-    """The prefix of all response ids that a worker makes. Every gateway routes follow-up requests by it."""
+    """The prefix of a worker's response ids, which route follow-up requests."""
     return blake3(b"tag" + name.encode()).hexdigest(TAG_LENGTH // 2)
 
 
@@ -40,8 +40,8 @@ class Worker:
 class Fleet:
     """All workers of a model.
 
-    A worker's wait is the time until it has prefilled all accepted requests: its own report plus what this gateway
-    has sent since. Requests without a first token always count, however late the reports are.
+    A worker's wait is the time until it has prefilled all accepted requests: its report plus what this gateway has sent
+    since. Requests without a first token always count.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Fleet:
         return self._workers.get(worker_id)
 
     def has(self, worker: Worker) -> bool:
-        """Return whether a worker is still a member. Its requests may end after it left."""
+        """Requests may end after their worker left."""
         return self._slots[worker.slot] is worker
 
     def tagged(self, id: str) -> Worker | None:
@@ -93,7 +93,6 @@ class Fleet:
         return worker
 
     def add(self, info: WorkerInfo) -> Worker:
-        """Add an idle worker."""
         if not self._free_slots:
             self._grow()
         slot = self._free_slots.pop()
@@ -101,7 +100,7 @@ class Fleet:
         for array in (self._busy_until, self.pending, self.sent, self._others):
             array[slot] = 0.0
         self._set_pace(slot, Load())
-        # Hash the name, which survives restarts: the worker stays the home of the same requests.
+        # The name survives restarts: the worker stays the home of the same requests.
         self._hashes[slot] = int.from_bytes(blake3(info.name.encode()).digest(8), "little")
         self._tags[tag_of(info.name)] = worker
         self.update(info)
@@ -114,7 +113,6 @@ class Fleet:
         self._shut[worker.slot] = np.inf if info.draining or not worker.breaker.is_closed else 0.0
 
     def remove(self, worker_id: str) -> Worker:
-        """Remove a worker. Its requests may end later and are then ignored."""
         worker = self._workers.pop(worker_id)
         self._slots[worker.slot] = None
         if self._tags.get(tag_of(worker.info.name)) is worker:
@@ -127,20 +125,19 @@ class Fleet:
         return worker
 
     def report(self, worker: Worker, load: Load, now: float) -> None:
-        """Apply a worker's report of its load."""
         if not self.has(worker):
             return
         slot = worker.slot
-        # The worker may have sent the report before it received the latest requests.
+        # The report may be older than the latest requests.
         sent = min(self.pending[slot], self._busy_until[slot] - now)
         self._busy_until[slot] = now + max(load.queued_seconds, sent)
         self._others[slot] = max(0.0, load.running - self.sent[slot])
         self._set_pace(slot, load)
 
     def _set_pace(self, slot: int, load: Load) -> None:
-        """Store a worker's measured seconds, or the other workers' mean before it has measured any.
+        """Store measured seconds, or the other workers' mean before any measurement.
 
-        A pessimistic guess would keep requests away, and so would never be corrected.
+        A pessimistic guess would keep requests away, and never be corrected.
         """
         for seconds, measured, said, guess in (
             (self.token_seconds, self._has_token_seconds, load.token_seconds, TOKEN_SECONDS),
@@ -152,11 +149,10 @@ class Fleet:
             seconds[slot] = said
 
     def whole_seconds(self, worker: Worker, tokens: int, images: int) -> float:
-        """Prefill seconds of a prompt without cache hits."""
         return float(self.token_seconds[worker.slot] * tokens + self.image_seconds[worker.slot] * images)
 
     def begin(self, worker: Worker, seconds: float, now: float) -> None:
-        """Count a request with `seconds` of prefill. Call it at once, so that the next decision sees it."""
+        """Count a request with `seconds` of prefill, at once: the next decision needs it."""
         slot = worker.slot
         self.sent[slot] += 1
         self.pending[slot] += seconds
@@ -164,7 +160,6 @@ class Fleet:
         worker.breaker.begin()
 
     def prefilled(self, worker: Worker, seconds: float) -> None:
-        """Record a request's first token."""
         if self.has(worker):
             self.pending[worker.slot] = max(0.0, self.pending[worker.slot] - seconds)
 
@@ -173,7 +168,6 @@ class Fleet:
             self.sent[worker.slot] -= 1
 
     def trip(self, worker: Worker, now: float, *, connection: bool) -> None:
-        """Record a request that failed because of the worker."""
         worker.breaker.fail(now, connection=connection)
         if not worker.breaker.is_closed and self.has(worker):
             self._open.add(worker.slot)
@@ -206,14 +200,12 @@ class Fleet:
         return sent / (sent + others) if sent + others > 0 else 1.0
 
     def running(self, worker: Worker) -> float:
-        """Running requests of a worker, as last reported."""
         return float(self.sent[worker.slot] + self._others[worker.slot])
 
     def homes(self, keys: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """Weights of rendezvous hashing, ``[keys, size]``: a key's home is the worker with the largest weight.
+        """Weights of rendezvous hashing, ``[keys, size]`` (Thaler and Ravishankar 1998): the largest is the key's home.
 
-        All gateways find the same home, and few keys move when a worker comes or goes (Thaler and Ravishankar 1998).
-        The mixing function is splitmix64 (Steele, Lea and Flood 2014).
+        All gateways find the same home, and few keys move with a worker. splitmix64 mixes (Steele, Lea and Flood 2014).
         """
         mixed = self._hashes ^ np.array(keys, np.uint64)[:, None]
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

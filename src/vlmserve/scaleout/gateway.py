@@ -58,8 +58,6 @@ _MOST_SETTLING = 100_000
 
 @dataclass
 class Model:
-    """A model that workers serve."""
-
     router: Router
     facts: ModelFacts
     adapters: Mapping[str, AdapterFacts] = field(default_factory=dict)
@@ -70,8 +68,6 @@ class Model:
 
 @dataclass
 class Sent:
-    """A request that was sent to a worker."""
-
     route: Route
     account: Account | None
     """Pays for its tokens."""
@@ -79,7 +75,7 @@ class Sent:
 
 
 class Gateway:
-    """A gateway. Use it from one thread. token: the cluster's shared secret."""
+    """Use it from one thread. token: the cluster's shared secret."""
 
     def __init__(self, server: ServerConfig, config: GatewayConfig, token: str) -> None:
         self.config = server
@@ -120,12 +116,11 @@ class Gateway:
 
     @property
     def max_logprobs(self) -> int | None:
-        """The number of logprobs that all models support; None while no model is known."""
+        """The number that all models support."""
         known = [model.facts.abilities for model in self.models.values()]
         return min((one.max_logprobs for one in known if one is not None), default=None)
 
     def problem(self) -> VLMServeError | None:
-        """The reason that no request can be answered."""
         if self._phase == "closing":
             return UnavailableError("The gateway is shutting down")
         if not any(len(model.router.fleet) for model in self.models.values()):
@@ -134,7 +129,6 @@ class Gateway:
 
     @property
     def heard(self) -> list[tuple[str, Upstream]]:
-        """Names of the workers that answer, and their connections."""
         return [
             (member.hello.info.name, member.upstream)
             for member in self.members.values()
@@ -142,7 +136,6 @@ class Gateway:
         ]
 
     def set_workers(self, urls: Collection[str]) -> None:
-        """Set the addresses of all workers."""
         for url in set(urls) - self.members.keys():
             member = self.members[url] = Member(url, Upstream(url, {TOKEN_HEADER: self._token}))
             member.listening = asyncio.ensure_future(self._listen(member))
@@ -156,7 +149,6 @@ class Gateway:
 
     @property
     def known_models(self) -> Collection[str]:
-        """Names of all models that requests may name."""
         return self.models.keys()
 
     def model(self, name: object) -> tuple[str, Router]:
@@ -182,9 +174,9 @@ class Gateway:
         raise UnknownModelError(f"There is no model {name!r:.100} here, only {known}", param="model")
 
     async def await_worker(self, name: object, held: contextlib.ExitStack) -> None:
-        """Wait for a worker if a model's last worker has just left; otherwise return at once.
+        """Wait if a model's last worker has just left.
 
-        name: the model or adapter that a request names; None: any worker will do. held: closes after the answer.
+        name: the requested model or adapter; None: any worker will do. held: closes after the answer.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.absent(name)):
@@ -197,16 +189,16 @@ class Gateway:
         return self._absences.left(name if own is None else own)
 
     def waiting_comment(self, name: object) -> bytes | None:
-        """A comment for the stream of a request that waits for its model; None: the usual ping."""
+        """A comment for a stream that waits; None: the usual ping."""
         return None
 
     def lacking(self, name: object) -> Collection[str]:
-        """Ids of the workers that lack the adapter that a request names."""
+        """Ids of the workers that lack the requested adapter."""
         own = self._names.get(name) if isinstance(name, str) else None
         return () if own is None else self.models[own].lacking.get(str(name), ())
 
     def members_of(self, model: str) -> list[Member]:
-        """Workers of a model that answer and do not drain."""
+        """Workers that answer and do not drain."""
 
         def is_one(member: Member) -> bool:
             hello = member.hello if member.is_heard else None
@@ -215,13 +207,12 @@ class Gateway:
         return [member for member in self.members.values() if is_one(member)]
 
     def learn(self, model: str, change: Change) -> None:
-        """Spread a change of an adapter to all workers of a model."""
         self.adapters.hear(model, [change])
         self.update_models()
         self._catch_up(model)
 
     def any_model(self) -> tuple[str, Router]:
-        """A model and its router, for requests that any worker can answer. Raises UnavailableError."""
+        """For requests that any worker can answer. Raises UnavailableError."""
         for name, model in self.models.items():
             if len(model.router.fleet):
                 return name, model.router
@@ -233,7 +224,7 @@ class Gateway:
     def send(
         self, router: Router, key: RequestKey, excluded: Collection[str], account: Account | None
     ) -> tuple[int, Route] | None:
-        """Choose a worker, and number the request for the worker's reports. None: no worker."""
+        """Choose a worker, and number the request for its reports. None: no worker."""
         route = router.route(key, excluded)
         if route is None:
             return None
@@ -244,12 +235,10 @@ class Gateway:
         return number, route
 
     def forget(self, number: int) -> None:
-        """Expect no more reports on a request."""
         self._sent.pop(number, None)
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
-        """Count a request as in flight."""
         self.num_in_flight += 1
         self._idle.clear()
         try:
@@ -260,7 +249,7 @@ class Gateway:
                 self._idle.set()
 
     async def wait_for_workers(self, patience: float) -> None:
-        """Wait until there are workers and all of them have reported; `patience` seconds at most."""
+        """Wait until all workers have reported; `patience` seconds at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 while not self.members or not all(member.is_heard for member in self.members.values()):
@@ -271,7 +260,7 @@ class Gateway:
         self._phase = "leaving"
 
     async def drain(self, grace: float) -> bool:
-        """Reject new requests and wait for the others. Returns whether they ended within `grace` seconds."""
+        """Reject new requests. Returns whether the others ended within `grace` seconds."""
         self._phase = "closing"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
@@ -286,7 +275,6 @@ class Gateway:
             self.tracing.close()
 
     async def _listen(self, member: Member) -> None:
-        """Read a member's feed and reconnect when it breaks."""
         pause = _FIRST_RETRY
         while True:
             try:
@@ -352,7 +340,6 @@ class Gateway:
             router.fleet.heal(worker)
 
     def _lose(self, member: Member) -> None:
-        """Stop sending requests to a worker that does not answer."""
         if member.hello is None or not member.is_heard:
             return
         member.is_heard = False
@@ -364,12 +351,10 @@ class Gateway:
         self._changed.set()
 
     def _note_absence(self, model: str) -> None:
-        """Record whether a model has a worker that takes requests."""
         names = [name for name, own in self._names.items() if own == model]
         self._absences.note(model, names, is_served=bool(self.members_of(model)))
 
     def update_models(self) -> None:
-        """Tell each model's router its workers."""
         self._changed.set()
         workers: dict[str, list[WorkerInfo]] = {}
         for member in self.members.values():
@@ -413,7 +398,6 @@ class Gateway:
         self.adapters.catch_up(self.members_of(model))
 
     async def change_of_worker(self) -> None:
-        """Wait until a worker reports something new."""
         self._changed.clear()
         await self._changed.wait()
 

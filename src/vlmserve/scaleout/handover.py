@@ -1,9 +1,8 @@
 """Hand a gateway's port to its successor without a moment in which nobody listens.
 
-A running gateway keeps a Unix socket for its port, named by the address. The successor connects, sends the cluster's
-token, and receives the listening socket (SCM_RIGHTS) with all connections that wait to be accepted. When it accepts
-connections, it says so, and the predecessor stops. Linux only: abstract socket names belong to a network namespace,
-like ports, and vanish with the process.
+A gateway keeps a Unix socket named by its address. The successor sends the cluster's token, receives the listening
+socket (SCM_RIGHTS) with all waiting connections, and accepts; then the predecessor stops. Linux only: abstract socket
+names belong to a network namespace, like ports, and vanish with the process.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class Offer:
             self._door = None
 
     async def taken(self) -> None:
-        """Wait until another gateway has taken over."""
         if self._door is None:
             await asyncio.Event().wait()
             return
@@ -73,7 +71,7 @@ class Offer:
                     successor.close()
 
     async def _give(self, successor: socket.socket) -> bool:
-        """Send the socket. Returns whether the successor accepts connections. Raises OSError or TimeoutError."""
+        """Returns whether the successor accepts connections. Raises OSError or TimeoutError."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(_PATIENCE):
             token = await loop.sock_recv(successor, _MOST_TOKEN_BYTES)
@@ -84,7 +82,6 @@ class Offer:
         return await loop.sock_recv(successor, 1) == _LISTENS
 
     def close(self) -> None:
-        """Make no more offers, and release a successor that waits for this."""
         for one in (self._door, self._successor):
             if one is not None:
                 one.close()
@@ -98,7 +95,7 @@ class Predecessor:
         self._channel = channel
 
     def release(self) -> None:
-        """Tell it to accept no more connections. Blocks until it has stopped, some seconds at most."""
+        """Blocks until it has stopped, some seconds at most."""
         with contextlib.closing(self._channel), contextlib.suppress(OSError):  # it has ended, so it accepts nothing
             self._channel.send(_LISTENS)
             self._channel.recv(1)
@@ -107,7 +104,7 @@ class Predecessor:
 def predecessor_at(server: ServerConfig, token: str) -> Predecessor | None:
     """Ask the gateway at an address for its socket. None: no gateway runs there.
 
-    Raises ConfigurationError if the gateway may not be replaced or does not answer.
+    Raises ConfigurationError if it may not be replaced or does not answer.
     """
     if sys.platform != "linux":
         return None
@@ -133,7 +130,7 @@ def predecessor_at(server: ServerConfig, token: str) -> Predecessor | None:
 
 
 def _is_own(successor: socket.socket) -> bool:
-    """Return whether the other process belongs to this user or root."""
+    """True for processes of this user and root."""
     credentials = successor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", credentials)
     return user in (0, os.geteuid())

@@ -1,4 +1,4 @@
-"""Read an image's size from the first bytes of its file, without decoding it."""
+"""Read an image's size from the first bytes of its file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _JPEG_FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 
 
 def size_of_base64(text: str) -> tuple[int, int] | None:
-    """Width and height of a base64 image file; None if its head does not say."""
+    """None: the head does not say."""
     try:
         return size_of(binascii.a2b_base64(text[:HEAD_CHARACTERS]))
     except (binascii.Error, ValueError):
@@ -19,7 +19,7 @@ def size_of_base64(text: str) -> tuple[int, int] | None:
 
 
 def size_of(head: bytes) -> tuple[int, int] | None:
-    """Width and height of an image file that begins with `head`; None if the head does not say."""
+    """Width and height; None: the head does not say."""
     try:
         if head[:8] == b"\x89PNG\r\n\x1a\n":
             width, height = struct.unpack_from(">II", head, 16)

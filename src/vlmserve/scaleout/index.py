@@ -1,8 +1,7 @@
 """A gateway's estimate of each worker's cache: digests of prompt segments and of images.
 
-Digests are in order of their last use. The least recently used ones are evicted when their tokens exceed the worker's
-KV cache, as the worker evicts blocks. Other gateways use the same caches, so `correct` shrinks or grows the estimate by
-the hits that workers report.
+Like blocks, the least recently used digests are evicted when their tokens exceed the KV cache. Other gateways use the
+same caches, so `correct` follows reported hits.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _LEAST_SHARE = 0.02
 
 
 class WorkerCache:
-    """The estimate for one worker. Only `CacheIndex` changes it."""
+    """Only `CacheIndex` changes it."""
 
     __slots__ = ("capacity", "entries", "limit", "most_entries", "tokens")
 
@@ -41,11 +40,9 @@ class CacheIndex:
         self.lengths: dict[bytes, int] = {}
 
     def __len__(self) -> int:
-        """Number of digests, summed over workers."""
         return sum(len(cache.entries) for cache in self.caches.values())
 
     def add_worker(self, worker: int, capacity: int) -> None:
-        """Add a worker with an empty cache. capacity: tokens of its KV cache."""
         self.forget(worker)
         self.caches[worker] = WorkerCache(capacity, 1)
         share = max(1, self._max_entries // len(self.caches))
@@ -58,7 +55,6 @@ class CacheIndex:
         self.caches.pop(worker, None)
 
     def forget(self, worker: int) -> None:
-        """Empty a worker's estimate, because its engine was restarted."""
         cache = self.caches.get(worker)
         if cache is None:
             return
@@ -69,7 +65,6 @@ class CacheIndex:
         cache.limit = cache.capacity
 
     def insert(self, worker: int, segments: Sequence[Segment], images: Iterable[bytes] = ()) -> None:
-        """Record a request that was sent to a worker, which will cache its segments."""
         cache = self.caches.get(worker)
         if cache is None:
             return
@@ -82,16 +77,13 @@ class CacheIndex:
         self._evict(worker, cache)
 
     def insert_history(self, worker: int, digest: bytes, length: int, added: int) -> None:
-        """Record the history of a stored response.
-
-        length: tokens of the history. added: tokens not in any inserted request, namely the answer.
-        """
+        """length: tokens of the history. added: tokens of the answer."""
         if worker in self.caches:
             self.lengths[digest] = length
             self.insert_prompt(worker, digest, added)
 
     def insert_prompt(self, worker: int, digest: bytes, added: int, images: Iterable[bytes] = ()) -> None:
-        """Record a cached prompt by its last digest, and its images. added: tokens that were not cached before."""
+        """digest: the prompt's last. added: tokens that were not cached."""
         if (cache := self.caches.get(worker)) is not None:
             for image in images:
                 self._touch(worker, cache, image, 0)
@@ -99,11 +91,11 @@ class CacheIndex:
             self._evict(worker, cache)
 
     def history_length(self, digest: bytes) -> int | None:
-        """Tokens of a history; None if no worker is known to have it."""
+        """None: no worker is known to have it."""
         return self.lengths.get(digest)
 
     def some_holders(self, digest: bytes, most: int, source: random.Random) -> Collection[int]:
-        """Workers that have a digest; a random sample if more than `most` have it."""
+        """A random sample if more than `most` workers have the digest."""
         holders = self.holders.get(digest, ())
         return holders if len(holders) <= most else source.sample(list(holders), most)
 
@@ -111,7 +103,7 @@ class CacheIndex:
         return worker in self.holders.get(digest, ())
 
     def cached_tokens(self, worker: int, segments: Sequence[Segment]) -> int:
-        """Length in tokens of the longest prefix that a worker has."""
+        """Tokens of the longest prefix."""
         cache = self.caches.get(worker)
         if cache is None:
             return 0
@@ -122,7 +114,7 @@ class CacheIndex:
         return 0
 
     def best(self, segments: Sequence[Segment], most: int, source: random.Random) -> dict[int, int]:
-        """Workers with the longest prefixes of a prompt, fewer than ``2 * most``, and the prefixes' tokens."""
+        """Fewer than ``2 * most`` workers with the longest prefixes, and these prefixes' tokens."""
         found: dict[int, int] = {}
         holders = self.holders
         for digest, tokens in reversed(segments):
@@ -134,9 +126,9 @@ class CacheIndex:
         return found
 
     def correct(self, worker: int, believed: float, actual: float) -> None:
-        """Compare believed and actual cached fractions of a prompt.
+        """Shrink the estimate if `believed` was too high; grow it up to the cache's size if it was too low.
 
-        Believing too much shrinks the worker's estimate; believing too little grows it up to the cache's size.
+        believed, actual: cached fraction of a prompt.
         """
         cache = self.caches.get(worker)
         if cache is None:

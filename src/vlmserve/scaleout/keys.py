@@ -1,9 +1,8 @@
 """Routing keys: what a request shares with others, from its body alone.
 
-No tokenizer runs, no image is decoded and no URL is fetched. The prompt is split into segments: pieces of text of fixed
-length, and images. A segment's digest covers all earlier segments, so equal digests mean equal prefixes. The chain
-starts with the model, the adapter and the tenant's salt, like the engine's own keys (`cache/keys.py`). Digests only
-choose the worker; the engine looks its cache up by its own keys, so a wrong guess costs time but not correctness.
+Segments are images and pieces of text of fixed length, neither tokenized nor decoded. Their digests cover the model,
+the adapter, the tenant's salt and all earlier segments, so equal digests mean equal prefixes. Only routing uses them: a
+wrong guess costs time but not correctness.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Segment(NamedTuple):
 
 
 class Home(NamedTuple):
-    """A part of a prompt that other requests may share. All gateways map it to the same worker without talking."""
+    """A part of a prompt that other requests may share. All gateways map it to the same worker."""
 
     number: int
     """The part's hash, below 2**64."""
@@ -54,8 +53,6 @@ class Home(NamedTuple):
 
 
 class RequestKey(NamedTuple):
-    """The input of routing policies."""
-
     segments: tuple[Segment, ...]
     images: tuple[bytes, ...]
     """Digests of the images' contents with the tenant's salt, independent of their positions."""
@@ -79,15 +76,13 @@ class RequestKey(NamedTuple):
         return blake3(self.root + b"history" + id.encode(errors="surrogatepass")).digest(DIGEST_BYTES)
 
     def after(self, tokens: int) -> RequestKey:
-        """The key of a request whose history has `tokens` tokens."""
+        """The key after a history of `tokens` tokens."""
         segments = tuple(Segment(digest, tokens + before) for digest, before in self.segments)
         homes = tuple(Home(number, tokens + before) for number, before in self.homes)
         return self._replace(segments=segments, tokens=self.tokens + tokens, homes=homes)
 
 
 class _Turn(NamedTuple):
-    """The start of a message."""
-
     role: str
 
 
@@ -97,16 +92,13 @@ class _Image(NamedTuple):
 
 
 def request_key(body: Mapping[str, Any], *, model: str, salt: str = "", adapter: str = "") -> RequestKey:
-    """Make the key of a request to chat completions, completions, responses or messages.
-
-    body: decoded JSON of any shape; the worker validates it. salt: the tenant's salt and the request's own.
-    """
+    """body: decoded JSON of any shape; the worker validates it. salt: the tenant's and the request's own."""
     start = blake3(b"root")
     for part in (model, adapter, salt):
         encoded = part.encode(errors="surrogatepass")
         start.update(len(encoded).to_bytes(8, "little") + encoded)
     if body.get("mm_processor_kwargs"):
-        # They change every image.
+        # These change every image.
         start.update(_json(body["mm_processor_kwargs"]).encode(errors="surrogatepass"))
     key = RequestKey((), (), 0, (), start.digest(), *_continued(body))
     chain = _Chain(key.root)
@@ -120,8 +112,6 @@ def request_key(body: Mapping[str, Any], *, model: str, salt: str = "", adapter:
 
 
 class _Chain:
-    """Builds the segments and images of a prompt, piece by piece."""
-
     def __init__(self, root: bytes) -> None:
         self.root = root
         self.digest = root[:DIGEST_BYTES]
@@ -177,7 +167,7 @@ def _home(digest: bytes, tokens: int) -> Home:
 
 
 def _continued(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The id that a request to responses continues, and the conversation's id if it is one."""
+    """The continued id, and the conversation's id if it is one."""
     conversation = body.get("conversation")
     if isinstance(conversation, Mapping):
         conversation = conversation.get("id")
@@ -187,7 +177,7 @@ def _continued(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
 
 
 def _pieces(body: Mapping[str, Any]) -> Iterator[str | _Image | _Turn]:
-    """Turns, texts of at most `CHUNK` characters and images, in the order of chat templates."""
+    """Turns, images and texts of at most `CHUNK` characters, in the order of chat templates."""
     if tools := body.get("tools"):
         yield from _chunks(_json(tools))
     for field in ("system", "instructions"):
@@ -243,13 +233,13 @@ def _json(value: Any) -> str:
 
 
 def _image(part: Mapping[str, Any]) -> _Image:
-    """An image, video or list of frames: its content and its processing options."""
+    """Content and processing options."""
     digest, tokens = blake3(), 0
     for name, value in _leaves(part, "", 0):
         if not isinstance(value, str):
             digest.update(f"{name}={value!r};".encode(errors="surrogatepass"))
             continue
-        # Skip the media type of a data URL: the content decides. A memoryview copies large values only once.
+        # The content decides, not a data URL's media type. A memoryview copies large values only once.
         start = 1 + value.find(",", 0, _MAX_DATA_HEAD) if value.startswith("data:") else 0
         digest.update(memoryview(value.encode(errors="surrogatepass"))[start:])
         if start or name == "data":
@@ -260,7 +250,7 @@ def _image(part: Mapping[str, Any]) -> _Image:
 
 
 def _leaves(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """All values in a content part with their names, except fields that only describe its encoding."""
+    """All values and their names, except fields about encoding."""
     if depth > _MAX_DEPTH:
         return
     if isinstance(value, Mapping):

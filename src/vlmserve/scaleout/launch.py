@@ -19,7 +19,7 @@ MODULE = "vlmserve.scaleout.member"
 
 
 class MemberProcess:
-    """A started process. Close it; it also ends with its parent."""
+    """Close it; it also ends with its parent."""
 
     def __init__(self, launch: Launch) -> None:
         self._process = start_module(MODULE)
@@ -36,17 +36,16 @@ class MemberProcess:
 
     @property
     def was_replaced(self) -> bool:
-        """True if it was a gateway and ended because another one took over."""
+        """True if another gateway took over."""
         return self._process.poll() == HANDED_OVER
 
     def news(self) -> Iterator[News]:
-        """Wait for each of the member's messages, until it ends."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             yield msgspec.json.decode(line, type=News)
 
     def wait_until_up(self) -> str:
-        """Wait for the URL of the member. Raises the VLMServeError that kept it from starting."""
+        """Raises the VLMServeError that kept the member from starting."""
         for news in self.news():
             match news:
                 case Up(url):
@@ -60,7 +59,6 @@ class MemberProcess:
         self._write(msgspec.json.encode(sorted(urls)))
 
     def terminate(self) -> None:
-        """Have it finish its requests and end."""
         if self.is_alive:
             self._process.send_signal(signal.SIGTERM)
 
@@ -68,11 +66,10 @@ class MemberProcess:
         self._process.kill()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended. Raises subprocess.TimeoutExpired."""
+        """Raises subprocess.TimeoutExpired."""
         return self._process.wait(timeout)
 
     def close(self) -> None:
-        """Kill it if it still runs."""
         if self.is_alive:
             self._process.kill()
         self._process.wait()

@@ -1,11 +1,11 @@
 """Limits of API keys across gateways, through the cluster's database.
 
-Rates: a gateway decides by its own count. It writes what it admitted at most once in `_PAUSE` seconds, for all keys at
-once, and reads what all gateways used. A request waits for the database only if its key was not read for `_FRESH`
-seconds, and at most `PATIENCE` seconds. While the database does not answer, every gateway counts alone.
+Rates: a gateway decides by its own count. At most once in `_PAUSE` seconds it writes what it admitted and reads what
+all used. A request waits for the database only if its key was not read for `_FRESH` seconds, and at most `PATIENCE`
+seconds. Without the database, every gateway counts alone.
 
-Concurrency: a gateway holds places of a key in the database. It asks for one when a request finds none, and returns
-places when requests end. Places are leased for `_LEASE` seconds and renewed, so a dead gateway's places come back.
+Concurrency: a gateway leases places of a key when requests find none, for `_LEASE` seconds, and renews them. A dead
+gateway's places come back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _RENEWAL = 5.0
 
 
 class ClusterLimits:
-    """Implements `SharedLimits`. Use it from one thread with an event loop. It closes the store."""
+    """Use it from one thread with an event loop. It closes the store."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -64,7 +64,7 @@ class ClusterLimits:
 
     @classmethod
     def of(cls, config: ServerConfig) -> ClusterLimits | None:
-        """Open the limits that the settings name; None without a shared database. Raises ConfigurationError."""
+        """None without a shared database. Raises ConfigurationError."""
         store = open_store(config) if is_shared(config) else None
         return None if store is None else cls(store)
 
@@ -102,16 +102,13 @@ class ClusterLimits:
         return not account.buckets or (heard is not None and self._clock() - heard < _FRESH)
 
     def _lacks_place(self, account: Account) -> bool:
-        """Return whether one more request needs a place that other gateways may have left."""
+        """True if a request needs a place that other gateways may have left."""
         most = account.key.max_concurrency
         wanted = account.num_running + self._waiting[account.owner] + 1
         return most is not None and (account.places or 0) < wanted <= most
 
     async def tell(self) -> None:
-        """Write what was taken and read what others took. Cancelling does not interrupt a transaction.
-
-        Raises StorageError or OverloadedError.
-        """
+        """Cancelling does not interrupt a transaction. Raises StorageError or OverloadedError."""
         telling = asyncio.ensure_future(self._tell())
         try:
             await asyncio.shield(telling)
@@ -151,7 +148,7 @@ class ClusterLimits:
                 asked.set_result(None)
 
     def _places(self, account: Account) -> Places:
-        """The places that an account needs. Places to return are given up at once."""
+        """Places to return are given up at once."""
         most = account.key.max_concurrency
         assert most is not None
         wanted = min(most, account.num_running + self._waiting[account.owner])
@@ -160,7 +157,6 @@ class ClusterLimits:
         return Places(account.owner, most, wanted)
 
     async def close(self) -> None:
-        """Write what was taken last, and close the store."""
         if self._telling is not None:
             self._telling.cancel()
             await asyncio.gather(self._telling, return_exceptions=True)

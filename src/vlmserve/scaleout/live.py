@@ -23,14 +23,14 @@ _TIMEOUT = 1.0
 
 
 class ClusterStats(LiveStats):
-    """Statistics of all workers together. blocks: concatenated caches. latencies: the slowest worker's percentiles."""
+    """blocks: concatenated caches. latencies: the slowest worker's percentiles."""
 
     workers: dict[str, LiveStats] = msgspec.field(default_factory=dict)
     """By name."""
 
 
 class ClusterView:
-    """Asks the workers at most once in `_AGE` seconds, however many viewers there are."""
+    """Asks the workers at most once in `_AGE` seconds."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -85,7 +85,7 @@ def _sum(kind: type[Stats], every: Sequence[Stats]) -> Stats:
 
 
 def _joined(maps: Sequence[BlockMap]) -> BlockMap | None:
-    """Join caches into one map, with the blocks per cell of the coarsest."""
+    """The result has the blocks per cell of the coarsest."""
     if not maps:
         return None
     return BlockMap(

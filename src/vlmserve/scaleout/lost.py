@@ -36,8 +36,7 @@ _MOST = 1000
 
 
 class LostResponses:
-    """A gateway's lost responses. workers: the workers that answer. admit: keeps the gateway running until all are
-    stored."""
+    """workers: the answering ones. admit: keeps the gateway running until all are stored."""
 
     def __init__(
         self, workers: Callable[[], Sequence[tuple[str, Upstream]]], admit: Callable[[], AbstractContextManager[None]]
@@ -47,7 +46,7 @@ class LostResponses:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def keep(self, owner: str, body: bytes | bytearray, response: dict[str, Any]) -> None:
-        """Have a worker store a failed response. After `_PATIENCE` seconds it continues in the background.
+        """Have a worker store a failed response. After `_PATIENCE` seconds this continues in the background.
 
         body: the request's JSON.
         """
@@ -92,7 +91,7 @@ async def _stored(upstream: Upstream, owner: str, data: bytes) -> bool:
 
 
 async def store_lost(service: Service, request: Request, owner: str) -> Response:
-    """Answer a gateway that lost a response, on a worker. Raises VLMServeError."""
+    """Raises VLMServeError."""
 
     def read() -> tuple[ResponsesRequest, ResponseObject]:
         lost = msgspec.json.decode(data, type=LostResponse)

@@ -22,18 +22,14 @@ _MOST_BYTES = 64 * 1024
 
 
 class MadeChanges:
-    """The changes that a worker has made."""
-
     def __init__(self, service: Service) -> None:
         self._service = service
         self._changes = Changes()
         self._locks: dict[str, asyncio.Lock] = {}
 
     def now(self, served: Container[str]) -> tuple[Change, ...]:
-        """Changes that still hold. A restarted engine may have failed to load an adapter again.
-
-        served: names of all served adapters.
-        """
+        """Changes that still hold: a restarted engine may have failed to load an adapter. served: names of all
+        adapters."""
         return tuple(
             change
             for change in self._changes
@@ -41,7 +37,7 @@ class MadeChanges:
         )
 
     async def answer(self, request: Request) -> Response:
-        """Make a change that a gateway asks for. Raises VLMServeError."""
+        """Raises VLMServeError."""
         service = self._service
         service.check_serving()
         with service.bodies.share() as share, service.demand.in_use():

@@ -1,8 +1,8 @@
 """The process of one worker or gateway.
 
-It reads its settings from the first line of standard input, and writes its URL or an error as a line to standard
-output. A gateway then reads workers' addresses from further lines. SIGTERM has it finish its requests. When standard
-input closes, the parent is gone and the process ends at once.
+The first line of standard input has its settings, further lines workers' addresses for a gateway. Messages go to
+standard output. After SIGTERM it finishes its requests; when standard input closes, the parent is gone and it ends at
+once.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ class WorkerLaunch(msgspec.Struct, frozen=True, tag="worker"):
 
 
 class GatewayLaunch(msgspec.Struct, frozen=True, tag="gateway"):
-    """Settings of a gateway."""
-
     token: str
     server: str
     gateway: str
@@ -65,8 +63,6 @@ class GatewayLaunch(msgspec.Struct, frozen=True, tag="gateway"):
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """How far a worker has loaded its model."""
-
     progress: str
 
 
@@ -78,8 +74,6 @@ class Up(msgspec.Struct, frozen=True, tag="up"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The member does not start."""
-
     message: str
     kind: str
     """The error's class name."""
@@ -131,7 +125,7 @@ def run_worker(launch: WorkerLaunch, say: Callable[[News], None]) -> None:
 
 
 def run_gateway(launch: GatewayLaunch, announce: Callable[[str], None]) -> int:
-    """Serve as a gateway until SIGTERM or a takeover. Returns the exit status. Raises VLMServeError."""
+    """Returns the exit status. Raises VLMServeError."""
     from vlmserve.scaleout.app import create_app
     from vlmserve.scaleout.gateway import Gateway
     from vlmserve.scaleout.handover import predecessor_at
@@ -193,7 +187,6 @@ async def _serve(
 
 
 def _read_workers(gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
-    """Read workers' addresses, one JSON list on each line, until the parent is gone."""
     decode = msgspec.json.Decoder(list[str]).decode
     for line in sys.stdin.buffer:
         loop.call_soon_threadsafe(gateway.set_workers, decode(line))

@@ -11,8 +11,6 @@ from vlmserve.server.schema.cards import Abilities
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """A worker as the cluster knows it."""
-
     id: str
     """Unique; changes with every start of the process."""
     name: str
@@ -31,8 +29,6 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """How busy a worker is."""
-
     epoch: str = ""
     running: int = 0
     queued_seconds: float = 0.0
@@ -83,8 +79,6 @@ class LostResponse(msgspec.Struct, frozen=True):
 
 
 class AdapterFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An adapter in lists of models."""
-
     root: str | None = None
     """The digest of its content; None before it is loaded."""
     mixes: tuple[str, ...] = ()
@@ -92,8 +86,6 @@ class AdapterFacts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """A worker's model in lists of models."""
-
     names: tuple[str, ...]
     """The first is the model's own."""
     created: int
@@ -105,8 +97,6 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class MakeChange(msgspec.Struct, frozen=True):
-    """Load or unload an adapter."""
-
     change: Change
     force: bool
     """Even if another adapter has its name."""
@@ -130,8 +120,6 @@ class HeldPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A sign of life."""
-
     load: Load
     prompts: tuple[HeldPrompt, ...] = ()
     """Other gateways' requests that were answered since the last beat."""

@@ -21,7 +21,7 @@ _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 
 class GatewayMetrics:
-    """Metrics of one gateway, in their own registry. fleets, num_in_flight: called at every scrape."""
+    """fleets, num_in_flight: called at every scrape."""
 
     def __init__(self, fleets: Callable[[], Iterable[Fleet]], num_in_flight: Callable[[], int]) -> None:
         registry = self._registry = CollectorRegistry()
@@ -55,8 +55,6 @@ class GatewayMetrics:
 
 
 class _Workers:
-    """Collects the gateway's view of each worker."""
-
     def __init__(self, fleets: Callable[[], Iterable[Fleet]], num_in_flight: Callable[[], int]) -> None:
         self._fleets = fleets
         self._num_in_flight = num_in_flight
@@ -76,7 +74,7 @@ class _Workers:
 
 
 async def exposition(own: GatewayMetrics, workers: Sequence[tuple[str, Upstream]]) -> str:
-    """All metrics in Prometheus's text format. Workers' metrics have the label ``worker``."""
+    """Workers' metrics have the label ``worker``."""
     pages = await asyncio.gather(*(_page(upstream) for _, upstream in workers))
     families: dict[str, tuple[list[str], list[str]]] = {}
     for (name, _), page in zip(workers, pages, strict=True):
@@ -97,7 +95,6 @@ async def _page(upstream: Upstream) -> str:
 
 
 def _collect(families: dict[str, tuple[list[str], list[str]]], worker: str, page: str) -> None:
-    """Add a worker's samples to their families, with its name as a label."""
     head: list[str] = []
     samples: list[str] = []
     label = 'worker="' + worker.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -16,7 +16,7 @@ _LEAST = 0.01
 
 
 class Pace:
-    """The pace of one engine, measured by its answers. Any object identifies a request."""
+    """The pace of one engine. Any object identifies a request."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -36,14 +36,13 @@ class Pace:
 
     @property
     def queued_seconds(self) -> float:
-        """Estimated prefill seconds of waiting requests, with average cache hits."""
+        """Prefill seconds of waiting requests, with average cache hits."""
         tokens, images = self._tokens * (1 - self._cached), self._images * (1 - self._images_cached)
         of_token = TOKEN_SECONDS if self.token_seconds is None else self.token_seconds
         of_image = IMAGE_SECONDS if self.image_seconds is None else self.image_seconds
         return tokens * of_token + images * of_image
 
     def mean_queued_seconds(self) -> float:
-        """The mean of `queued_seconds` since the previous call."""
         self._advance()
         passed = self._then - self._asked
         mean = self._area / passed if passed > 0 else self.queued_seconds
@@ -51,7 +50,7 @@ class Pace:
         return mean
 
     def _advance(self) -> None:
-        """Integrate up to now. Call it before `queued_seconds` changes."""
+        """Call it before `queued_seconds` changes."""
         now = self._clock()
         self._area += (now - self._then) * self.queued_seconds
         self._then = now
@@ -71,7 +70,6 @@ class Pace:
         self._images -= images
 
     def begin(self, request: object, generation: Generation) -> None:
-        """Record a request's first token."""
         self.leave(request)
         usage, timings = generation.usage, generation.answers[0].timings
         details = usage.prompt_tokens_details
@@ -89,6 +87,6 @@ class Pace:
 
 
 def _average(before: float | None, measured: float, usual: float) -> float:
-    """Update a moving average. before: None for the first measurement."""
+    """before: None for the first measurement."""
     latest = max(measured, _LEAST * usual)
     return latest if before is None else before + _NEWS * (latest - before)

@@ -1,7 +1,7 @@
 """Choose the worker of a request.
 
-`Affinity` picks the cheapest worker: one that has the prompt's prefix and images cached, unless its queue costs more
-than computing them elsewhere. A request without cache hits goes to the least loaded worker.
+`Affinity` picks the worker with the least queue plus prefill, where cached prefixes and images cost nothing. A request
+without cache hits goes to the least loaded worker.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ _NEWS = 0.02
 
 
 class Choice(NamedTuple):
-    """A worker for a request."""
-
     worker: Worker
     seconds: float
     """Prefill seconds there."""
@@ -48,7 +46,7 @@ class Choice(NamedTuple):
 
 
 class Policy(ABC):
-    """Chooses workers of one fleet. index: their estimated caches."""
+    """index: the workers' estimated caches."""
 
     def __init__(self, fleet: Fleet, index: CacheIndex, source: random.Random | None = None) -> None:
         self.fleet = fleet
@@ -60,10 +58,10 @@ class Policy(ABC):
         """Choose a worker outside `excluded`; None if there is none."""
 
     def learn(self, key: RequestKey, seconds: float, cached: float) -> None:  # noqa: B027  not every policy has to
-        """Learn from a request. seconds: its prefill without a cache. cached: the fraction that was cached."""
+        """seconds: prefill without a cache. cached: the fraction that was cached."""
 
     def _choice(self, slot: int, key: RequestKey, cached: int | None = None) -> Choice:
-        """Make a choice with its cost. cached: tokens; None: look them up."""
+        """cached: tokens; None: look them up."""
         fleet, index = self.fleet, self.index
         if cached is None:
             cached = index.cached_tokens(slot, key.segments)
@@ -83,8 +81,6 @@ class Policy(ABC):
 
 
 class RoundRobin(Policy):
-    """Cycles through the workers."""
-
     _last = -1
 
     def choose(self, key: RequestKey, now: float, excluded: Collection[str] = ()) -> Choice | None:
@@ -97,7 +93,7 @@ class RoundRobin(Policy):
 
 
 class LeastLoaded(Policy):
-    """Chooses the worker with the lowest load: the wait, plus a cost for running requests."""
+    """Chooses the lowest load: the wait, plus a cost for running requests."""
 
     _mean_seconds = 0.1
     """Mean prefill seconds of a request without a cache; a guess before the first answer."""
@@ -111,14 +107,14 @@ class LeastLoaded(Policy):
         self._mean_seconds += _NEWS * (seconds - self._mean_seconds)
 
     def _loads(self, waits: Floats, usage: Floats) -> Floats:
-        """Cost of each worker's load for a request, in seconds."""
+        """Seconds."""
         return waits + (BALANCE * self._mean_seconds) * usage
 
     def _least(self, loads: Floats, share: float) -> int | None:
         """The least loaded worker of a random subset; ties are broken at random.
 
-        The subset is as large as this gateway's share of all requests. Gateways hear of each other's requests late, and
-        would otherwise all choose the same worker.
+        The subset is as large as this gateway's share of requests: gateways hear of each other's requests late, and
+        would all choose the same worker.
         """
         if share < 1:
             loads = self._some(loads, share)
@@ -128,7 +124,7 @@ class LeastLoaded(Policy):
         return int(equal[self.random.randrange(len(equal))])
 
     def _some(self, loads: Floats, share: float) -> Floats:
-        """Loads of a random subset of the usable workers; infinity for all others."""
+        """Loads of a random subset; infinity for others."""
         usable = np.flatnonzero(np.isfinite(loads))
         seen = max(_LEAST_SEEN, math.ceil(len(usable) * share))
         if seen >= len(usable):
@@ -139,7 +135,7 @@ class LeastLoaded(Policy):
 
 
 class Affinity(LeastLoaded):
-    """Chooses the worker where a request costs least, with its cache hits."""
+    """Chooses the worker where a request costs least."""
 
     _saved = 0.0
     """Mean seconds that caches save a request."""
@@ -180,9 +176,9 @@ class Affinity(LeastLoaded):
         self._reuse += _NEWS * (cached - self._reuse)
 
     def _bonus(self, slot: int, home: Home, known: int) -> float:
-        """Value of a home in seconds: what this request may find there from other gateways, and what later ones will.
+        """Seconds that this request and later ones may save at a home; 0 for a cached prefix, and if requests share
+        nothing.
 
-        It is 0 for a prefix that is known to be cached, and falls to 0 if requests share nothing.
         known: tokens of the prompt that some worker has cached.
         """
         later = _HOME_SHARE * self._saved
@@ -192,11 +188,7 @@ class Affinity(LeastLoaded):
         return later + self._reuse * float(self.fleet.token_seconds[slot]) * unknown if unknown > 0 else 0.0
 
     def _homes(self, key: RequestKey, usable: Flags, known: int, share: float) -> dict[int, Home]:
-        """The home workers of the request's parts, by slot.
-
-        A home whose part is known to be cached is kept with probability `share`. All gateways know it and would all
-        send popular requests there at once. known: tokens of the prompt that some worker has cached.
-        """
+        """A cached home is kept with probability `share`, or all gateways would send popular requests there at once."""
         homes = [home for home in key.homes if not home.tokens or home.tokens > known or self.random.random() < share]
         if not homes:
             return {}
@@ -204,14 +196,14 @@ class Affinity(LeastLoaded):
         return dict(zip(np.argmax(weights * usable, axis=1).tolist(), homes, strict=True))
 
     def _with_images(self, key: RequestKey) -> Collection[int]:
-        """Workers that have the request's images, from any prompt."""
+        """Workers that have the request's images."""
         found: set[int] = set()
         for image in key.images[:_MATCHES]:
             found.update(self.index.some_holders(image, 2, self.random))
         return found
 
     def _random(self, usable: Flags) -> Collection[int]:
-        """Up to two random workers, so that a new worker gets requests that others have cached, too."""
+        """Up to two, so that a new worker gets requests that others have cached."""
         slots = [self.random.randrange(len(usable)) for _ in range(2)]
         return [slot for slot in slots if usable[slot]]
 

@@ -1,4 +1,4 @@
-"""Forward a request to a worker, retry on another if the first fails before it answers, and return the answer."""
+"""Forward a request to a worker, and retry on another if the first fails before it answers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _EVENT_END = b"\n\n"
 
 
 class _Failed(Exception):
-    """A failed attempt that another worker may repeat. answer: the worker's, if it gave one."""
+    """Another worker may repeat the attempt. answer: the worker's, if it gave one."""
 
     def __init__(self, reason: str, answer: _Whole | None = None) -> None:
         super().__init__(reason)
@@ -88,8 +88,6 @@ class _Failed(Exception):
 
 
 class _Whole:
-    """A complete answer."""
-
     def __init__(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         self.status = status
         self.headers = headers
@@ -97,8 +95,6 @@ class _Whole:
 
 
 class Proxy:
-    """One request."""
-
     def __init__(self, gateway: Gateway, request: Request) -> None:
         self.gateway = gateway
         self._request = request
@@ -126,7 +122,7 @@ class Proxy:
         """True if the answer may be stored. If its worker dies, it is stored as failed."""
 
     async def read(self, share: BodyShare) -> None:
-        """Read the body. Raises VLMServeError."""
+        """Raises VLMServeError."""
         gateway, request = self.gateway, self._request
         if request.method == "POST":
             most = gateway.max_body_bytes
@@ -143,7 +139,7 @@ class Proxy:
         self._read_seconds = time.perf_counter() - began
 
     def _see(self) -> None:
-        """Find the model and make the routing key. Raises VLMServeError."""
+        """Raises VLMServeError."""
         began = time.perf_counter()
         name, fields, self._fields = self._find_model(), self._fields, None
         if self._path in GENERATING and fields is not None:
@@ -155,13 +151,13 @@ class Proxy:
         self.gateway.metrics.routing.observe(self._read_seconds + time.perf_counter() - began)
 
     def _find_model(self) -> str:
-        """Find the request's model and its router. Raises VLMServeError."""
+        """Raises VLMServeError."""
         gateway = self.gateway
         name, self._router = gateway.model(self._name) if self._is_of_a_model else gateway.any_model()
         return name
 
     async def _read_fields(self) -> dict[str, Any] | None:
-        """The fields of the body if it is an object; otherwise the worker reports the error."""
+        """None: the body is no object, and the worker reports the error."""
         if not self._body or content_type(self._request).startswith("multipart/"):
             return None
         try:
@@ -174,11 +170,11 @@ class Proxy:
         return fields if isinstance(fields, dict) else None
 
     def comment(self) -> bytes | None:
-        """A comment for a client that waits for a stream; None: the usual ping."""
+        """None: the usual ping."""
         return self.gateway.waiting_comment(self._name)
 
     async def answer(self) -> Response:
-        """Get a worker's answer. Raises VLMServeError if no worker can answer."""
+        """Raises VLMServeError if no worker can answer."""
         await self.gateway.await_worker(self._name, self.held)
         self._see()
         excluded: set[str] = set()
@@ -202,10 +198,7 @@ class Proxy:
         raise UnavailableError("No worker can answer now; try again soon")
 
     async def _send(self, excluded: set[str]) -> tuple[int, Route] | None:
-        """Call `Gateway.send`, and wait if a worker is about to come.
-
-        It waits if the model's last worker has just left, or if no worker has the adapter yet.
-        """
+        """Wait if the model's last worker has just left, or if no worker has the adapter yet."""
         gateway, account = self.gateway, account_of(self._request)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(gateway.patience):
@@ -227,7 +220,7 @@ class Proxy:
         return None
 
     async def _hear_of_failed(self) -> None:
-        """Wait until a worker that has just failed is known to be leaving; `_NEWS` seconds at most."""
+        """Wait `_NEWS` seconds at most until a failed worker is known to be leaving."""
         self._may_be_absent = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_NEWS):
@@ -235,7 +228,7 @@ class Proxy:
                     await self.gateway.change_of_worker()
 
     async def _try(self, number: int, route: Route) -> Response:
-        """Send the request to one worker. Raises _Failed."""
+        """Raises _Failed."""
         stack = contextlib.AsyncExitStack()
         try:
             async with contextlib.AsyncExitStack() as opening:
@@ -262,7 +255,7 @@ class Proxy:
         return _response(whole)
 
     def _judge(self, number: int, route: Route, whole: _Whole) -> None:
-        """Record what an answer says about its worker. Raises _Failed if another worker should try."""
+        """Raises _Failed if another worker should try."""
         if whole.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
             # It is full or shutting down, which is no failure.
             self.gateway.forget(number)
@@ -294,7 +287,6 @@ class Proxy:
         return headers
 
     def drop_body(self) -> None:
-        """Free the body of a request that will not be sent again."""
         self._body = bytearray()
 
     async def broken(self, first: bytes, reason: str) -> bytes:
@@ -317,8 +309,6 @@ class Proxy:
 
 
 class _Stream(Response):
-    """Passes a worker's stream on."""
-
     def __init__(
         self, proxy: Proxy, route: Route, number: int, answer: Answer, first: bytes, stack: contextlib.AsyncExitStack
     ) -> None:
@@ -370,7 +360,6 @@ class _Stream(Response):
 
 
 async def forward(request: Request) -> Response:
-    """Forward a request to a worker."""
     gateway: Gateway = request.app.state.gateway
     if gateway.num_in_flight >= gateway.settings.max_in_flight:
         raise OverloadedError(f"{gateway.num_in_flight} requests are in flight already; try again later")
@@ -399,7 +388,7 @@ async def _answer(request: Request, proxy: Proxy, share: BodyShare) -> Response:
 
 
 def _note_error(request: Request, body: bytes) -> None:
-    """Log a worker's error. body: the error in any API's form."""
+    """Log a worker's error. body: in any API's form."""
     with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
         error = msgspec.json.decode(body)["error"]
         if isinstance(error, str):
@@ -408,8 +397,6 @@ def _note_error(request: Request, body: bytes) -> None:
 
 
 class _Held(Response):
-    """A response that releases resources after it is sent."""
-
     def __init__(self, response: Response, stack: contextlib.ExitStack) -> None:
         self._response = response
         self._stack = stack
@@ -425,12 +412,11 @@ def _is_events(answer: Answer) -> bool:
 
 
 def _is_stream(answer: Answer) -> bool:
-    """Return whether an answer is passed on before it is complete."""
     return _is_events(answer) or int(dict(answer.headers).get(b"content-length", b"0")) > _MOST_WHOLE
 
 
 async def _rest(answer: Answer, first: bytes) -> _Whole:
-    """Read the rest of an answer. Raises UpstreamError."""
+    """Raises UpstreamError."""
     body = bytearray(first)
     while data := await answer.read():
         body += data
@@ -452,5 +438,5 @@ def _response_of(first: bytes) -> dict[str, Any]:
 
 
 def _named(fields: dict[str, Any]) -> object:
-    """The model that a body names; Ollama's older clients call it name."""
+    """Ollama's older clients send "name" instead of "model"."""
     return fields.get("model", fields.get("name"))

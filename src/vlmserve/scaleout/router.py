@@ -18,10 +18,7 @@ _UNKNOWN_HISTORY = 2048
 
 
 class Router:
-    """Routes the requests of one model. Use it from one thread.
-
-    clock: seconds, like `time.monotonic`. max_entries: digests to remember.
-    """
+    """Use it from one thread. clock: seconds. max_entries: digests to remember."""
 
     def __init__(
         self,
@@ -37,7 +34,6 @@ class Router:
         self.policy = POLICIES[policy](self.fleet, self.index, source)
 
     def set_workers(self, infos: Iterable[WorkerInfo]) -> None:
-        """Set all workers; others are removed."""
         current = {info.id: info for info in infos}
         for worker in list(self.fleet):
             if worker.info.id not in current:
@@ -53,7 +49,7 @@ class Router:
                 self._see_epoch(known, info.epoch)
 
     def route(self, key: RequestKey, excluded: Collection[str] = ()) -> Route | None:
-        """Choose a worker and count the request there. None: no usable worker."""
+        """None: no usable worker."""
         now = self.clock()
         if key.follows is not None:
             key = self._with_history(key, key.follows)
@@ -71,13 +67,13 @@ class Router:
         digest = key.history(id)
         length = self.index.history_length(digest)
         if length is None and (worker := self.fleet.tagged(id)) is not None:
-            # Another gateway sent it there, and only that gateway knows the length.
+            # Only the gateway that sent it there knows the length.
             length = _UNKNOWN_HISTORY
             self.index.insert_history(worker.slot, digest, length, 0)
         return key if length is None else key.after(length)
 
     def report(self, worker_id: str, load: Load, prompts: Iterable[HeldPrompt] = ()) -> None:
-        """Apply a beat. prompts: cached for other gateways' requests."""
+        """prompts: cached for other gateways' requests."""
         if (worker := self.fleet.get(worker_id)) is not None:
             self._hear(worker, load)
             for prompt in prompts:
@@ -88,7 +84,7 @@ class Router:
         self._see_epoch(worker, load.epoch)
 
     def _see_epoch(self, worker: Worker, epoch: str) -> None:
-        """Empty the estimate of a worker whose engine was restarted."""
+        """A new epoch empties the estimate."""
         if epoch and epoch != worker.epoch:
             if worker.epoch and self.fleet.has(worker):
                 self.index.forget(worker.slot)
@@ -96,7 +92,7 @@ class Router:
 
 
 class Route:
-    """A request that was sent to a worker. End it with `finish`, `fail` or `abandon`."""
+    """End it with `finish`, `fail` or `abandon`."""
 
     def __init__(self, router: Router, key: RequestKey, worker: Worker, seconds: float, cached: float) -> None:
         self.worker = worker
@@ -108,7 +104,7 @@ class Route:
         self._is_over = False
 
     def begin(self, feedback: Feedback) -> None:
-        """Learn from the first report of an answer, which says what was cached."""
+        """Learn what was cached."""
         router, worker = self._router, self.worker
         self.started()
         router.fleet.heal(worker)
@@ -122,7 +118,6 @@ class Route:
             router.policy.learn(self._key, whole, actual)
 
     def started(self) -> None:
-        """Record that the answer has begun: the request has its prefill."""
         if self._waits:
             self._waits = False
             self._router.fleet.prefilled(self.worker, self._seconds)
@@ -132,7 +127,7 @@ class Route:
         self._router.fleet.heal(self.worker)
 
     def hear_end(self, feedback: Feedback) -> None:
-        """Learn from the last report, which may come after `finish`."""
+        """The last report may come after `finish`."""
         router, worker = self._router, self.worker
         router._hear(worker, feedback.load)
         if feedback.response_id is not None and router.fleet.has(worker):
@@ -142,12 +137,12 @@ class Route:
                 router.index.insert_history(worker.slot, self._key.history(self._key.conversation), length, 0)
 
     def fail(self, *, connection: bool) -> None:
-        """End after a failure of the worker. connection: no answer or a broken one; otherwise a 5xx."""
+        """connection: no answer or a broken one; otherwise a 5xx."""
         self._end()
         self._router.fleet.trip(self.worker, self._router.clock(), connection=connection)
 
     def abandon(self) -> None:
-        """End for another reason: the client left, or the worker takes no requests."""
+        """End because the client left, or the worker takes no requests."""
         self._end()
         self.worker.breaker.abandon()
 

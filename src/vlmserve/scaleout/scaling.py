@@ -14,8 +14,8 @@ _IDLE = 0.25
 def workers_wanted(queued_seconds: Sequence[float], usage: Sequence[float], most_seconds: float) -> int:
     """The number of workers that keeps requests waiting at most `most_seconds` for prefill.
 
-    queued_seconds, usage: of each current worker; usage is running requests / capacity. It removes one worker at a
-    time, and only if the rest would be nearly idle: removing a worker loses its cache.
+    usage: running requests / capacity of each worker. One worker at a time is removed, and only if the rest would be
+    nearly idle: removing a worker loses its cache.
     """
     count = len(queued_seconds)
     if not count:

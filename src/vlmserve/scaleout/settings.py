@@ -27,7 +27,7 @@ class WorkerKind:
     """GPUs of each worker; ignored on the CPU."""
 
     def ready(self, cores: int) -> WorkerKind:
-        """Set 0 GPUs for workers on the CPU, and `cores` threads unless the settings give a number."""
+        """Set 0 GPUs for workers on the CPU, and `cores` threads by default."""
         gpus = 0.0 if self.engine.device == "cpu" else self.gpus
         engine = self.engine
         if engine.num_threads is None and not gpus:

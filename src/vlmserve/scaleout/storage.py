@@ -1,4 +1,4 @@
-"""Check that all workers of a cluster keep responses, conversations and files in one database."""
+"""Check that all workers of a cluster store in one database."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ _SERVERS = ("postgresql://", "postgresql+", "postgres://")
 
 
 def is_shared(server: ServerConfig) -> bool:
-    """Return whether the settings name a database that other machines reach."""
+    """True if other machines reach the database."""
     return (server.storage_url or "").startswith(_SERVERS)
 
 
 def check_shared(server: ServerConfig) -> ServerConfig:
-    """Settings of a worker on any machine; without a database it stores nothing.
-
-    Raises ConfigurationError for a database in a file or in memory.
-    """
+    """Without a database, a worker stores nothing. Raises ConfigurationError for one in a file or in memory."""
     if server.storage_url is None and server.storage_path is None:
         logger.info("The cluster keeps no responses, conversations and files; --storage-url postgresql://... does")
         return server.model_copy(update={"storage_url": "none"})
@@ -31,7 +28,7 @@ def check_shared(server: ServerConfig) -> ServerConfig:
 
 
 def refuse_local(server: ServerConfig) -> None:
-    """Raise ConfigurationError for a database that belongs to one machine."""
+    """Raises ConfigurationError for a database of one machine."""
     is_named = server.storage_path is not None or server.storage_url not in (None, "none")
     if is_named and not is_shared(server):
         raise ConfigurationError(
@@ -41,10 +38,7 @@ def refuse_local(server: ServerConfig) -> None:
 
 
 def check_local(servers: Sequence[ServerConfig]) -> None:
-    """Check the databases of workers on one machine, which may share a file.
-
-    Raises ConfigurationError for several databases, or one in memory.
-    """
+    """Workers on one machine may share a file. Raises ConfigurationError for several databases, or one in memory."""
     if len({(server.storage_url, server.storage_path) for server in servers}) > 1:
         raise ConfigurationError(
             "the workers of a cluster share one history: write storage_url or storage_path into [server], not into "

@@ -1,6 +1,6 @@
 """HTTP/1.1 client of a gateway, with kept-alive connections and streamed answers.
 
-It buffers about `_MOST_BUFFERED` bytes for a slow client; then it stops reading, and the worker waits.
+It buffers about `_MOST_BUFFERED` bytes for a slow client, then stops reading.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Answer(asyncio.Protocol):
         self._transport.writelines(parts)
 
     async def head(self) -> None:
-        """Wait for status and headers. Raises UpstreamError."""
+        """Raises UpstreamError."""
         while not self._has_head:
             await self._wait()
 
     async def read(self) -> bytes:
-        """Read what has arrived, at least one byte; b"" at the end. Raises UpstreamError."""
+        """Read at least one byte; b"" at the end. Raises UpstreamError."""
         while not self._parts:
             if self._done:
                 return b""
@@ -80,11 +80,10 @@ class Answer(asyncio.Protocol):
         return data
 
     def passed_on(self) -> list[tuple[bytes, bytes]]:
-        """The headers for the client."""
         return [(name, value) for name, value in self.headers if name not in _NOT_PASSED_ON]
 
     def close(self) -> None:
-        """Close the connection, which cancels the answer on the worker."""
+        """Closing cancels the answer on the worker."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -160,7 +159,7 @@ class Upstream:
     async def request(
         self, method: str, target: str, headers: Iterable[tuple[str, str]] = (), body: bytes | bytearray = b""
     ) -> AsyncIterator[Answer]:
-        """Send a request and yield the answer after its head. Leaving early cancels it. Raises UpstreamError."""
+        """Yield the answer after its head. Leaving early cancels it. Raises UpstreamError."""
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
         head = f"{method} {target} HTTP/1.1\r\n{self._head}{lines}Content-Length: {len(body)}\r\n\r\n"
         parts = [head.encode("latin-1"), body] if body else [head.encode("latin-1")]

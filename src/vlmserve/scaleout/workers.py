@@ -12,8 +12,6 @@ from vlmserve.scaleout.upstream import Upstream
 
 @dataclass
 class Member:
-    """A worker that a gateway listens to."""
-
     url: str
     upstream: Upstream
     listening: asyncio.Task[None] | None = None

@@ -23,7 +23,6 @@ from vlmserve.server.schema.ollama import LocalModels
 
 
 def create_app(gateway: OnDemandGateway) -> Starlette:
-    """Make the application."""
     own: dict[str, Endpoint] = {
         "/v1/models": list_models,
         "/v1/models/{name:path}": show_model,
@@ -48,7 +47,7 @@ def _gateway(request: Request) -> OnDemandGateway:
 
 
 def _cards(request: Request) -> Iterator[ModelCard]:
-    """Entries of all models with their state, and of the adapters of loaded ones."""
+    """Entries of all models with their state, and of loaded models' adapters."""
     gateway, for_anthropic = _gateway(request), is_for_anthropic(request)
     for name, model in gateway.pool.models.items():
         facts = gateway.facts.get(name)

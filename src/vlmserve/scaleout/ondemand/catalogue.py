@@ -25,8 +25,6 @@ _OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
 
 @dataclass(frozen=True)
 class Listed:
-    """A model and its settings."""
-
     name: str
     engine: EngineConfig
     media: MediaConfig
@@ -34,15 +32,13 @@ class Listed:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names for requests, the model's own first, its adapters' last."""
+        """The model's own name first, its adapters' last."""
         adapters = (read_module(text).name for text in self.engine.lora_modules)
         return tuple(dict.fromkeys((self.name, *self.server.served_model_name, self.engine.model, *adapters)))
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Memory of a model in bytes."""
-
     weights: int
     kv_cache: int
     images: int
@@ -59,7 +55,7 @@ class Expected:
 
 
 def find_models(folder: str, engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> list[Listed]:
-    """List the models in the subfolders and GGUF files of a folder. Raises ConfigurationError if there are none."""
+    """Models are subfolders and GGUF files. Raises ConfigurationError if there are none."""
     place = expanded(folder)
     if not place.is_dir():
         raise ConfigurationError(f"--models-dir {folder}: there is no such folder")
@@ -75,7 +71,7 @@ def find_models(folder: str, engine: EngineConfig, media: MediaConfig, server: S
 
 
 def check_names(models: Collection[Listed]) -> None:
-    """Raise ConfigurationError if two models have one name."""
+    """Raises ConfigurationError if two models have one name."""
     seen: set[str] = set()
     for model in models:
         if model.name in seen:
@@ -84,7 +80,7 @@ def check_names(models: Collection[Listed]) -> None:
 
 
 def expect(model: Listed) -> Expected:
-    """Estimate a model's memory from its files, which are downloaded unless they are here. Raises ModelLoadError."""
+    """Downloads missing files. Raises ModelLoadError."""
     folder = resolve_model(model.engine.model, model.engine.revision, model.engine.mmproj)
     weights = 0 if model.engine.engine == "mock" else footprint_of(model.engine, folder).loading
     kv_cache = model.engine.kv_cache_memory or min(_MOST_KV, max(_LEAST_KV, weights))
@@ -94,7 +90,6 @@ def expect(model: Listed) -> Expected:
 
 
 def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Names and paths of the models in a folder."""
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):
             continue

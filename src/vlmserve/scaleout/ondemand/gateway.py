@@ -25,7 +25,7 @@ _ATTEMPTS = 2
 
 
 class OnDemandGateway(Gateway):
-    """The gateway. Call `open` before requests come. token: proves to workers that requests come from here."""
+    """Call `open` before requests come. token: proves to workers that requests come from here."""
 
     def __init__(self, server: ServerConfig, token: str) -> None:
         super().__init__(server, read_settings(GatewayConfig, {"max_attempts": _ATTEMPTS}), token)
@@ -38,7 +38,6 @@ class OnDemandGateway(Gateway):
         """Models by all their names, also while they are not loaded."""
 
     def open(self, pool: Pool) -> None:
-        """Serve the models of a pool."""
         self.pool = pool
         for name, model in pool.models.items():
             for alias in model.listed.names:
@@ -74,7 +73,7 @@ class OnDemandGateway(Gateway):
         return self.model(own)
 
     async def await_worker(self, name: object, held: contextlib.ExitStack) -> None:
-        """Load the model that a request needs, and keep it loaded until `held` closes. Raises UnavailableError."""
+        """Keep the model loaded until `held` closes. Raises UnavailableError."""
         own = self._needed(name)
         if own is None:
             return
@@ -86,7 +85,7 @@ class OnDemandGateway(Gateway):
         raise UnavailableError(f"{own} does not respond; try again soon")
 
     async def _responds(self, own: str) -> bool:
-        """Wait until a model's worker responds. Returns False if it has ended or is silent for too long."""
+        """Return False if the worker has ended or is silent for too long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SILENCE):
                 while self.pool.models[own].url is not None and not self.members_of(own):
@@ -98,7 +97,7 @@ class OnDemandGateway(Gateway):
         return 0.0 if own is None or self.members_of(own) else _SILENCE
 
     def waiting_comment(self, name: object) -> bytes | None:
-        """A comment with the state of the request's model; None while it is loaded."""
+        """The state of the request's model; None while it is loaded."""
         model = self.pool.models.get(self._names.get(name, "") if isinstance(name, str) else "")
         if model is None or model.url is not None:
             return None
@@ -113,7 +112,7 @@ class OnDemandGateway(Gateway):
         self.facts |= {name: model.facts for name, model in self.models.items()}
 
     def _needed(self, name: object) -> str | None:
-        """The model that a request needs; None for an unknown one. Requests without a name take any loaded one."""
+        """None: unknown. Requests without a name take any loaded model."""
         if isinstance(name, str):
             return self._names.get(name)
         models = self.pool.models

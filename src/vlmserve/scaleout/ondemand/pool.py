@@ -45,8 +45,6 @@ class WorkerProcess(Protocol):
 
 @dataclass(eq=False)
 class Ticket:
-    """A request that waits for a model or uses it."""
-
     model: Model
     run: int
     """The run of the model that it uses."""
@@ -56,8 +54,6 @@ class Ticket:
 
 @dataclass(eq=False)
 class Model:
-    """A model and its process."""
-
     listed: Listed
     expected: Expected | None = None
     """None before the first request."""
@@ -93,8 +89,7 @@ class Model:
 class Pool:
     """Starts and ends workers. Use it from one event loop.
 
-    start: starts a worker; called in a thread. connect: makes the gateway send requests to these URLs only, and returns
-    when it has heard from all.
+    start: starts a worker; called in a thread. connect: sends requests to these URLs only, after hearing from all.
     """
 
     def __init__(
@@ -118,7 +113,7 @@ class Pool:
         self._run(self._measure_all())
 
     async def enter(self, name: str) -> Ticket:
-        """Wait until a model is loaded, and keep it loaded until `leave`. Raises UnavailableError with the reason."""
+        """Wait until a model is loaded, and keep it loaded until `leave`. Raises UnavailableError."""
         model = self.models[name]
         self._check(model)
         if model.slot is None:
@@ -143,13 +138,11 @@ class Pool:
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """End a request's use of its model."""
         if ticket.run == ticket.model.run and ticket.model.slot is not None:
             self.shelf.leave(ticket.model.slot)
             self._act()
 
     def most_recent(self) -> str | None:
-        """The name of the loaded model that was used last; None if none is loaded."""
         loaded = [slot for slot in self.shelf.slots.values() if slot.takes_requests]
         return max(loaded, key=lambda slot: slot.last_use).name if loaded else None
 
@@ -171,7 +164,6 @@ class Pool:
         await self._wait_for_processes()
 
     def kill(self) -> None:
-        """End all processes at once."""
         for model in self.models.values():
             if model.process is not None:
                 model.process.kill()
@@ -194,7 +186,7 @@ class Pool:
             raise UnavailableError(f"{model.listed.name} could not be loaded: {model.failure}", retry_after=pause)
 
     async def _estimate(self, model: Model) -> None:
-        """Find out what memory a model needs. Raises UnavailableError if it can never be loaded."""
+        """Raises UnavailableError if the model can never be loaded."""
         if model.estimating is None:
             model.estimating = self._run(self._expect(model))
         await asyncio.shield(model.estimating)
@@ -218,7 +210,6 @@ class Pool:
             model.estimating = None
 
     def _act(self) -> None:
-        """Do what the policy decides."""
         if self._closing:
             return
         for action in self.shelf.plan():
@@ -262,7 +253,7 @@ class Pool:
         )
 
     def _follow(self, model: Model, launch: WorkerLaunch) -> None:
-        """Start a process and report its news, until it has ended. Runs in a thread."""
+        """Report a process's news until it ends. Runs in a thread."""
         try:
             process = self._start(launch)
         except OSError as error:
@@ -301,7 +292,6 @@ class Pool:
                 self._run(self._open(model, model.run))
 
     async def _open(self, model: Model, run: int) -> None:
-        """Admit requests to a model that has loaded."""
         await self._connect_all()
         taken = await asyncio.to_thread(private_memory, model.pids)
         if model.run != run or model.slot is None or model.expected is None:
@@ -314,7 +304,6 @@ class Pool:
         self._act()
 
     def _gone(self, model: Model, reason: str) -> None:
-        """Note that a process has ended."""
         assert model.slot is not None
         state, name = model.slot.state, model.listed.name
         model.run += 1
@@ -337,7 +326,6 @@ class Pool:
         logger.error("%s could not be loaded: %s", model.listed.name, reason)
 
     def _fail(self, model: Model, error: VLMServeError) -> None:
-        """Fail all requests that wait for a model."""
         for ticket in model.waiting:
             if model.slot is not None:
                 self.shelf.give_up(model.slot)
@@ -368,7 +356,7 @@ class Pool:
 
 
 def _inner(listed: Listed) -> str:
-    """Settings of a worker's server, as JSON: the gateway checks keys and limits, and stores nothing by default."""
+    """The gateway checks keys and limits; by default, workers store nothing."""
     own = listed.server
     names = (listed.name, *own.served_model_name)
     update = {

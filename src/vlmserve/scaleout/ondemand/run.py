@@ -34,9 +34,9 @@ _SHARE = 0.8
 
 
 def serve(listed: Sequence[Listed], config: ModelsConfig, server: ServerConfig) -> None:
-    """Serve until SIGINT or SIGTERM, then let running requests finish; a second signal ends everything at once.
+    """Serve until SIGINT or SIGTERM, then let running requests finish; a second signal ends everything.
 
-    Raises ConfigurationError for two models of one name, an address that is taken, or a GPU without a budget.
+    Raises ConfigurationError for two models of one name, a taken address, or a GPU without a budget.
     """
     set_up_logging(server.log_format, level=level_number(server.log_level))
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -69,7 +69,6 @@ async def run(
     token: str,
     start: Callable[[WorkerLaunch], WorkerProcess] = MemberProcess,
 ) -> None:
-    """Serve until a signal. start: starts a worker."""
     pool = Pool(listed, shelf, start, gateway.connect, token)
     gateway.open(pool)
     stop = stop_on_signals(pool.kill)

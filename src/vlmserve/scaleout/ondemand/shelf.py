@@ -12,7 +12,7 @@ State = Literal["unloaded", "loading", "loaded", "unloading"]
 
 @dataclass(eq=False)
 class Slot:
-    """A model. size: bytes that it takes or is expected to take."""
+    """size: bytes that the model takes or is expected to take."""
 
     name: str
     size: int
@@ -46,8 +46,6 @@ class Unload(NamedTuple):
 
 
 class Admit(NamedTuple):
-    """Waiting requests may use the model."""
-
     slot: Slot
 
 
@@ -69,7 +67,6 @@ class Shelf:
 
     @property
     def used(self) -> int:
-        """Bytes of all models that are in memory, entirely or in part."""
         return sum(slot.size for slot in self.slots.values() if slot.state != "unloaded")
 
     def add(self, name: str, size: int) -> Slot:
@@ -77,7 +74,7 @@ class Shelf:
         return slot
 
     def arrive(self, slot: Slot) -> bool:
-        """Begin a request. Returns whether it may use the model at once; otherwise it waits."""
+        """Returns whether a request may use the model at once; otherwise it waits."""
         if slot.takes_requests:
             self._use(slot, 1)
             return True
@@ -87,28 +84,26 @@ class Shelf:
         return False
 
     def give_up(self, slot: Slot) -> None:
-        """End a request that waited."""
         slot.waiting -= 1
 
     def leave(self, slot: Slot) -> None:
-        """End a request that used the model."""
         self._use(slot, -1)
 
     def loaded(self, slot: Slot, size: int) -> None:
-        """Record that a model is loaded; `plan` admits its waiting requests. size: bytes that it takes."""
+        """`plan` admits waiting requests. size: in bytes."""
         slot.state, slot.size = "loaded", size
         slot.loaded_at = slot.last_use = self._clock()
 
     def gone(self, slot: Slot) -> None:
-        """Record that a model was unloaded, has crashed, or could not be loaded. Its users have no more use for it."""
+        """The model was unloaded, has crashed, or could not be loaded."""
         slot.state, slot.users, slot.is_draining = "unloaded", 0, False
 
     def plan(self) -> list[Action]:
-        """Decide what happens now; the states are changed already.
+        """Decide what happens; the states are changed already.
 
-        Models load in the order of their longest waiting requests. An idle model is unloaded if a load needs its
-        memory, the least recently used one first. While the next load lacks memory because others are busy, smaller
-        ones may overtake it for `patience` seconds. Then models that have been loaded as long take no more requests.
+        Models load in the order of their longest waiting requests. A load unloads idle models, least recently used
+        first. While busy models keep the next load waiting, smaller loads overtake it for `patience` seconds. Then
+        models that have been loaded as long take no more requests.
         """
         admitted = [self._admit(slot) for slot in self.slots.values() if slot.takes_requests and slot.waiting]
         actions = [*admitted, *self._changes()]
@@ -117,7 +112,7 @@ class Shelf:
         return [*actions, *late]
 
     def next_plan(self) -> float | None:
-        """Seconds until `plan` may decide otherwise although nothing happens; None: never."""
+        """Seconds until `plan` may decide otherwise although nothing happens."""
         wanted = self._wanted()
         busy = [slot for slot in self.slots.values() if slot.state == "loaded"] if wanted else []
         times = [*(slot.waits_since for slot in wanted), *(slot.loaded_at for slot in busy)]
@@ -161,12 +156,12 @@ class Shelf:
         return sorted(wanted, key=lambda slot: slot.waits_since)
 
     def _idle(self, lacking: int) -> list[Slot]:
-        """Idle models whose memory suffices, or all of them."""
+        """Enough idle models, or all of them."""
         idle = [slot for slot in self.slots.values() if slot.is_idle]
         return list(_enough(sorted(idle, key=lambda slot: slot.last_use), lacking))
 
     def _busiest(self, lacking: int) -> list[Slot]:
-        """Busy models whose memory suffices: draining ones first, then by the time of their loads."""
+        """Enough busy models: draining ones first, then the longest loaded."""
         latest = self._clock() - self.patience
         busy = [slot for slot in self.slots.values() if slot.state == "loaded" and slot.loaded_at <= latest]
         return list(_enough(sorted(busy, key=lambda slot: (not slot.is_draining, slot.loaded_at)), lacking))

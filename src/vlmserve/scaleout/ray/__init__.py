@@ -1,1 +1,1 @@
-"""Ray places workers and gateways on machines and restarts them; requests do not pass through it."""
+"""Ray places and restarts workers and gateways; requests do not pass through it."""

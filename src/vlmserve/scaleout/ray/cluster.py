@@ -1,4 +1,4 @@
-"""Commands of a cluster: run all of it on one machine, or join as a worker or gateway."""
+"""Run a cluster on one machine, or join as a worker or gateway."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def up(kinds: Sequence[WorkerKind], server: ServerConfig, gateway: GatewayConfig) -> None:
-    """Run a cluster on this machine until SIGINT or SIGTERM. server: the gateway's settings.
+    """Run until SIGINT or SIGTERM. server: the gateway's settings.
 
     Raises ConfigurationError if the port is taken, ModelLoadError if a model cannot be loaded.
     """
@@ -60,7 +60,7 @@ def up(kinds: Sequence[WorkerKind], server: ServerConfig, gateway: GatewayConfig
     kinds = [kind.ready(max(1, cores // workers)) for kind in kinds]
     models = ", ".join(dict.fromkeys(kind.engine.model for kind in kinds))
     with _stopped() as stopped, _local_ray(cores), _serve(server.shutdown_grace + _EXTRA_GRACE):
-        # Ray must not reserve cores: the engines share them by their numbers of threads.
+        # Ray must not reserve cores: the engines share them by their threads.
         targets = [
             serve.RunTarget(
                 worker_application(
@@ -74,7 +74,7 @@ def up(kinds: Sequence[WorkerKind], server: ServerConfig, gateway: GatewayConfig
         ]  # fmt: skip
         front = gateway_application(server, gateway, resources={"num_cpus": 0.01})
         targets.append(serve.RunTarget(front, name="gateway", route_prefix=None))
-        # The gateway starts beside the workers, which register with it once they are up.
+        # The gateway starts with the workers, which register once they are up.
         *_, handle = serve.run_many(targets, wait_for_applications_running=False)
         if wait_until_running(stopped, workers):
             url = handle.remote().result()
@@ -84,7 +84,7 @@ def up(kinds: Sequence[WorkerKind], server: ServerConfig, gateway: GatewayConfig
 
 
 def join_as_worker(engine: EngineConfig, media: MediaConfig, server: ServerConfig, *, name: str, address: str) -> None:
-    """Run a worker of a cluster on this machine until SIGINT or SIGTERM. Raises VLMServeError."""
+    """Run until SIGINT or SIGTERM. Raises VLMServeError."""
     server = check_shared(server)
     settings = engine.model_dump_json(), media.model_dump_json(), server.model_dump_json()
     name = name or f"{socket.gethostname()}-{os.getpid()}"
@@ -98,10 +98,7 @@ def join_as_worker(engine: EngineConfig, media: MediaConfig, server: ServerConfi
 
 
 def join_as_gateway(server: ServerConfig, gateway: GatewayConfig, *, address: str, takes_over: bool = False) -> None:
-    """Run a gateway of a cluster on this machine until SIGINT, SIGTERM or a takeover. Raises VLMServeError.
-
-    takes_over: replace the gateway that has this port.
-    """
+    """Run until SIGINT, SIGTERM or a takeover. takes_over: replace the gateway at this port. Raises VLMServeError."""
     refuse_local(server)
     if not takes_over:
         check_port(server)
@@ -115,7 +112,7 @@ def join_as_gateway(server: ServerConfig, gateway: GatewayConfig, *, address: st
 
 
 def check_port(server: ServerConfig) -> None:
-    """Raise ConfigurationError if the address is taken."""
+    """Raises ConfigurationError if the address is taken."""
     from vlmserve.server.run import bind
 
     bind(server).close()
@@ -141,7 +138,7 @@ def _wait(member: Membership, stopped: threading.Event, grace: float) -> None:
 
 @contextlib.contextmanager
 def _stopped() -> Iterator[threading.Event]:
-    """An event that SIGINT or SIGTERM sets; the second signal ends the process."""
+    """SIGINT or SIGTERM sets the event; the second signal ends the process."""
     event = threading.Event()
 
     def stop(*_: object) -> None:
@@ -161,7 +158,7 @@ def _stopped() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def _local_ray(cores: int) -> Iterator[None]:
-    """Start a Ray that only this machine reaches."""
+    """Only this machine reaches it."""
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
     _keep_to_loopback()
     logging.getLogger(authentication_token_setup.__name__).addFilter(_concerns_users)
@@ -180,18 +177,18 @@ def _local_ray(cores: int) -> Iterator[None]:
 
 
 def _concerns_users(record: logging.LogRecord) -> bool:
-    """Return False for Ray's remark that its default asks for tokens."""
+    """False for Ray's remark that its default asks for tokens."""
     return "authentication is enabled" not in record.getMessage()
 
 
 def _keep_to_loopback() -> None:
-    """Have Ray and its processes listen only at 127.0.0.1. Its default on Linux is the machine's address, or all."""
+    """Have Ray listen only at 127.0.0.1. Its default is the machine's address, or all."""
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _is_on_loopback(address: str) -> bool:
-    """Return whether only this machine reaches a Ray, such as one that `up` started."""
+    """True for a Ray that only this machine reaches."""
     found = services.find_gcs_addresses() if address == "auto" else {address}
     places = [one.rpartition(":") for one in found]
     if not places or not all(host in _LOOPBACK and port.isdecimal() for host, _, port in places):
@@ -229,7 +226,7 @@ def _joined(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _serve(grace: float) -> Iterator[None]:
-    """Run Ray Serve without its HTTP server. Requests get `grace` seconds to finish."""
+    """Run without an HTTP server. Requests get `grace` seconds to finish."""
     serve.start(proxy_location="Disabled")
     try:
         yield

@@ -1,4 +1,4 @@
-"""Ray Serve deployments of workers and gateways. Serve places, watches and restarts them.
+"""Ray Serve deployments of workers and gateways.
 
 `serve deploy` imports `workers` and `gateways` by path; see `deploy/ray/serve.yaml`.
 """
@@ -42,19 +42,16 @@ _QUEUED, _USAGE = "queued_seconds", "usage"
 
 
 def worker_launch(name: str, token: str, engine: str, media: str, server: str) -> WorkerLaunch:
-    """Settings of a worker on this machine, from sections as JSON.
-
-    It listens at the machine's address without API keys: gateways check keys and limits.
-    """
+    """Settings from sections as JSON, at the machine's address and without API keys: gateways check keys and limits."""
     own = {"host": str(ray.util.get_node_ip_address()), "port": 0, "enable_page": False, "access_log": False}
     inner = ServerConfig.model_validate_json(server).model_copy(update={**own, "api_key": (), "api_keys_file": None})
     return WorkerLaunch(name, token, engine, media, inner.model_dump_json())
 
 
 def _keep_to_own_address() -> None:
-    """Have Serve's port for calls between replicas, which opens later, listen only at the node's address.
+    """Have Serve's port for calls between replicas listen only at the node's address.
 
-    Serve listens at all addresses and has no setting for it.
+    Serve listens at all addresses and has no setting for it. The port opens later.
     """
     add_port = serve_replica.add_port_to_grpc_server
     own = str(ray.util.get_node_ip_address())
@@ -62,7 +59,7 @@ def _keep_to_own_address() -> None:
 
 
 class _Replica:
-    """A replica of Serve, which owns one process. Requests go directly to the process."""
+    """Owns one process. Requests go directly to it."""
 
     def __init__(self, membership: Membership, grace: float) -> None:
         _keep_to_own_address()
@@ -81,7 +78,7 @@ class _Replica:
 
 
 class WorkerReplica(_Replica):
-    """One engine. engine, media, server: settings as JSON. name: prefix of the deployment's workers."""
+    """engine, media, server: settings as JSON. name: prefix of the deployment's workers."""
 
     def __init__(self, name: str, engine: str, media: str, server: str, grace: float) -> None:
         self._capacity = EngineConfig.model_validate_json(engine).max_num_seqs
@@ -104,7 +101,7 @@ class WorkerReplica(_Replica):
 
 
 class GatewayReplica(_Replica):
-    """One gateway on a port of its machine. In an update it takes the port over from the old replica."""
+    """In an update it takes its port over from the old replica."""
 
     def __init__(self, server: str, gateway: str, grace: float) -> None:
         super().__init__(Membership("gateway", lambda token, _: GatewayLaunch(token, server, gateway, True)), grace)
@@ -112,7 +109,7 @@ class GatewayReplica(_Replica):
 
     def check_health(self) -> None:
         if self.membership.was_replaced:
-            # Serve is about to stop this replica. Fail if it does not: the replica has no process left.
+            # Serve is about to stop this replica, which has no process. Fail if it does not.
             self._replaced_at = self._replaced_at or time.monotonic()
             if time.monotonic() - self._replaced_at < _REPLACED:
                 return
@@ -141,10 +138,10 @@ def worker_application(
     max_surge_percent: int = 0,
     resources: Mapping[str, float] | None = None,
 ) -> serve.Application:
-    """Make `count` workers with the same settings, or up to `most` under load.
+    """Make `count` workers, or up to `most` under load.
 
-    max_surge_percent: extra workers that an update may start before it stops old ones. resources: Ray resources of
-    each worker, like ``{"num_cpus": 4, "num_gpus": 1}``.
+    max_surge_percent: extra workers that an update may start before it stops old ones. resources: Ray resources of a
+    worker, like ``{"num_cpus": 4, "num_gpus": 1}``.
     """
     grace = server.shutdown_grace + _EXTRA_GRACE
     options: dict[str, Any] = {
@@ -164,7 +161,7 @@ def worker_application(
 def gateway_application(
     server: ServerConfig, gateway: GatewayConfig, *, count: int = 1, resources: Mapping[str, float] | None = None
 ) -> serve.Application:
-    """Make `count` gateways, each on its own machine. An update of a single gateway may stay on its machine."""
+    """Each gateway needs its own machine. An update of a single one may stay on its machine."""
     grace = server.shutdown_grace + _EXTRA_GRACE
     replica: Any = serve.deployment(
         GatewayReplica,
@@ -203,7 +200,6 @@ def gateways(args: dict[str, Any]) -> serve.Application:
 
 
 def _set_aside(resources: Mapping[str, float] | None) -> dict[str, Any]:
-    """Ray resources of a replica: CPUs, GPUs, memory and custom ones."""
     wanted = {"num_cpus": 1.0, **(resources or {})}
     own: dict[str, Any] = {name: wanted.pop(name) for name in ("num_cpus", "num_gpus", "memory") if name in wanted}
     return {**own, "resources": wanted}

@@ -1,7 +1,6 @@
 """Members of a cluster: workers and gateways report to a Ray actor.
 
-A member that has not reported for `MEMORY` seconds is gone. Members repeat all that the actor knows, so it may be
-restarted.
+A member is gone after `MEMORY` silent seconds. Members repeat all that the actor knows, so it may be restarted.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Kind = Literal["worker", "gateway"]
 
 
 class Directory:
-    """The actor. All times are by its own clock."""
+    """All times are by the actor's own clock."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -38,11 +37,10 @@ class Directory:
         self._changed = asyncio.Condition()
 
     async def token(self) -> str:
-        """The cluster's shared secret."""
         return self._token
 
     async def name(self, id: str, prefix: str) -> str:
-        """Reserve a name for a starting member: `prefix` and the lowest free number."""
+        """Reserve `prefix` and the lowest free number."""
         now = time.monotonic()
         self._names = {one: (name, until) for one, (name, until) in self._names.items() if until >= now}
         taken = {name for name, _ in self._names.values()}
@@ -51,7 +49,7 @@ class Directory:
         return name
 
     async def beat(self, id: str, kind: Kind, url: str, name: str) -> None:
-        """Report a member. name: empty if it has none."""
+        """name: empty if the member has none."""
         is_new = id not in self._members
         if name:
             self._names[id] = name, time.monotonic() + MEMORY
@@ -70,7 +68,7 @@ class Directory:
         return sorted(url for own, url, _ in self._members.values() if own == kind)
 
     async def next_urls(self, kind: Kind, known: list[str]) -> list[str]:
-        """Wait until the URLs differ from `known`, one second at most, and return them."""
+        """Wait one second at most until the URLs differ from `known`."""
         deadline = time.monotonic() + _WAIT
         while (urls := await self.urls(kind)) == known and (left := deadline - time.monotonic()) > 0:
             try:
@@ -86,7 +84,7 @@ class Directory:
 
 
 def open_directory() -> Any:
-    """Get the cluster's directory; the first call creates it."""
+    """The first call creates it."""
     # Without events: members make some calls each second, and Ray's head remembers the latest 100,000.
     settings = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 10_000, "enable_task_events": False}
     actor = ray.remote(num_cpus=0, **settings)(Directory)

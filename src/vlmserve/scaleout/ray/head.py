@@ -1,6 +1,6 @@
 """Shut a cluster down after its Ray head has ended.
 
-The head cannot be restarted: its state is in memory, and nodes end when they find a new head.
+The head's state is in memory, and nodes end when they find a new head, so it cannot be restarted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ def has_ended() -> bool:
 
 
 def log_folder() -> str:
-    """Return the folder of the logs of Ray and of the processes that it started."""
     return str(ray_worker._global_node.get_logs_dir_path())
 
 
 def drain_members(grace: float) -> None:
-    """Let workers and gateways finish their requests, for at most `grace` seconds. Ray Serve cannot without a head."""
+    """Let members finish their requests in `grace` seconds; Ray Serve cannot without a head."""
     members = []
     for process in family():
         with contextlib.suppress(psutil.Error):  # it has ended

@@ -1,4 +1,4 @@
-"""The process of a worker or gateway on this machine, and its entry in the directory."""
+"""The process of a worker or gateway, and its entry in the directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PATIENCE = 5.0
 
 
 class Membership:
-    """A member's process and its reports to the directory. Use it as a context manager. url: the member's address.
+    """A member's process and its reports to the directory. A context manager. url: the member's address.
 
     Raises the VLMServeError that kept the process from starting.
     """
@@ -59,11 +59,11 @@ class Membership:
 
     @property
     def was_replaced(self) -> bool:
-        """True if it was a gateway and ended because another one took over."""
+        """True if another gateway took over."""
         return self._process.was_replaced
 
     def drain(self, grace: float) -> None:
-        """Let the process finish its requests for at most `grace` seconds, and close."""
+        """Let requests finish for at most `grace` seconds, and close."""
         self._process.terminate()
         try:
             self._process.wait(grace)
@@ -72,7 +72,6 @@ class Membership:
         self.close()
 
     def close(self) -> None:
-        """End the process and leave the directory."""
         self._over.set()
         self._process.close()
         for thread in self._threads:
@@ -95,7 +94,7 @@ class Membership:
             self._over.wait(BEAT)
 
     def _follow(self) -> None:
-        """Tell a gateway its workers; without a directory it keeps the last ones."""
+        """Without a directory the gateway keeps its last workers."""
         known: list[str] = []
         while not self._over.is_set() and self.is_alive:
             try:

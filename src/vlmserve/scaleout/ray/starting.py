@@ -23,7 +23,6 @@ _began = time.monotonic()
 
 
 def show(step: str) -> None:
-    """Print a step and the seconds since the start to stderr."""
     print(f"{time.monotonic() - _began:5.1f} s  {step}", file=sys.stderr, flush=True)
 
 
@@ -46,7 +45,6 @@ def wait_until_running(stopped: threading.Event, workers: int) -> bool:
 
 
 def wait_until_ready(url: str, stopped: threading.Event) -> None:
-    """Wait until a gateway has heard from workers, or until `stopped` is set."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while not stopped.is_set():
         try:
@@ -57,7 +55,6 @@ def wait_until_ready(url: str, stopped: threading.Event) -> None:
 
 
 def num_workers(status: ServeStatus) -> int:
-    """Count the workers that run."""
     return sum(
         deployment.replica_states.get(_RUNNING, 0)
         for name, application in status.applications.items()
@@ -74,6 +71,6 @@ def _check(status: ServeStatus) -> None:
 
 
 def _reason(messages: Iterable[str]) -> str:
-    """The error in the last line of Serve's messages, which may end with a traceback."""
+    """The error in Serve's messages, which may end with a traceback."""
     last = "\n".join(messages).strip().splitlines()[-1]
     return re.sub(r"^[\w.]+: ", "", last)
