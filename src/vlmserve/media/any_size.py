@@ -98,11 +98,8 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
         overrides: ProcessorOverrides | None = None,
         bounds: tuple[int, int] | None = None,
     ) -> Self:
-        """Read preprocessor_config.json.
-
-        overrides: replace settings. bounds: default pixels; None: the kind's defaults. Raises ConfigurationError for
-        overrides that leave no size.
-        """
+        """overrides: replace settings. bounds: default pixels. Raises ConfigurationError for overrides that leave no
+        size."""
         return cls(_recipe(settings, overrides or ProcessorOverrides(), bounds), exact_pixels=exact_pixels)
 
     @classmethod
@@ -132,11 +129,8 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
         return self._following(replace(self._recipe, min_pixels=least, max_pixels=most, strict=strict))
 
     def for_video(self, num_frames: int, depth: int, bounds: tuple[int, int]) -> Self:
-        """A processor for video frames, as in Qwen3-VL.
-
-        depth: frames that share embeddings. bounds: minimum and maximum pixels of all frames together; this processor's
-        bounds apply to each frame.
-        """
+        """As in Qwen3-VL. depth: frames that share embeddings. bounds: pixels of all frames together; this processor's
+        bounds apply to each frame."""
         least = max(bounds[0], num_frames * self._recipe.min_pixels)
         counted = _counted(num_frames, depth) if self._recipe.strict else num_frames
         most = min(bounds[1], min(num_frames, counted) * self._recipe.max_pixels)
@@ -149,7 +143,7 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
         return self._resized(size) if self._recipe.resize else size
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Return uint8 ``[1, 3, height, width]``. Raises InvalidImageError for a too narrow image."""
+        """Raises InvalidImageError for a too narrow image."""
         image = to_rgb(decoded.image)
         if self._recipe.resize:
             image = image.resize(self._resized(decoded.size), self._recipe.resample, decoded.box)
@@ -211,7 +205,6 @@ def _counted(num_frames: int, depth: int) -> int:
 
 
 def pixel_bounds(settings: dict[str, Any], defaults: tuple[int, int]) -> tuple[int, int]:
-    """Minimum and maximum pixels, or `defaults`."""
     size = settings.get("size")
     bounds = size if isinstance(size, dict) else {}
     # Transformers' versions store them outside `size`, or in it with either name.

@@ -1,4 +1,4 @@
-"""Converts arrays of numpy, torch and other libraries to images and videos."""
+"""Converts arrays of numpy, torch and others to images and videos."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_array(source: object) -> bool:
 
 
 def frames_of(source: Any) -> Any:
-    """Split a video array ``[frames, …]`` into frames. Other sources stay."""
+    """Split ``[frames, …]``. Other sources stay."""
     return list(source) if is_array(source) and len(source.shape) == 4 else source
 
 

@@ -32,7 +32,7 @@ class ImageBudget:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], detail: str | None = None) -> ImageBudget:
-        """Read a request's fields. detail: OpenAI's field next to the image's URL."""
+        """detail: OpenAI's field next to the image's URL."""
         bounds = {name: fields.get(name) for name in BUDGET_FIELDS}
         return cls(**bounds, low_detail=detail == "low", high_detail=detail in ("high", "original"))
 
@@ -41,7 +41,7 @@ class ImageBudget:
 
     @property
     def is_open(self) -> bool:
-        """True if no upper bound is set, so that the server chooses the usual size."""
+        """True if the server chooses the usual size."""
         return not (self.low_detail or self.high_detail or self.max_pixels or self.max_tokens)
 
     def settled(self, least: int, most: int) -> ImageBudget:
@@ -71,7 +71,7 @@ class ImageBudget:
         return ImageBudget(least, upper["max_pixels"], upper["max_tokens"])
 
     def check_limit(self, pixels: int) -> None:
-        """Raise InvalidRequestError if a bound exceeds the server's limit."""
+        """Raise InvalidRequestError above the server's limit."""
         for name, value in (("min_pixels", self.min_pixels), ("max_pixels", self.max_pixels)):
             if value is not None and not 1 <= value <= pixels:
                 raise InvalidRequestError(
@@ -80,7 +80,7 @@ class ImageBudget:
         self.check_order()
 
     def check_kept(self, image: ImageInput) -> None:
-        """Raise InvalidRequestError if an image could not be made small enough."""
+        """Raise InvalidRequestError for an image that stays too large."""
         size = image.size
         if size is None:
             return

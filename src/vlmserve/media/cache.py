@@ -45,11 +45,8 @@ class ImageCache:
         self._used_bytes = self._hits = self._misses = 0
 
     def get(self, key: bytes, prepare: Callable[[], ImageInput]) -> ImageInput:
-        """Get an image, or make it with `prepare` unless another thread is preparing it.
-
-        Raises as `prepare` does. Waiting threads get a copy of an InvalidRequestError; after other errors they try
-        themselves.
-        """
+        """Waiting threads get a copy of an InvalidRequestError; after other errors they try themselves. Raises as
+        `prepare` does."""
         if self._capacity_bytes == 0:
             return prepare()
         while True:
@@ -64,7 +61,7 @@ class ImageCache:
                     own.set_result(image)
                     return image
             except InvalidRequestError as error:
-                # A copy, because the request that raises the original adds the image's place to it.
+                # A copy: the request that raises the original adds the image's place to it.
                 own.set_exception(copy.copy(error))
                 raise
             finally:

@@ -105,7 +105,7 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
         return min(max(pixels), self._recipe.max_pixels or sys.maxsize)
 
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:
-        """The largest width and height within the budget."""
+        """The largest within the budget."""
         recipe = self._recipe
         height, width = size[1] - 2 * recipe.margin, size[0] - 2 * recipe.margin
         for most in range(recipe.max_crops, 0, -1):

@@ -1,4 +1,4 @@
-"""Turns documents into page images: PDF files, TIFF files with several pages, frames of animations."""
+"""Turns documents into page images: PDF files, TIFF pages, frames of animations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Open(Protocol):
 
 
 class PageCounts:
-    """An LRU cache of documents' page counts. Thread-safe."""
+    """An LRU cache. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,8 +60,6 @@ class PageCounts:
 
 @dataclass(frozen=True)
 class Page:
-    """A page of an open document."""
-
     reader: DocumentReader = field(repr=False, compare=False)
     data: bytes = field(repr=False, compare=False)
     digest: bytes
@@ -70,9 +68,8 @@ class Page:
     """Counted from 0."""
 
     def prepare(self, processor: ImageProcessor, cache: ImageCache) -> ImageInput:
-        """Prepare the page for the vision tower, unless it is in `cache`. Raises InvalidDocumentError,
-        InvalidImageError, DocumentTooLargeError or ImageTooLargeError with the page's number, and
-        CancelledWorkError."""
+        """Raises InvalidDocumentError, InvalidImageError, DocumentTooLargeError or ImageTooLargeError with the page's
+        number, and CancelledWorkError."""
         key = page_key(self.digest, self.number, self.reader.look, processor.fingerprint)
 
         def prepare() -> ImageInput:
@@ -99,7 +96,7 @@ class _Read(NamedTuple):
 
 
 class DocumentReader:
-    """Opens a request's documents one at a time, with at most one rendering process. Close it at the end."""
+    """Opens one document at a time, with at most one rendering process. Close it at the end."""
 
     def __init__(self, limits: MediaConfig, counts: PageCounts, salt: str = "") -> None:
         self.look = f"{limits.page_dpi!r} {limits.max_page_pixels}".encode()
@@ -129,7 +126,7 @@ class DocumentReader:
 
     @contextlib.contextmanager
     def rendered(self, page: Page, memory: DecodingMemory) -> Iterator[DecodedImage]:
-        """Render a page; it takes memory during the block. Raises as `Page.prepare` does."""
+        """A page takes memory during the block. Raises as `Page.prepare` does."""
         document = self._open(page.digest, page.data)
         if isinstance(document, PagedImage):
             with document.decoded(page.number, memory) as image:
@@ -209,7 +206,7 @@ def parse_pages(text: str) -> list[tuple[int, int | None]]:
 
 
 def page_numbers(ranges: list[tuple[int, int | None]] | None, count: int, most: int) -> list[int]:
-    """Number the chosen pages from 0.
+    """Numbers from 0.
 
     Raises InvalidDocumentError for missing pages, DocumentTooLargeError for more than `most`.
     """

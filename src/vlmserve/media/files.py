@@ -16,10 +16,7 @@ _VIDEOS = {"mov": "video/mp4", "matroska": "video/webm", "avi": "video/x-msvideo
 
 
 def media_type_of(data: bytes, limits: MediaConfig) -> str:
-    """The media type of an image, video or PDF, such as ``image/png``, from headers.
-
-    Raises InvalidImageError for other files, and the kind's error above the limits.
-    """
+    """Reads only headers. Raises InvalidImageError for other files, and the kind's error above the limits."""
     if is_pdf(data):
         check_num_bytes(len(data), limits, "document")
         return "application/pdf"

@@ -65,14 +65,14 @@ class ForkServer:
             ours.pop_all()
 
     def fork(self, *files: int) -> int:
-        """Fork a process with these files; return its id. Raises OSError if this server has ended."""
+        """Return the process id. Raises OSError if this server has ended."""
         with self._lock:
             while self._abandoned:
                 self._ask(f"{self._abandoned.popleft()}\n".encode())
             return self._ask(b"\n", *files)
 
     def end(self, pid: int) -> int:
-        """Returns the exit code, or the negative signal number."""
+        """Return the exit code, or the negative signal number."""
         try:
             with self._lock:
                 return self._ask(f"{pid}\n".encode())
@@ -167,7 +167,6 @@ def end_servers() -> None:
 
 
 def _forget_servers() -> None:
-    """Leave the servers to the parent after a fork."""
     global _lock
     _lock = threading.Lock()
     _servers.clear()

@@ -1,4 +1,4 @@
-"""Video formats for models that take only images: which frames to show, and the text around them."""
+"""Video formats for models that take only images: frames to show, and text around them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FrameForm(Protocol):
         ...
 
     def sample(self, num_frames: int, rate: float, fps: float | None, most: int) -> list[int]:
-        """Choose at most `most` ascending numbers. rate: frames per second of the file. fps: of the request."""
+        """At most `most` ascending numbers. rate: frames per second of the file. fps: of the request."""
         ...
 
     def words(self, seconds: Sequence[float], duration: float) -> list[str]:

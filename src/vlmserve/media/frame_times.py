@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FrameTimes:
-    """Writes timestamps for groups of frames that share embeddings."""
+    """Groups of frames share embeddings."""
 
     encode: Callable[[str], Sequence[int]]
     """Tokenizes text with control tokens."""

@@ -44,8 +44,7 @@ class GridRecipe:
 
 
 class GridProcessor(RecipeProcessor[GridRecipe]):
-    """Resizes to the grid of tiles nearest in shape, and cuts it. The whole image follows as a tile, unless there is
-    only one."""
+    """Resizes to the grid of tiles nearest in shape, and cuts it. The whole image follows several tiles."""
 
     version = "grid v1"
 
@@ -134,7 +133,7 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
 
 @lru_cache(64)
 def _grids(least: int, most: int) -> list[tuple[int, int]]:
-    """Columns and rows of grids with `least` to `most` tiles, the smallest first."""
+    """The smallest first."""
     pairs = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
     return sorted((pair for pair in pairs if math.prod(pair) >= least), key=math.prod)
 

@@ -56,8 +56,8 @@ class ImageProcess(Image.Image):
 
     format: "HEIF", "AVIF" or one of `images.FORMATS`. num_pixels: of the image, if opening needs memory for them. The
     process ends after decoding the only image, after an error, and with `close`. Only one thread may use it at a time.
-    Decoding raises OSError for broken data, as with Pillow. Raises UnidentifiedImageError, OSError, InvalidImageError,
-    UnavailableError and CancelledWorkError.
+    Decoding raises OSError for broken data. Raises UnidentifiedImageError, OSError, InvalidImageError, UnavailableError
+    and CancelledWorkError.
     """
 
     def __init__(self, data: bytes, format: str, limits: MediaConfig, num_pixels: int = 0) -> None:
@@ -109,7 +109,7 @@ class ImageProcess(Image.Image):
             self._number, self._is_loaded = frame, False
 
     def decode(self) -> None:
-        """Decode in the process, within the time limit. `load` reads the pixels."""
+        """Decode within the time limit. `load` reads the pixels."""
         if self._is_loaded or self._decoded is not None:
             return
         if not self._is_document:

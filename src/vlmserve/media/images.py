@@ -114,7 +114,7 @@ def decode_opened(
 
 
 def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
-    """Open a single image; read only the header. Raises as `decode_image` does."""
+    """Read only the header. Raises as `decode_image` does."""
     image = open_any(data, limits)
     try:
         check_single(image)
@@ -125,7 +125,7 @@ def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
 
 
 def open_any(data: bytes, limits: MediaConfig) -> Image.Image:
-    """Open a file with any number of pages or frames; read only the header."""
+    """Open any number of pages or frames; read only the header."""
     check_num_bytes(len(data), limits)
     if not data:
         raise InvalidImageError("the image is empty (0 bytes)")
@@ -133,7 +133,7 @@ def open_any(data: bytes, limits: MediaConfig) -> Image.Image:
 
 
 def open_file(data: bytes, limits: MediaConfig) -> Image.Image:
-    """Open an image, or the first of several; read only the header. Raises as `decode_image` does for one image."""
+    """Open the first image; read only the header. Raises as `decode_image` does for one image."""
     image = _opened(lambda: _open(data, limits), data, limits)
     try:
         check_num_pixels(image, limits)
@@ -147,7 +147,7 @@ def open_file(data: bytes, limits: MediaConfig) -> Image.Image:
 
 
 def in_process(image: Image.Image, data: bytes, limits: MediaConfig) -> Image.Image:
-    """Reopen an image in an isolated process, unless it is in one. Raises as `decode_image` does."""
+    """Reopen in an isolated process, unless it is in one. Raises as `decode_image` does."""
     if isinstance(image, ImageProcess):
         return image
     image.close()
@@ -196,7 +196,7 @@ def load_image(image: Image.Image, limits: MediaConfig) -> None:
 
 
 def decode_process(image: ImageProcess) -> None:
-    """Decode in the process; `load_image` reads the pixels. Raises as `decode_image` does."""
+    """`load_image` then reads the pixels. Raises as `decode_image` does."""
     _checked(image.decode)
 
 
@@ -256,10 +256,10 @@ def _upright(decoded: DecodedImage) -> DecodedImage:
 
 
 def decode_data_url(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
-    """Decode ``data:image/png;base64,…``. The content, not the media type, tells the type.
+    """The content of ``data:image/png;base64,…`` tells the type, not the media type.
 
     A data URL may contain another one, as clients write it into fields for base64. Raises the kind's error
-    (InvalidImageError) for other text, and its size error (ImageTooLargeError) above the limit.
+    (InvalidImageError) for other text, its size error (ImageTooLargeError) above the limit.
     """
     invalid, _, example = KINDS[kind]
     encoded = url

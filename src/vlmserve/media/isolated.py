@@ -95,7 +95,7 @@ class IsolatedProcess:
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _CHUNK)
 
     def _shared(self, num_bytes: int, files: contextlib.ExitStack) -> list[int]:
-        """Map shared memory for pixels and return its file, if there is any."""
+        """Map shared memory for pixels; return its file, if any."""
         memory = make_memory(num_bytes) if num_bytes else None
         if memory is None:
             return []
@@ -184,7 +184,7 @@ class IsolatedProcess:
                 raise self._ended() from None
 
     def _wait(self, pipe: int, event: int) -> None:
-        """Wait until a pipe is ready, within the remaining time."""
+        """Wait within the remaining time."""
         poll = select.poll()
         poll.register(pipe, event)
         began = time.monotonic()

@@ -27,7 +27,7 @@ _BAND = 2**17
 
 
 class _Opened(Protocol):
-    """An opened file. size, mode: of the current image."""
+    """size, mode: of the current image."""
 
     count: int
     """Number of images."""
@@ -82,7 +82,7 @@ class _HEIC:
 
 
 class _PillowFile:
-    """A file read by Pillow. Converts images with a palette."""
+    """Converts images with a palette."""
 
     formats: tuple[str, ...] = ("BMP", "GIF", "PNG", "WEBP")
 
@@ -142,7 +142,7 @@ class _JPEG(_PillowFile):
 
 
 class _TIFF(_PillowFile):
-    """Pages of a file, without smaller versions and masks."""
+    """Omits smaller versions and masks."""
 
     formats = ("TIFF",)
 
@@ -222,10 +222,7 @@ class ImageDecoder:
 
     @contextlib.contextmanager
     def _allowed(self, num_pixels: int) -> Iterator[None]:
-        """Allow memory and time for an image of this size.
-
-        Raises MemoryError for errors that a lack of memory causes; some libraries report only that decoding failed.
-        """
+        """Raise MemoryError for errors due to a lack of memory; some libraries report only that decoding failed."""
         before = peak_address_space()
         most = address_space() + self._settings["memory"] + num_pixels * self._settings["pixel_memory"]
         limit("RLIMIT_AS", most, for_good=False)

@@ -1,6 +1,6 @@
 """Shared by decoders of isolated processes: refusals, resource limits, the answer format.
 
-`isolated_worker.py` imports these modules, and nothing else of vlmserve, before it forks.
+`isolated_worker.py` forks processes with these modules; they import nothing else of vlmserve.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RefusedError(Exception):
 
 
 class Decoder(Protocol):
-    """Decodes a file. The constructor imports the library."""
+    """The constructor imports the library."""
 
     def open(self, data: bytes, settings: dict[str, Any]) -> dict[str, Any]: ...
 

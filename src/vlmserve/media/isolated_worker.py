@@ -76,8 +76,7 @@ def _decode(decoder: Decoder | RefusedError, stdin: BinaryIO, out: BinaryIO, *fi
 
 
 def _fork(decoder: Decoder | RefusedError, pipes: list[int]) -> int:
-    """Fork a process that decodes a file; return its id. pipes: two, and optionally memory for pixels. It inherits
-    these, not the socket."""
+    """Return the process id. pipes: two, and optionally memory for pixels. The process inherits only these."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -93,7 +92,7 @@ def _fork(decoder: Decoder | RefusedError, pipes: list[int]) -> int:
 
 
 def _load(kind: str, setup: str) -> Decoder | RefusedError:
-    """Make a decoder, or return why there is none. setup: argument of a decoder that takes one."""
+    """setup: argument of a decoder that takes one."""
     import vlmserve.media.pixel_memory  # noqa: F401 (imported before processes are forked)
     from vlmserve.media.isolated_limits import RefusedError
 
@@ -106,7 +105,7 @@ def _load(kind: str, setup: str) -> Decoder | RefusedError:
 
 
 def main() -> None:
-    """Fork and end processes as the socket's lines say, until it closes."""
+    """Fork and end processes until the socket closes."""
     with socket.socket(fileno=0) as connection:
         first = connection.makefile("rb", buffering=0).readline()
         if not first:
@@ -133,7 +132,7 @@ def main() -> None:
 
 
 def _end(pid: int) -> int:
-    """Kill a process unless it has ended; return its exit status. Its id is not reused earlier."""
+    """Kill a process unless it has ended; return its exit status. Until then its id is not reused."""
     os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 

@@ -15,9 +15,9 @@ from vlmserve.types import MediaKind
 
 
 def read_allowed_file(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
-    """Read the file at a ``file://`` URL.
+    """Raises ImageFetchError unless the file is in `limits.allowed_media_path` after following links, and the kind's
+    size error.
 
-    Raises ImageFetchError unless it is in `limits.allowed_media_path` after following links, and the kind's size error.
     Errors do not reveal whether other paths exist. Everyone who can write into the folder is trusted: links let them
     read other files.
     """

@@ -50,7 +50,7 @@ class PagedImage:
 
     @contextlib.contextmanager
     def decoded(self, number: int, memory: DecodingMemory) -> Iterator[DecodedImage]:
-        """Decode a page; it takes memory during the block. Raises as `decode_image` does."""
+        """A page takes memory during the block. Raises as `decode_image` does."""
         check_cancelled()
         image = self._image
         if isinstance(image, ImageProcess):  # its process has its own memory limit

@@ -1,4 +1,4 @@
-"""Detect files with several images, and reject them where the model would see only the first."""
+"""Detect and reject files with several images."""
 
 from __future__ import annotations
 

@@ -58,10 +58,8 @@ class PDFProcess:
 
     @contextlib.contextmanager
     def rendered(self, number: int, memory: DecodingMemory) -> Iterator[Image.Image]:
-        """Render a page, from 0, in RGB; it takes memory during the block. An error ends the process.
-
-        Raises as the constructor does.
-        """
+        """A page, from 0, in RGB takes memory during the block. An error ends the process. Raises as the constructor
+        does."""
         try:
             page = self.process.ask(str(number), _Page)
             width, height = page.width, page.height

@@ -56,7 +56,7 @@ def without_metadata(data: bytes) -> bytes | None:
 
 
 def _is_needed(chunk: memoryview, color_type: int) -> bool:
-    """True if a chunk, with length and checksum, is critical, or affects pixels and is valid."""
+    """True if a chunk is critical, or affects pixels and is valid."""
     kind = bytes(chunk[4:8])
     if not kind[0] & 0x20 or kind == b"fdAT":
         return True

@@ -21,8 +21,6 @@ _QUALITY = 80
 
 
 class Preview(NamedTuple):
-    """A page as a JPEG."""
-
     number: int
     """Counted from 1."""
     width: int
@@ -33,7 +31,7 @@ class Preview(NamedTuple):
 def preview_pages(
     data: bytes, pages: str | None, limits: MediaConfig, memory: DecodingMemory
 ) -> tuple[int, list[Preview]]:
-    """Render pages; all if `pages` is None (`parse_pages`). Returns the document's number of pages, too.
+    """pages: as in `parse_pages`; None: all. Returns also the document's number of pages.
 
     Raises as `DocumentReader.pages` does, and InvalidImageError or ImageTooLargeError for a page.
     """

@@ -80,7 +80,7 @@ MAX_INTERMEDIATE_PIXELS = 16_000_000
 
 
 class Placeholders(NamedTuple):
-    """Tokens and grids of an image in a prompt, as in `ImageInput`."""
+    """As in `ImageInput`."""
 
     num_tokens: int
     grid: tuple[int, int, int] | Canvas | None = None
@@ -91,8 +91,6 @@ class Placeholders(NamedTuple):
 
 
 class ImageProcessor(Protocol):
-    """Preprocesses images for a checkpoint."""
-
     fingerprint: bytes
     """32-byte digest of everything that affects pixels."""
     levels: Levels | None
@@ -128,7 +126,7 @@ class PixelProcessor(ImageProcessor, Protocol):
         return pixels, self.placeholders(pixels, decoded.size)
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """uint8 ``[tiles, 3, height, width]``. Raises InvalidImageError for a shape that the model cannot take."""
+        """uint8 ``[tiles, 3, height, width]``. Raises as `prepare` does."""
         ...
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
@@ -184,8 +182,6 @@ def whole_view(size: tuple[int, int], width: int, height: int) -> View:
 
 @dataclass(frozen=True)
 class PixelRecipe:
-    """All settings that affect pixels."""
-
     resize: tuple[tuple[str, int], ...] | None
     """Items of the checkpoint's ``size``."""
     resample: int
@@ -353,7 +349,7 @@ def cropped_view(
     crop: tuple[int, int] | None,
     start: tuple[int, int] = (0, 0),
 ) -> View:
-    """The view of an image that is resized, then center-cropped.
+    """The view after resizing and center-cropping.
 
     target: a checkpoint's ``size``; empty: no resizing. crop: height and width. start: origin of the padded image in
     the image's pixels.
@@ -394,7 +390,7 @@ def _center_crop(image: Image.Image, height: int, width: int) -> Image.Image:
 
 
 def to_pixels(images: Sequence[Image.Image]) -> Pixels:
-    """uint8 ``[images, 3, height, width]`` of RGB images of one size."""
+    """``[images, 3, height, width]`` of RGB images of one size."""
     pixels = np.empty((len(images), 3, images[0].height, images[0].width), dtype=np.uint8)
     for image, own in zip(images, pixels, strict=True):
         array = np.asarray(image)

@@ -113,7 +113,7 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         return whole_view(size, pixels.shape[3], pixels.shape[2])
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Columns and rows of squares: as many as the budget allows, after the smallest enlargement it requires."""
+        """As many squares as the budget allows, after the smallest enlargement it requires."""
         budget = self._recipe.budget
         width, height = size
         if (least := budget.min_pixels) is not None and self._area(self._fitted(size)) < least:
@@ -131,7 +131,7 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         return self._fitted(size, low)
 
     def _fitted(self, size: tuple[int, int], longest: int | None = None) -> tuple[int, int]:
-        """Columns and rows of an image with this longest edge; None: the checkpoint's."""
+        """longest: edge in pixels; None: the checkpoint's."""
         longest = longest or self._recipe.longest
         ratio = max(edge / longest for edge in size)
         width, height = (math.floor(edge / ratio) for edge in size) if ratio > 1 else size

@@ -206,7 +206,7 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
         return rows.transpose(0, 2, 1, 3).reshape(channels, patch, -1)
 
     def _plan(self, size: tuple[int, int]) -> SlicePlan:
-        """The plan with the most slices within the budget; without one, the image shrinks."""
+        """The most slices within the budget; without such a plan, the image shrinks."""
         recipe = self._recipe
         for most in range(recipe.most, 0, -1):
             plan = self._plan_of(size, most, recipe.scale)
@@ -245,7 +245,7 @@ def _cut(image: Image.Image, piece: tuple[int, int]) -> Iterator[Image.Image]:
 
 
 def _grid(size: tuple[int, int], wanted: int, most: int) -> tuple[int, int]:
-    """Columns and rows of about `wanted` slices with the nearest shape; 0: the image is not cut."""
+    """About `wanted` slices with the nearest shape; 0: the image is not cut."""
     if wanted <= 1:
         return 0, 0
     shape = math.log(size[0] / size[1])
@@ -261,7 +261,7 @@ def _grid(size: tuple[int, int], wanted: int, most: int) -> tuple[int, int]:
 
 
 def _fitted(size: tuple[int, int], scale: int, side: int, *, enlarge: bool) -> tuple[int, int]:
-    """Width and height in whole squares, of about ``scale ** 2`` pixels. enlarge: also enlarge smaller images."""
+    """Whole squares, about ``scale ** 2`` pixels. enlarge: also enlarge smaller images."""
     width, height = size
     if width * height > scale**2 or enlarge:
         aspect = width / height

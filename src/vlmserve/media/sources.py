@@ -49,8 +49,6 @@ _OPENED_LOCKS = tuple(threading.Lock() for _ in range(16))
 
 
 class Preprocessing(Protocol):
-    """Preprocessing after an image is read."""
-
     fingerprint: bytes
     """32-byte digest of everything that affects the result."""
 
@@ -85,7 +83,7 @@ def prepare_image(
 
 
 def open_image(source: ImageSource, preprocessing: Preprocessing, limits: MediaConfig, *, salt: str = "") -> Opened:
-    """Read an image and compute its key. Trusts `source`: reads paths. Raises as `prepare_image` does."""
+    """Trusts `source`: reads paths. Raises as `prepare_image` does."""
     if isinstance(source, str | os.PathLike | bytes):
         data = read_source(source, limits)
         key = image_key(data, preprocessing.fingerprint, salt)
@@ -149,7 +147,7 @@ def read_url(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
 
 
 def read_source(source: str | os.PathLike[str] | bytes, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
-    """Read a file within the size limit. Raises as `read_url` does, and the kind's error for an unreadable path."""
+    """Raises as `read_url` does, and the kind's error for an unreadable path."""
     invalid = KINDS[kind].invalid
     if isinstance(source, bytes):
         check_num_bytes(len(source), limits, kind)

@@ -209,7 +209,7 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return SquarePlan(rows, columns, self._whole(width, height) if recipe.overview else None)
 
     def _whole(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of squares of an uncut image with about its shape."""
+        """Rows and columns of an uncut image with about its shape."""
         recipe, side = self._recipe, self._recipe.side
         rows, columns = (max(1, round(edge / side)) for edge in (height, width))
         if rows * columns > recipe.most:
@@ -243,10 +243,7 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
 
 @lru_cache(64)
 def _grids(least: int, most: int) -> list[tuple[int, int]]:
-    """Columns and rows of grids with `least` to `most` tiles, the smallest first.
-
-    As in transformers, Python's set order decides between equal areas.
-    """
+    """The smallest first. As in transformers, Python's set order decides between equal areas."""
     pairs = {
         (columns, rows)
         for count in range(least, most + 1)
@@ -259,8 +256,6 @@ def _grids(least: int, most: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class SquareWords:
-    """A checkpoint's tokens for the parts of an image."""
-
     encode: Callable[[str], Sequence[int]]
     image_token: str
     """The placeholder."""
@@ -284,7 +279,7 @@ class SquareWords:
         return cls(encode, tokenizer.image_token, tokenizer.image_token_id, start, end, overview)
 
     def tokens(self, rows: int, columns: int, whole: bool) -> Sequence[int]:
-        """Token ids for these tiles, with one placeholder per part."""
+        """One placeholder per part."""
         parts = [
             f"<|img_row_{row + 1}_col_{column + 1}|>{self.image_token}"
             for row in range(rows)

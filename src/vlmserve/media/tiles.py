@@ -1,4 +1,4 @@
-"""Cuts images into tiles, as LLaVA-NeXT and Idefics3 (SmolVLM) do; the tower sees one tile at a time.
+"""Cuts images into tiles, as LLaVA-NeXT and Idefics3 (SmolVLM) do.
 
 Equals Transformers' PIL processors, except for large JPEGs (`media.processor`).
 """
@@ -95,7 +95,7 @@ class AnyResolutionProcessor(PixelProcessor):
         return self._side**2 + rows * (columns + 1)
 
     def _set_resolutions(self, resolutions: list[tuple[int, int]]) -> None:
-        """Allow these widths and heights before cutting; empty: images are not cut."""
+        """Widths and heights before cutting; empty: images are not cut."""
         self._resolutions = resolutions
         described = json.dumps(["any resolution v1", self._edge, self._tile, self._resample, resolutions])
         self.fingerprint = blake3(described.encode() + self._tile_processor.fingerprint).digest()
@@ -158,8 +158,6 @@ class AnyResolutionProcessor(PixelProcessor):
 
 @dataclass(frozen=True)
 class SplitRecipe:
-    """All settings that affect pixels."""
-
     size: int | tuple[int, int] | None
     """Longest edge, or width and height, before cutting; None: the image's own."""
     tile: int
@@ -175,8 +173,6 @@ class SplitRecipe:
 
 
 class SplitPlan(NamedTuple):
-    """How to cut an image."""
-
     size: tuple[int, int]
     """Width and height before cutting."""
     rows: int
@@ -198,7 +194,7 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
         tile_tokens: int | None = None,
         exact_pixels: bool = False,
     ) -> None:
-        """words: tokens around tiles. tile_tokens: placeholders of a tile in another file, to compare."""
+        """words: tokens around tiles. tile_tokens: of a tile in another file, to compare."""
         self._follow(_split_recipe(settings), exact_pixels=exact_pixels)
         self._tile_tokens = _tile_tokens(config, self._recipe.tile)
         if tile_tokens is not None and tile_tokens != self._tile_tokens:
@@ -300,8 +296,6 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
 
 @dataclass(frozen=True)
 class SplitWords:
-    """Idefics3's tokens for an image."""
-
     encode: Callable[[str], Sequence[int]]
     image_token: str
     """The placeholder."""
@@ -327,7 +321,7 @@ class SplitWords:
         )
 
     def tokens(self, rows: int, columns: int) -> Sequence[int]:
-        """Token ids with one placeholder for each tile; 0 rows and columns: only the whole image."""
+        """One placeholder for each tile; 0 rows and columns: only the whole image."""
         lines = [
             "".join(f"{self.around}<row_{row + 1}_col_{column + 1}>{self.image_token}" for column in range(columns))
             for row in range(rows)
@@ -345,7 +339,6 @@ def cut_tiles(image: Image.Image, tile: int) -> list[Image.Image]:
 
 
 def _fitted(size: tuple[int, int], bounds: tuple[int, int]) -> tuple[int, int]:
-    """Width and height of an image that fits into `bounds`."""
     (width, height), (most_width, most_height) = size, bounds
     across, down = most_width / width, most_height / height
     if across < down:

@@ -70,7 +70,7 @@ def low_detail(processor: Any, own: ImageBudget, wanted: ImageBudget) -> ImageBu
 
 
 def view_of(processor: Any, size: tuple[int, int], tiles: int, tile: tuple[int, int]) -> View:
-    """size, tile: width and height. tiles: number; if there are several, one shows the whole image."""
+    """size, tile: width and height. tiles: number; if several, one shows the whole image."""
     if tiles > 1:
         columns, rows = _arrangement(processor, size, tiles - 1, tile)
         return whole_view(size, columns * tile[0], rows * tile[1]) if columns else View(None, None, None)

@@ -79,7 +79,7 @@ class TransformersProcessor(ImageProcessor):
         return 1.0
 
     def prepare(self, decoded: DecodedImage) -> tuple[Pixels, Placeholders]:
-        """Run the processor on a text with one image, with the largest size within the budget."""
+        """Use a text with one image, with the largest size within the budget."""
         inputs = self._within_budget(decoded)
         ids = self._ids(inputs)
         text = tuple((int(place), int(ids[place])) for place in np.flatnonzero(ids != self._image_token_id))

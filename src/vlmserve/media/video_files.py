@@ -82,7 +82,7 @@ class VideoFile:
             raise
 
     def ask(self, number: int) -> None:
-        """Start to decode a frame, from 0, for `frame`. Ascending numbers decode each frame once."""
+        """Start to decode frame `number`, from 0. Ascending numbers decode each frame once."""
         if self._asked is None:
             self.process.send(str(number))
             self._asked = number

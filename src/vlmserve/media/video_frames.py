@@ -21,17 +21,12 @@ from vlmserve.types import ImageInput
 
 @dataclass(frozen=True)
 class Frame:
-    """A video frame as an image."""
-
     opened: Opened
     processor: ImageProcessor = field(repr=False)
     """Prepares it; the key includes its fingerprint."""
 
     def prepare(self, cache: ImageCache) -> ImageInput:
-        """Prepare the frame for the vision tower, unless it is in `cache`.
-
-        Raises InvalidVideoError, VideoTooLargeError, CancelledWorkError, and as `prepare_image` does.
-        """
+        """Raises InvalidVideoError, VideoTooLargeError, CancelledWorkError, and as `prepare_image` does."""
 
         def prepare() -> ImageInput:
             with self.opened.decoded(cache.decoding) as image:
@@ -42,8 +37,6 @@ class Frame:
 
 @dataclass(frozen=True)
 class FrameSequence:
-    """Frames of a video."""
-
     frames: Sequence[Frame]
     seconds: Sequence[float]
     """Time of each frame."""
@@ -52,7 +45,7 @@ class FrameSequence:
 
 
 class FrameReader:
-    """Reads frames of a request's videos, one file at a time. Close it at the end."""
+    """Reads one file at a time. Close it at the end."""
 
     def __init__(self, limits: MediaConfig, salt: str = "") -> None:
         self._limits = limits
@@ -68,9 +61,9 @@ class FrameReader:
     def of_file(
         self, data: bytes, processor: ImageProcessor, sample: Callable[[int, float], Sequence[int]]
     ) -> FrameSequence:
-        """Frames of a file, not yet decoded. Raises as `VideoFile` does.
+        """The frames are not yet decoded. Raises as `VideoFile` does.
 
-        sample: chooses frames from the number of frames and the frames per second.
+        sample: chooses frames from their number and the frames per second.
         """
         digest = video_key([data], b"", self._salt)
         file = self._open(data, digest)

@@ -48,8 +48,6 @@ GLM_MAX_FRAMES = 640
 
 @dataclass(frozen=True)
 class Timing:
-    """How to sample frames, and how frames become positions."""
-
     fps: float
     """Sampled frames per second of a file; for a list of frames, their rate."""
     min_frames: int
@@ -143,11 +141,8 @@ class VideoProcessor:
         max_frames: int = MAX_FRAMES,
         times: FrameTimes | None = None,
     ) -> Self:
-        """Read a checkpoint's settings.
-
-        settings: of its video processor. vision_config: of its config.json. max_frames: the server's limit. times:
-        writes timestamps; such models also bound the pixels of all frames together.
-        """
+        """settings: of the checkpoint's video processor. vision_config: of its config.json. max_frames: the server's
+        limit. times: writes timestamps; such models also bound the pixels of all frames together."""
         overrides = overrides or ProcessorOverrides()
         is_glm = times is not None and times.behind
         bounds, own = None, settings
@@ -236,11 +231,8 @@ class VideoProcessor:
 def prepare_video(
     source: VideoSource, processor: VideoProcessor, limits: MediaConfig, cache: ImageCache, *, salt: str = ""
 ) -> ImageInput:
-    """Prepare a video for the vision tower, unless it is in `cache`.
-
-    Trusts `source`: reads paths. salt: part of the key. Raises InvalidVideoError or VideoTooLargeError, and as
-    `prepare_image` does for the frames of a list.
-    """
+    """Trusts `source`: reads paths. salt: part of the key. Raises InvalidVideoError or VideoTooLargeError, and as
+    `prepare_image` does for the frames of a list."""
     if isinstance(source, list | tuple):
         return _of_frames(source, processor, limits, cache, salt)
     data = read_video(source, limits)
