@@ -1,1 +1,1 @@
-"""Adapters: PEFT checkpoints, their changes to a model's layers, and the adapters in memory."""
+"""Adapters: PEFT checkpoints, their changes to layers, and the adapters in memory."""

@@ -1,7 +1,4 @@
-"""LoRA adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
-
-Tensor names say which layers an adapter changes. Errors name settings that vlmserve does not support.
-"""
+"""LoRA adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 from __future__ import annotations
 
@@ -77,8 +74,6 @@ _NO_RANKS, _NO_ALPHAS = ModulePatterns("rank_pattern", {}), ModulePatterns("alph
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """An ``adapter_config.json``."""
-
     rank: int = 8
     alpha: float = 8
     rslora: bool = False
@@ -126,11 +121,9 @@ class LoraConfig:
             raise AdapterError(f"{CONFIG} does not describe an adapter: {error}") from error
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module, by its name in the base model."""
         return int(self.rank_pattern.value(module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """The factor of a module's B matrix."""
         rank, alpha = self.rank_of(module), self.alpha_pattern.value(module, self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
@@ -146,7 +139,7 @@ _READ = {
 
 
 class AdapterCheckpoint:
-    """An adapter's folder. It reads headers only, until `read` is called.
+    """An adapter's folder; opening reads only headers.
 
     Raises AdapterError for a folder without an adapter, for pickled weights, and for an unknown tensor.
     """
@@ -196,7 +189,7 @@ class AdapterCheckpoint:
         raise AdapterError(f"{key} is a tensor that vlmserve does not know")
 
     def read(self, key: str) -> Tensor:
-        """Read a tensor as float32. Raises AdapterError for a broken file and for values like `check_values`."""
+        """Read float32. Raises AdapterError for a broken file, and as `check_values` does."""
         try:
             with safe_open(self._path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(key).float()
@@ -206,7 +199,7 @@ class AdapterCheckpoint:
         return tensor
 
     def digest(self) -> bytes:
-        """A digest of 32 bytes over all tensors and the settings that affect the result."""
+        """32 bytes over all tensors and the settings that affect the result."""
         about = {key: value for key, value in self._content.items() if key in _READ}
         hasher = blake3(json.dumps(about, sort_keys=True).encode())
         try:

@@ -33,7 +33,7 @@ class LoraModule(NamedTuple):
 
 
 def read_module(text: str) -> LoraModule:
-    """Parse an entry of --lora-modules: ``name=path``, or JSON with "name" and "path". Raises ConfigurationError."""
+    """``name=path``, or JSON with "name" and "path". Raises ConfigurationError."""
     if text.lstrip().startswith("{"):
         try:
             entry = json.loads(text)
@@ -53,7 +53,7 @@ def read_module(text: str) -> LoraModule:
 
 
 def read_object(folder: Path, file: str) -> Mapping[str, Any]:
-    """Read a JSON object from an adapter's folder. Raises AdapterError if it is missing, invalid or too large."""
+    """Raises AdapterError if the file is missing, invalid or too large."""
     path = folder / file
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
@@ -69,7 +69,7 @@ def read_object(folder: Path, file: str) -> Mapping[str, Any]:
 
 
 def check_header(path: Path) -> None:
-    """Raises AdapterError for a safetensors file whose header is too large to parse."""
+    """Raises AdapterError if the header is too large to parse."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -85,7 +85,7 @@ def holds_adapter(folder: Path) -> bool:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files that an adapter may have, with the adapters in its folders that X-LoRA mixes."""
+    """The files that an adapter may have, with the adapters that X-LoRA mixes."""
     files = [folder / name for name in (CONFIG, WEIGHTS, XLORA_CONFIG, XLORA_WEIGHTS)]
     files += sorted(folder.glob("*order*.json"))
     for depth in range(1, DEEPEST + 1):
@@ -94,21 +94,20 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def is_xlora(folder: Path) -> bool:
-    """Return whether a folder holds an X-LoRA checkpoint. Raises AdapterError if it holds no adapter."""
+    """Raises AdapterError if the folder holds no adapter."""
     return (folder / XLORA_CONFIG).is_file() or read_object(folder, CONFIG).get("peft_type") == "XLORA"
 
 
 def check_name(name: str) -> None:
-    """Raises AdapterError for an invalid name of an adapter."""
+    """Raises AdapterError for an invalid name."""
     if not 0 < len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
         raise AdapterError(f"an adapter's name has 1 to {MAX_NAME} printable characters", param="lora_name")
 
 
 def find_adapter(path: str) -> Path:
-    """Find the folder of an adapter. Raises AdapterError if there is none.
+    """Find an adapter's folder. Raises AdapterError if there is none.
 
-    path: a folder, ``pixie/NAME`` for an adapter of the built-in model, or a repository id on the hub, which is
-    downloaded unless it is cached.
+    path: a folder, ``pixie/NAME``, or a repository id on the hub, which is downloaded unless it is cached.
     """
     folder = expanded(path)
     if folder.is_dir():

@@ -22,7 +22,7 @@ LAYERS = "language_model.layers."
 
 @dataclass
 class Adapter:
-    """An adapter in the form that a model's layers take."""
+    """An adapter as a model's layers take it."""
 
     digest: bytes
     layers: dict[str, PreparedChange] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Adapter:
         return any(not path.startswith("language_model.") for path in (*self.layers, *self.tables))
 
     def set_layers(self, parts: Mapping[str, Sequence[tuple[Place, Change]]], model: AdaptableModel) -> None:
-        """Set the changes of layers, by module path. Changes of tables stay."""
+        """parts: by module path. Changes of tables stay."""
         for path, changes in parts.items():
             module = model.weight_at(path)
             assert isinstance(module, Weight)
@@ -59,10 +59,10 @@ class Adapter:
 
 
 def read_adapter(checkpoint: AdapterCheckpoint, model: AdaptableModel, *, max_rank: int) -> Adapter:
-    """Read an adapter for a model.
+    """Read an adapter, after checking all shapes in the header.
 
-    Checks all shapes in the header before it reads values. Raises AdapterError for ranks above `max_rank`, tensors that
-    do not fit, values that are not finite, and unsupported changes.
+    Raises AdapterError for ranks above `max_rank`, tensors that do not fit, values that are not finite, and unsupported
+    changes.
     """
     reader = AdapterReader(checkpoint, model, max_rank)
     groups = reader.groups()
@@ -82,11 +82,10 @@ def read_adapter(checkpoint: AdapterCheckpoint, model: AdaptableModel, *, max_ra
 def layer_changes(
     checkpoint: AdapterCheckpoint, model: AdaptableModel, *, max_rank: int
 ) -> Iterator[tuple[str, Change | TableChange]]:
-    """Yield each change with its layer's name in the checkpoint. Outputs have the checkpoint's order.
+    """Yield each change with its layer's name in the checkpoint, outputs in the checkpoint's order from 0.
 
-    Each change starts at output 0. A change of tied embeddings is followed by the same change of the output head.
-
-    Raises like `read_adapter`, and AdapterError for a bias of a layer without bias.
+    The output head's change follows an equal change of tied embeddings. Raises like `read_adapter`, and AdapterError
+    for a bias of a layer without bias.
     """
     reader = AdapterReader(checkpoint, model, max_rank)
     for group in reader.groups(repeated=False):
@@ -104,7 +103,7 @@ def layer_changes(
 
 
 class Group(NamedTuple):
-    """The tensors of one layer. name: of the layer in the adapter."""
+    """name: in the adapter."""
 
     name: str
     place: Place
@@ -120,9 +119,9 @@ class AdapterReader:
         self.found_rank = 0
 
     def groups(self, *, repeated: bool = True) -> list[Group]:
-        """Return all layers that the adapter changes, after checking their shapes.
+        """Check shapes of all changed layers.
 
-        repeated: include parts of merged layers that reuse the tensors of another part.
+        repeated: include parts of merged layers that reuse another part's tensors.
         """
         found = []
         for name, tensors in self._checkpoint.layers.items():
@@ -207,8 +206,7 @@ class AdapterReader:
             )
 
     def _is_base(self, place: Place, key: str) -> bool:
-        """Return whether an adapter's copy of a base weight equals the model's weight, within the precision of both
-        dtypes."""
+        """True if an adapter's copy equals the base weight within both dtypes' precision."""
         weight = self._model.base_weight(place.name)
         return bool((self._checkpoint.read(key) - weight).norm() <= 0.2 * weight.norm())
 
@@ -216,7 +214,7 @@ class AdapterReader:
         return self._checkpoint.read(key)
 
     def low_rank(self, group: Group) -> tuple[Tensor, Tensor]:
-        """Return A, float32 ``[rank, in_features]``, and scaled B, float32 ``[outputs, rank]``."""
+        """A, float32 ``[rank, in_features]``, and scaled B, float32 ``[outputs, rank]``."""
         table = group.place.is_table
         down, up = (
             self._read(group.tensors[kind]) for kind in (("table_down", "table_up") if table else ("down", "up"))
@@ -226,7 +224,6 @@ class AdapterReader:
         return down.flatten(1), scaled
 
     def table(self, group: Group) -> TableChange:
-        """Read the change of an embedding table."""
         dtype, device = self._model.dtype, self._model.device
         low_rank = factor = rows = weight = None
         if "table_down" in group.tensors:
@@ -252,7 +249,7 @@ class AdapterReader:
         return factor
 
     def tied_head(self, group: Group, table: TableChange) -> Change | None:
-        """Return the output head's part of a change of tied embeddings, if any.
+        """The output head's part of a change of tied embeddings.
 
         As in PEFT, trained tokens always change the head; a whole table does with ensure_weight_tying.
         """
@@ -262,7 +259,7 @@ class AdapterReader:
         return None if table.rows is None and weight is None else Change(outputs=table.rows, weight=weight)
 
     def change(self, group: Group) -> Change:
-        """Read the change of a layer. `factor`, `shift` and `bias` cover only the outputs of this part."""
+        """`factor`, `shift` and `bias` cover only this part's outputs."""
         place, tensors = group.place, group.tensors
         parts: tuple[LowRank, ...] = ()
         factor = shift = outputs = None
@@ -286,7 +283,7 @@ class AdapterReader:
 
 
 def _merged(changes: Sequence[tuple[Place, Change]], module: Weight, model: AdaptableModel) -> Change:
-    """Merge the changes of a module's parts into one change of all its outputs."""
+    """One change of all the module's outputs."""
     outputs = next((change.outputs for _, change in changes if change.outputs is not None), None)
     if any(change.weight is not None for _, change in changes):
         weight, bias = _replaced(changes, module, model)
@@ -300,7 +297,7 @@ def _merged(changes: Sequence[tuple[Place, Change]], module: Weight, model: Adap
 def _replaced(
     changes: Sequence[tuple[Place, Change]], module: Weight, model: AdaptableModel
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a module's weight and bias if some parts are replaced; low-rank changes of other parts are merged in."""
+    """Low-rank changes of other parts are merged in."""
     path = changes[0][0].path
     new = {place.name: change for place, change in changes}
     weight, bias = torch.empty(module.out_features, module.in_features), torch.zeros(module.out_features)
@@ -332,7 +329,6 @@ def _whole(parts: Sequence[tuple[Place, Tensor | None]], module: Weight, default
 
 
 def _ordered(change: Change, module: Weight) -> Change:
-    """Reorder the outputs of a change as the module's outputs."""
     order = module.order.cpu() if isinstance(module, Linear) and module.order is not None else None
     if order is None:
         return change

@@ -29,10 +29,10 @@ MAX_RANK = 2**16
 def merge_adapter(
     folder: Path, adapter: Path, out: Path, progress: Callable[[int, int], None] = lambda done, of: None
 ) -> int:
-    """Write a checkpoint with an adapter merged into its weights. Returns the number of changed tensors.
+    """Write a checkpoint with an adapter merged in. Returns the number of changed tensors.
 
-    folder: a checkpoint in Hugging Face layout. out: a new or empty folder. progress: called with the numbers of
-    finished and all tensors. Weights keep their dtypes.
+    folder: a checkpoint in Hugging Face layout. out: a new or empty folder. progress: called with finished and all
+    tensors. Weights keep their dtypes.
 
     Raises like `load_model`; AdapterError for an adapter that does not fit; ConfigurationError if `out` is not empty or
     the checkpoint is quantized.
@@ -82,7 +82,6 @@ def merge_adapter(
 
 
 def _model(description: Description, checkpoint: Checkpoint) -> AdaptableModel:
-    """Build the model's layers without weights."""
     with description.errors():
         spec = description.spec(checkpoint)
         device = torch.device("meta")
@@ -94,7 +93,7 @@ def _model(description: Description, checkpoint: Checkpoint) -> AdaptableModel:
 
 
 def _merged(name: str, before: Tensor, changes: Mapping[str, Change | TableChange]) -> Tensor:
-    """Return the merged tensor; the same object if it does not change."""
+    """Returns the same object if it does not change."""
     layer, _, part = name.rpartition(".")
     change = changes.get(layer)
     if change is None:
@@ -125,7 +124,6 @@ def _changed_table(before: Tensor, change: TableChange) -> Tensor:
 
 
 def _unties(head: Change, table: Change | TableChange | None) -> bool:
-    """Return whether the output head will differ from the embedding table."""
     if not isinstance(table, TableChange):
         return head.adds or head.replaces
     follows = table.rows is head.outputs and table.weight is head.weight

@@ -15,7 +15,7 @@ from vlmserve.adapters.xlora_config import XLoraConfig
 
 @dataclass(frozen=True)
 class Mixture:
-    """A classifier that maps a token's final hidden state to scalings of adapters in each layer."""
+    """Maps a token's final hidden state to scalings of adapters in each layer."""
 
     config: XLoraConfig
     products: Sequence[tuple[Tensor, Tensor | None]]
@@ -27,7 +27,7 @@ class Mixture:
 
     @classmethod
     def constant(cls, hidden_size: int, device: torch.device) -> Mixture:
-        """A mixture of one adapter, whose scaling is always 1."""
+        """One adapter, always scaled by 1."""
         config = XLoraConfig(
             hidden_size, 1, ("",), softmax=True, softmax_topk=False, temperature=1.0, layerwise=False, top_k=None,
             relu=False, pass_value=None, weight=1.0,
@@ -44,7 +44,7 @@ class Mixture:
         return sum(tensor.nbytes for product in self.products for tensor in product if tensor is not None)
 
     def keeping(self, outputs: Sequence[int], config: XLoraConfig, labels: Sequence[str]) -> Mixture:
-        """Keep only these adapters' outputs of the classifier. config, labels: of the kept adapters."""
+        """outputs: of the classifier. config, labels: of the kept adapters."""
 
         def rows(tensor: Tensor) -> Tensor:
             return tensor.view(self.num_layers, -1, *tensor.shape[1:])[:, list(outputs)].flatten(0, 1)
@@ -58,8 +58,7 @@ class Mixture:
         return replace(self, products=products)
 
     def scalings(self, hidden: Tensor) -> Tensor:
-        """Final hidden states of the scaling pass ``[tokens, hidden_size]`` to float32 scalings ``[tokens,
-        num_columns]``."""
+        """Hidden states of the scaling pass ``[tokens, hidden_size]`` to float32 ``[tokens, num_columns]``."""
         x = hidden.float()
         for number, (weight, bias) in enumerate(self.products):
             x = F.linear(x.relu() if number and self.config.relu else x, weight, bias)
@@ -69,14 +68,13 @@ class Mixture:
         return self._selected(x).flatten(1)
 
     def means(self, scalings: Tensor) -> Tensor:
-        """Average `scalings` over layers: ``[tokens, adapters]``."""
+        """Average over layers: ``[tokens, adapters]``."""
         return scalings if self.num_layers == 1 else scalings.view(len(scalings), self.num_layers, -1).mean(1)
 
     @cached_property
     def of_scaling_pass(self) -> Tensor | None:
-        """Scalings of each token in the scaling pass, float32 ``[num_columns]``. None: all are 0, so the base model
-        runs."""
-        # Computed on the host: devices may break ties differently.
+        """A token's scalings in the scaling pass, float32 ``[num_columns]``. None: all are 0; run the base model."""
+        # On the host: devices may break ties differently.
         count, value = len(self.config.names), self.config.pass_value
         constant = torch.full((1, self.num_layers, count), 1 / count if value is None else value)
         scalings = self._selected(constant).flatten()

@@ -20,12 +20,11 @@ MAX_SECONDS = 5.0
 class ModulePatterns:
     """PEFT's `rank_pattern` or `alpha_pattern`: numbers by pattern of module names.
 
-    Adapters may be untrusted, so Rust's regex crate matches their patterns in linear time. It supports neither
-    lookaround nor backreferences.
+    Rust's regex crate matches untrusted patterns in linear time, without lookaround and backreferences.
     """
 
     def __init__(self, field: str, values: Mapping[str, float]) -> None:
-        """field: name in the configuration, for errors. Raises AdapterError for a pattern that does not compile."""
+        """field: name for errors. Raises AdapterError for a pattern that does not compile."""
         self._field, self._seconds = field, 0.0
         self._known: dict[str, float | None] = {}
         self._patterns: Sequence[tuple[SchemaValidator, float]] = []
@@ -38,7 +37,7 @@ class ModulePatterns:
         self._seconds = time.thread_time() - start
 
     def value(self, module: str, default: float) -> float:
-        """The number of the first pattern that matches the module's name, or its end after a dot."""
+        """The number of the first pattern that matches the name, or its end after a dot."""
         if module not in self._known:
             self._known[module] = self._find(module)
         found = self._known[module]

@@ -11,10 +11,10 @@ from vlmserve.models.adaptable import AdaptableModel
 
 
 class AdapterSlots:
-    """A model's slots for adapters. rows: the slot of each row in a batch."""
+    """rows: the slot of each row in a batch."""
 
     def __init__(self, model: AdaptableModel, num_slots: int, max_rank: int = 0) -> None:
-        """max_rank: maximum rank of adapters in captured steps; 0: the ranks in the slots."""
+        """max_rank: maximum rank in captured steps; 0: the ranks in the slots."""
         self.rows = AdapterRows(num_slots, model.device)
         self._modules = dict(model.modules.named_modules())
         self._held: dict[int, Adapter] = {}
@@ -26,7 +26,6 @@ class AdapterSlots:
                 module.adapt_table(self.rows)
 
     def set(self, slot: int, adapter: Adapter) -> None:
-        """Put an adapter into a slot, replacing the one there."""
         if (before := self._held.pop(slot, None)) is not None:
             for path in before.layers.keys() - adapter.layers.keys():
                 self._weight(path).set_adapter(slot, None)

@@ -1,7 +1,7 @@
 """The served adapters, by name; host memory caches them by digest, within a budget.
 
-The store reads files in its own thread, so loading does not block steps. A served adapter may be evicted from memory;
-then the store reads it again when a request needs it.
+The store reads files in its own thread, so loading does not block steps. It may evict a served adapter, and reads it
+again when a request needs it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Served:
-    """An adapter under a name."""
-
     name: str
     folder: Path
     digest: bytes
@@ -43,10 +41,7 @@ class Served:
 
 
 class AdapterStore:
-    """Adapters by name. If a name gets a new adapter, earlier requests keep the old one.
-
-    All methods run in the caller's thread; only reading files does not.
-    """
+    """If a name gets a new adapter, earlier requests keep the old one. Only reading files runs in another thread."""
 
     def __init__(
         self,
@@ -56,7 +51,7 @@ class AdapterStore:
         max_loaded: int = 64,
         max_bytes: int = 2**31,
     ) -> None:
-        """max_loaded, max_bytes: maximum number and memory of adapters in memory."""
+        """max_loaded, max_bytes: limits of adapters in memory."""
         self.model, self._max_rank = model, max_rank
         self._max_loaded, self._max_bytes = max_loaded, max_bytes
         self.is_needed: Callable[[bytes], bool] = lambda digest: False
@@ -77,14 +72,13 @@ class AdapterStore:
         self.num_loads = self.num_evictions = 0
 
     def read(self, folder: Path, pool: Mapping[str, str] | None = None) -> Future[Adapter]:
-        """Start to read an adapter for `serve`. pool: see `read_xlora`. The future raises AdapterError for a bad
-        adapter."""
+        """Start to read an adapter for `serve`. pool: see `read_xlora`. The future raises AdapterError."""
         future = self._reader.submit(self._read, folder, pool or {})
         future.add_done_callback(lambda _: self._changed.set())
         return future
 
     def serve(self, name: str, folder: Path, adapter: Adapter) -> Served:
-        """Serve an adapter under a name, in place of the one there. Raises AdapterError if it exceeds the budget."""
+        """Replace the adapter of this name. Raises AdapterError if it exceeds the budget."""
         if adapter.num_bytes > self._max_bytes:
             raise AdapterError(
                 f"{name} takes {adapter.num_bytes:,} bytes, and all adapters together may take {self._max_bytes:,}; "
@@ -105,11 +99,11 @@ class AdapterStore:
         return served
 
     def load(self, name: str, folder: Path, pool: Mapping[str, str] | None = None) -> Served:
-        """Read an adapter and serve it. On AdapterError nothing changes."""
+        """On AdapterError nothing changes."""
         return self.serve(name, folder, self.read(folder, pool).result())
 
     def unload(self, name: str) -> None:
-        """Stop serving an adapter. Raises UnknownModelError for an unknown name."""
+        """Raises UnknownModelError."""
         self._orphans.add(self._served.pop(self[name].name).digest)
         self.drop_orphans()
 
@@ -139,7 +133,7 @@ class AdapterStore:
         return sum(adapter.num_bytes for adapter in self._memory.values())
 
     def __getitem__(self, name: str) -> Served:
-        """Raises UnknownModelError for an unknown name."""
+        """Raises UnknownModelError."""
         if name not in self._served:
             raise UnknownModelError(f"there is no adapter {name!r:.100} here", param="model")
         return self._served[name]
@@ -149,7 +143,7 @@ class AdapterStore:
         return self._memory[digest]
 
     def begin_step(self) -> None:
-        """Begin to plan a step. Adapters that were read meanwhile are in memory from here on."""
+        """Take up adapters that were read meanwhile."""
         self._wanted = set(), self._wanted[0]
         self._changed.clear()
         for digest, reading in [*self._reading.items()]:
@@ -158,7 +152,7 @@ class AdapterStore:
                 self._finish(digest, reading)
 
     def is_loaded(self, digest: bytes) -> bool:
-        """Return whether a waiting request's adapter is in memory. Starts to read it if there is room."""
+        """Starts to read an absent adapter if there is room."""
         self._wanted[0].add(digest)
         if digest in self._memory:
             return True
@@ -171,7 +165,7 @@ class AdapterStore:
         return False
 
     def wait(self, seconds: float) -> bool:
-        """Wait until an adapter has been read. Returns False at once if none is being read."""
+        """Returns False at once if none is being read."""
         if not self._reading:
             return False
         self._changed.wait(seconds)
@@ -187,7 +181,7 @@ class AdapterStore:
             self._memory.pop(digest, None)
 
     def take_failures(self) -> dict[bytes, str]:
-        """Return and clear `failures`, so that the next request tries again."""
+        """Clear `failures`, so that the next request tries again."""
         failures, self.failures = self.failures, {}
         return failures
 
@@ -226,14 +220,13 @@ class AdapterStore:
         return len(self._memory) + count > self._max_loaded or self.used_bytes + num_bytes > self._max_bytes
 
     def _has_room(self, num_bytes: int) -> bool:
-        """Return whether another adapter fits into memory, next to held adapters and pending reads."""
         held = [adapter for digest, adapter in self._memory.items() if self._is_held(digest)]
         reading = [one for one in self._served.values() if one.digest in self._reading]
         used = sum(adapter.num_bytes for adapter in held) + sum(one.num_bytes for one in reading)
         return len(held) + len(self._reading) < self._max_loaded and used + num_bytes <= self._max_bytes
 
     def _is_held(self, digest: bytes) -> bool:
-        """Return whether an adapter must stay in memory: a waiting request asked for it or could not get it again."""
+        """True for an adapter that a waiting request asked for or could not get again."""
         if any(digest in wanted for wanted in self._wanted):
             return True
         return self.is_pending(digest) or (not self._is_served(digest) and self.is_needed(digest))

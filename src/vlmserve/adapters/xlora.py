@@ -1,7 +1,6 @@
 """X-LoRA checkpoints (https://arxiv.org/abs/2402.07148): LoRA adapters and a classifier that scales them per token.
 
-The adapters' A and B matrices are stacked, so together they are one low-rank change. Between A and B, each token's
-values are multiplied by the scalings of their adapters.
+The adapters' A and B are stacked to one low-rank change. Between A and B, values are multiplied by the scalings.
 """
 
 from __future__ import annotations
@@ -34,13 +33,10 @@ _REPEATED = "base_weight"
 
 
 def read_xlora(folder: Path, model: AdaptableModel, *, max_rank: int, pool: Mapping[str, str] | None = None) -> Adapter:
-    """Read an X-LoRA checkpoint for a model.
+    """pool: folders of adapters that replace the checkpoint's own, by name of the classifier's output; "" removes one.
 
-    pool: folders of other adapters, by name of the classifier's output, to replace the checkpoint's own; "" removes the
-    adapter as if the classifier had no such output.
-
-    Raises AdapterError like `read_adapter`, and for adapters that change more than linear layers and embeddings of the
-    language model by low rank, for a classifier that does not fit, and for an invalid pool.
+    Raises AdapterError like `read_adapter`, for an invalid pool, for a classifier that does not fit, and for adapters
+    that change more than linear layers and embeddings of the language model by low rank.
     """
     own = XLoraFolder.find(folder)
     files, outputs = own.with_pool(pool or {})
@@ -73,7 +69,7 @@ def read_xlora(folder: Path, model: AdaptableModel, *, max_rank: int, pool: Mapp
 
 
 def _mixable(name: str, reader: AdapterReader) -> list[Group]:
-    """Return the layers that an adapter changes. Raises AdapterError for changes that scalings cannot apply to."""
+    """Raises AdapterError for changes that scalings cannot apply to."""
     found = []
     for group in reader.groups():
         kinds = group.tensors.keys() - {_REPEATED}
@@ -97,10 +93,7 @@ def _adapted(files: XLoraFolder, model: AdaptableModel, max_rank: int) -> set[st
 
 
 def _layer_places(files: XLoraFolder, adapted: set[str], model: AdaptableModel) -> dict[str, int]:
-    """Return the index of each adapted layer among the scalings.
-
-    It comes from the ordering file, or from the module order of the model in transformers, which PEFT follows.
-    """
+    """The order comes from the ordering file, or from transformers' modules, which PEFT follows."""
     if files.layers is not None:
         return {model.canonical(name): place for name, place in files.layers.items()}
     try:
@@ -158,7 +151,7 @@ def _read_classifier(files: XLoraFolder, model: AdaptableModel, num_layers: int)
 
 
 def _digest(files: XLoraFolder, places: Mapping[str, int], mixture: Mixture) -> bytes:
-    """A digest of 32 bytes over all inputs of the computation."""
+    """32 bytes over all inputs of the computation."""
     config = {name: value for name, value in vars(files.config).items() if name != "names"}
     hasher = blake3(b"x-lora" + json.dumps([config, sorted(places.items())], sort_keys=True).encode())
     for path in files.adapters:
@@ -172,7 +165,7 @@ def _digest(files: XLoraFolder, places: Mapping[str, int], mixture: Mixture) -> 
 
 
 class _Factors(NamedTuple):
-    """A and B of an adapter in one layer. number: of the adapter."""
+    """A and B of adapter `number` in one layer."""
 
     number: int
     down: Tensor
@@ -180,8 +173,6 @@ class _Factors(NamedTuple):
 
 
 class _Stack:
-    """Stacks the A and B matrices of all adapters, layer by layer."""
-
     def __init__(self, config: XLoraConfig, layers: Mapping[str, int], model: AdaptableModel) -> None:
         """layers: index of each layer among the scalings."""
         self._config, self._layers = config, layers

@@ -1,5 +1,4 @@
-"""The configuration of an X-LoRA checkpoint (https://arxiv.org/abs/2402.07148), by PEFT or mistral.rs, and its
-adapters."""
+"""The configuration of an X-LoRA checkpoint by PEFT or mistral.rs, and its adapters."""
 
 from __future__ import annotations
 
@@ -66,11 +65,8 @@ class XLoraConfig:
 
     @classmethod
     def parse(cls, content: Mapping[str, Any], file: str, order: Sequence[str] | None) -> XLoraConfig:
-        """Parse a configuration.
-
-        file: the file's name, which tells the layout. order: of the adapters; None: as in the content. Raises
-        AdapterError for an invalid or unsupported configuration.
-        """
+        """file: its name tells the layout. order: of the adapters; None: as in the content. Raises AdapterError for an
+        invalid or unsupported configuration."""
         of_peft = file == CONFIG
         known = _READ | _ONLY_TRAINING | (_OF_PEFT if of_peft else _OF_MISTRAL)
         if unknown := sorted(name for name, value in content.items() if value and name not in known):
@@ -97,7 +93,7 @@ class XLoraConfig:
         return config
 
     def keeping(self, outputs: Sequence[int]) -> XLoraConfig:
-        """Keep some of the adapters. Raises AdapterError if fewer remain than `top_k` chooses."""
+        """Raises AdapterError if fewer adapters remain than `top_k` chooses."""
         needed = self.top_k or 1
         if len(outputs) < needed:
             what = f"top_k_lora chooses {self.top_k}" if self.top_k else "at least 1 is needed"
@@ -132,8 +128,6 @@ def _names(adapters: object, file: str, of_peft: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class XLoraFolder:
-    """The files of a checkpoint."""
-
     config: XLoraConfig
     weights: Path
     """The classifier's file."""
@@ -158,7 +152,7 @@ class XLoraFolder:
         return cls(config, folder / weights, adapters, layers)
 
     def with_pool(self, pool: Mapping[str, str]) -> tuple[XLoraFolder, Sequence[int]]:
-        """Replace or remove adapters; returns also the classifier's outputs that remain.
+        """Replace or remove adapters; return also the classifier's remaining outputs.
 
         pool: see `read_xlora`. Raises AdapterError for adapters without an output, folders without an adapter, and too
         few remaining adapters.
@@ -179,7 +173,7 @@ class XLoraFolder:
 
 
 def _ordering(folder: Path) -> tuple[Sequence[str] | None, Mapping[str, int] | None]:
-    """Read adapter order and layer indices from mistral.rs' ordering file; None if it does not say."""
+    """From mistral.rs' ordering file, if it tells them."""
     found = sorted(path for path in folder.glob("*order*.json") if path.is_file())
     if not found:
         return None, None
@@ -225,7 +219,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _holds_adapter(folder: Path) -> bool:
-    """Return whether a folder holds an adapter. PEFT stores a copy of the classifier where adapters would be."""
+    """False for copies of the classifier, which PEFT stores where adapters would be."""
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         return (folder / CONFIG).is_file()
     check_header(folder / WEIGHTS)

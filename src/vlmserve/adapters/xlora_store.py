@@ -15,8 +15,6 @@ from vlmserve.models.adaptable import AdaptableModel
 
 
 class XLoraStore(AdapterStore):
-    """An `AdapterStore` that also reads X-LoRA checkpoints."""
-
     def __init__(self, model: AdaptableModel, *, max_rank: int, max_loaded: int = 64, max_bytes: int = 2**31) -> None:
         super().__init__(model, max_rank=max_rank, max_loaded=max_loaded, max_bytes=max_bytes)
         self._scaling_passes: dict[bytes, bytes] = {}
@@ -24,7 +22,7 @@ class XLoraStore(AdapterStore):
     def scaling_pass(self, served: Served) -> bytes | None:
         """The cache key of KV blocks in the scaling pass, used instead of the adapter's digest.
 
-        It is empty if the base model runs this pass. None: the adapter has no scaling pass.
+        Empty: the base model runs this pass. None: there is none.
         """
         return self._scaling_passes.get(served.digest)
 

@@ -1,1 +1,1 @@
-"""Calibrated quantization: run prompts through a model layer by layer, and quantize each layer."""
+"""Calibrated quantization, layer by layer."""

@@ -38,7 +38,7 @@ class OneLayer:
         self.states: Tensor | None = None
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
-        """Run `layer`; without one, return the input of the first layer."""
+        """Without a layer, return the first layer's input."""
         if self.layer is None:
             return x
         assert self.states is not None
@@ -50,8 +50,6 @@ class OneLayer:
 
 @dataclass(frozen=True)
 class Group:
-    """Prompts that are computed in one batch, in order."""
-
     prompts: list[Prompt]
     scheduled: list[ScheduledRequest]
     num_tokens: int
@@ -59,10 +57,10 @@ class Group:
 
 
 class LayerByLayer:
-    """The states of all prompts between two layers of a decoder with the executor `executor`.
+    """The states of all prompts between two layers of a decoder.
 
-    prompts: with the weight of each of their tokens in observed statistics. states: the next layer's
-    input, ``[tokens, hidden_size]`` for each group. cross: inputs of cross-attention by key, ``[states, cross_size]``.
+    prompts: with the weight of each of their tokens. states: the next layer's input, ``[tokens, hidden_size]`` by
+    group. cross: inputs of cross-attention by key, ``[states, cross_size]``.
     """
 
     def __init__(self, decoder: Decoder, executor: OneLayer, device: Device, prompts: Mapping[Prompt, float]) -> None:
@@ -80,7 +78,6 @@ class LayerByLayer:
         return sum(group.num_tokens for group in self._groups)
 
     def embed(self, images: Mapping[bytes, Tensor]) -> None:
-        """Set the states to the embeddings of all prompts. images: embeddings by key."""
         self._executor.layer = None
         self.states, self._features = [], []
         for group in self._groups:
@@ -92,10 +89,7 @@ class LayerByLayer:
     def through(
         self, index: int, *, observer: Observer | None = None, image_weight: float = 1.0, keep: bool = True
     ) -> None:
-        """Run a layer on all states.
-
-        image_weight: factor of the observer's weights for image tokens. keep: replace the states by the outputs.
-        """
+        """image_weight: factor of the observer's weights for image tokens. keep: replace the states by the outputs."""
         self._executor.layer = partial(self._decoder.through_layer, index)
         for number, group in enumerate(self._groups):
             if observer is not None:
@@ -111,7 +105,7 @@ class LayerByLayer:
         decoder = self._decoder
         batch = self._batches.build(group.scheduled)
         layers, mixer = decoder.spec.attention, decoder.spec.mixers[index]
-        # Layers run one after another, so all of them may use the same cache.
+        # Layers run one after another, so they may share the cache.
         spec, blocks = (mixer, self._most_blocks) if isinstance(mixer, AttentionSpec) else (layers[0], 1)
         cache = decoder.backend.allocate(blocks, BLOCK_SIZE, spec, decoder.dtype, decoder.device)
         if embeddings is None:
@@ -134,7 +128,7 @@ class LayerByLayer:
 
 
 def hidden_states(model: LoadedModel, group: Group) -> Tensor:
-    """The final hidden states of a group of prompts, ``[tokens, hidden_size]``."""
+    """Final hidden states, ``[tokens, hidden_size]``."""
     decoder = model.language_model
     images: dict[bytes, Tensor] = {}
     if model.vision is not None:
@@ -152,12 +146,12 @@ def hidden_states(model: LoadedModel, group: Group) -> Tensor:
 
 
 def _whole(metadata: BatchMetadata) -> BatchMetadata:
-    """Mark that requests are whole prompts, for layers with recurrent states."""
+    """Mark whole prompts, for layers with recurrent states."""
     return replace(metadata, states=StateRows.of_prompts(metadata.query_lens, metadata.query_starts.device))
 
 
 def make_groups(decoder: LanguageModel, prompts: Sequence[Prompt]) -> Iterator[Group]:
-    """Batch prompts, with about `TOKENS_AT_ONCE` tokens and cross-attention states in a group."""
+    """A group has about `TOKENS_AT_ONCE` tokens and cross-attention states."""
     group, attended = Group([], [], 0, 0), 0
     # The attention kernels expect requests with one token first.
     for number, prompt in enumerate(sorted(prompts, key=lambda prompt: len(prompt.token_ids))):
@@ -194,7 +188,6 @@ def _scheduled(decoder: LanguageModel, prompt: Prompt, number: int, block_ids: r
 def encode_images(
     vision: VisionEncoder, device: Device, prompts: Sequence[Prompt], dtype: torch.dtype
 ) -> Iterator[tuple[bytes, Tensor]]:
-    """Yield key and embeddings of each distinct image."""
     images = {image.key: image for prompt in prompts for image in prompt.image_inputs}
     for key, image in images.items():
         pixels = device.upload_pixels(image.pixels, dtype, image.levels)
@@ -204,10 +197,7 @@ def encode_images(
 def cross_sources(
     cross: CrossStateEncoder, prompts: Sequence[Prompt], images: Mapping[bytes, Tensor]
 ) -> Iterator[tuple[bytes, Tensor]]:
-    """Yield key and source of each distinct cross-attention input, before layers make keys and values.
-
-    images: embeddings by key.
-    """
+    """Yield key and source of each distinct input. images: embeddings by key."""
     inputs = {key_of(prompt.cross): prompt.cross for prompt in prompts if prompt.cross is not None}
     for key, one in inputs.items():
         yield key, cross.sources([images[one.image.key]], [one.token_ids])[0]

@@ -1,7 +1,7 @@
-"""Mixed precision: choose the bits of each layer so that the weights fit into a memory budget.
+"""Mixed precision: choose each layer's bits within a memory budget.
 
-The cost of fewer bits is the error of a layer's outputs on calibration prompts, ``tr(dW H dW^T)``. Layers lose bits in
-the order of error per saved byte, until the weights fit.
+Fewer bits cost the error of a layer's outputs on calibration prompts, ``tr(dW H dW^T)``. Layers lose bits in the order
+of error per saved byte.
 """
 
 from __future__ import annotations
@@ -37,15 +37,13 @@ Errors = Mapping[Scheme, float]
 
 @dataclass(frozen=True)
 class Choice:
-    """A layer that may be quantized."""
-
     sizes: Mapping[Scheme, int]
     """Bytes of its weight for each scheme."""
     errors: Errors
     """For each allowed scheme."""
 
     def steps(self) -> list[tuple[float, int, Scheme]]:
-        """Successive reductions of bits: error per saved byte, saved bytes, scheme.
+        """Reductions of bits: error per saved byte, saved bytes, scheme.
 
         The error per byte increases from step to step (lower convex hull); schemes above the hull are omitted.
         """
@@ -64,11 +62,7 @@ class Choice:
 
 
 def assign(choices: Mapping[str, Choice], excess: int) -> dict[str, Scheme]:
-    """Choose schemes that together save at least `excess` bytes, with little error.
-
-    choices: by name. excess: bytes over the budget without quantization. Raises ConfigurationError if all steps
-    save less.
-    """
+    """Save at least `excess` bytes, with little error. Raises ConfigurationError if all steps save less."""
     chosen: dict[str, Scheme] = dict.fromkeys(choices, "none")
     steps = sorted(
         (rate, number, name, saved, fewer)
@@ -84,7 +78,7 @@ def assign(choices: Mapping[str, Choice], excess: int) -> dict[str, Scheme]:
         excess -= saved
     if excess > 0:
         raise ConfigurationError(f"--weight-memory: the weights take at least {excess / 1e6:.1f} MB more")
-    # The last step may save enough that earlier, smaller steps are unnecessary: undo them.
+    # The last step may save enough without smaller steps: undo them.
     for name, (before, saved) in taken.items():
         if excess + saved <= 0:
             chosen[name] = before
@@ -100,10 +94,7 @@ def choose_bits(
     kernels: str,
     progress: Callable[[int, int], None],
 ) -> QuantizationConfig:
-    """Add rules so that the weights fit into `QuantizationConfig.weight_memory`.
-
-    Layers with rules keep them; embedding tables and heads have 8 bits. Other arguments are as in `Calibration`.
-    """
+    """Layers with rules keep them; embedding tables and heads have 8 bits. Other arguments are as in `Calibration`."""
     assert wanted.weight_memory is not None
     measuring = SensitivityPass(folder, out, wanted, prompts, kernels=kernels)
     errors = measuring.measure(progress)
@@ -121,11 +112,11 @@ def choose_bits(
 
 
 class SensitivityPass(Calibration):
-    """One pass over the unquantized checkpoint that measures the error of each scheme for each layer."""
+    """Measures schemes' errors in one pass."""
 
     @torch.inference_mode()
     def measure(self, progress: Callable[[int, int], None]) -> dict[str, dict[Scheme, float]]:
-        """The errors of layers by name. progress: called with finished and total stages."""
+        """progress: called with finished and total stages."""
         self._measured: dict[str, dict[Scheme, float]] = {}
         flow = LayerByLayer(self._decoder, self._executor, self._device, self._prompts)
         count = len(self._decoder.layers)
@@ -165,6 +156,6 @@ class SensitivityPass(Calibration):
                     zero_points=self._config.zero_points,
                 )
                 errors[scheme] = float(output_error(rounded.dequantize() - weight, hessian))
-            # Layers share the weight that projects cross-attention inputs, so their errors add up.
+            # Layers share the cross-attention weight, so their errors add up.
             known = self._measured.setdefault(CROSS_STATES if name == CROSS_KV else prefix + name, {})
             known |= {scheme: known.get(scheme, 0.0) + error for scheme, error in errors.items()}

@@ -1,4 +1,4 @@
-"""Plot the KL divergence of quantized models over their memory and speed, as SVG."""
+"""Plot quantized models' KL divergence over memory and speed, as SVG."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ COLOURS = ("#444444", "#1b4f9c", "#b3261e", "#2e7d32", "#8e24aa", "#c77700", "#0
 
 @dataclass(frozen=True)
 class Point:
-    """A model in the plot."""
-
     name: str
     megabytes: float
     divergence: float
@@ -27,7 +25,7 @@ class Point:
 
 
 def quality_plot(points: Sequence[Point], title: str) -> str:
-    """Plot KL divergence over MB, and over tokens per second if all points have a rate. points: at least one."""
+    """Plot over MB, and over tokens per second if all points have a rate. points: at least one."""
     panels: list[tuple[str, Callable[[Point], float]]] = [("MB of weights", lambda point: point.megabytes)]
     if all(point.rate is not None for point in points):
         panels.append(("tokens a second of one answer", lambda point: point.rate or 0.0))
@@ -85,7 +83,7 @@ def _ticks(largest: float) -> list[float]:
 
 
 def _spread(heights: Sequence[float]) -> list[float]:
-    """Place labels near the heights of their points, without overlap."""
+    """Place labels near their points' heights, without overlap."""
     order = sorted(range(len(heights)), key=lambda number: -heights[number])
     placed = [0.0] * len(heights)
     lowest = float(HEIGHT - BOTTOM)

@@ -1,8 +1,7 @@
-"""A process that writes a calibrated copy of a checkpoint into the cache, for the engine that started it.
+"""Writes a calibrated copy of a checkpoint into the cache, for the engine that started the process.
 
-It reads settings from standard input, and exits when the engine closes that pipe. It writes only a failure to standard
-output. When several processes need the same copy, one makes it and the others wait. The next process
-resumes an interrupted one.
+Settings come from standard input; when it closes, the process exits. Standard output gets only a failure. Several
+processes wait for one copy, and resume it if it was interrupted.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ LOGGED_SHARE = 0.1
 
 
 def make_copy(job: Job, progress: Callable[[int, int], None]) -> None:
-    """Quantize a checkpoint into its place in the cache, unless it exists. Raises as `quantize_checkpoint` does."""
+    """Quantize a checkpoint into the cache, unless it is there. Raises as `quantize_checkpoint` does."""
     place = Path(job.place)
     unfinished = place.with_name(f"{place.name}.unfinished")
     try:
@@ -104,7 +103,7 @@ def main() -> int:
 
 
 def attempt(job: Job) -> bytes:
-    """Make a copy. Returns a JSON `Failure`, or nothing."""
+    """Returns a JSON `Failure`, or nothing."""
     try:
         with _shown() as progress:
             make_copy(job, progress)

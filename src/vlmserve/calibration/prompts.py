@@ -1,4 +1,4 @@
-"""Samples for calibration and measurement: from a file, from a folder of images, or built in."""
+"""Samples from a file, from a folder of images, or built in."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ IMAGE_FILES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"
 def calibration_prompts(
     source: str | None, preparer: RequestPreparer, num_tokens: int, image_weight: float
 ) -> dict[Prompt, float]:
-    """Prompts with about `num_tokens` tokens in total, or all of a smaller source, with the weight of their tokens.
+    """Prompts with about `num_tokens` tokens in total and the weight of their tokens; a smaller source gives all.
 
-    source: a JSONL file (`read_entries`), a folder of images, or None. None means conversations about drawn images, if
-    the model takes images, and the end of Python's manual; perplexity uses its beginning. With conversations the manual
-    has the share `TEXT_WEIGHT` of the total weight; without this limit it would dominate, because `image_weight` scales
-    image tokens down.
+    source: a JSONL file (`read_entries`), a folder of images, or None. None: conversations about drawn images, if the
+    model takes images, and the end of Python's manual with the share `TEXT_WEIGHT` of the weight. Perplexity uses the
+    manual's beginning. Text would dominate otherwise, because `image_weight` scales image tokens down.
 
     Raises ConfigurationError for an unreadable source, and for a prompt that the model cannot take.
     """
@@ -65,7 +64,7 @@ def _weighted(samples: Iterable[Sample], weight: float) -> dict[Prompt, float]:
 
 
 def take(samples: Iterable[Sample], num_tokens: int) -> list[Sample]:
-    """The first samples whose prompts have at least `num_tokens` tokens, including encoded questions."""
+    """At least `num_tokens` tokens, including encoded questions."""
     taken: list[Sample] = []
     left = num_tokens
     if left > 0:
@@ -79,10 +78,8 @@ def take(samples: Iterable[Sample], num_tokens: int) -> list[Sample]:
 
 
 def file_samples(path: Path, preparer: RequestPreparer, flag: str) -> Iterator[Sample]:
-    """Samples of the lines of a file (`read_entries`), with their answers, if any. flag: the flag that named the file.
-
-    Raises ConfigurationError for an unreadable file, and for a line that the model cannot take.
-    """
+    """flag: the flag that named the file (`read_entries`). Raises ConfigurationError for an unreadable file, and for a
+    line that the model cannot take."""
     for entry in read_entries(path, flag):
         try:
             if preparer.can_chat:
@@ -119,11 +116,10 @@ def messages_of_entry(entry: Entry) -> list[dict[str, Any]]:
 
 
 def drawn_samples(preparer: RequestPreparer, first_seed: int) -> Iterator[Sample]:
-    """Yield conversations about drawn images, with right answers, without end.
+    """Yield conversations about drawn images, without end.
 
-    A model with one image and one text per request gets questions with answers. If its decoder reads images by
-    cross-attention, `QUESTIONS_OF_IMAGE` questions share an image: images add no tokens there, and encoding would
-    dominate.
+    A model with one image and one text per request gets questions. `QUESTIONS_OF_IMAGE` questions share an image that
+    cross-attention reads: encoding would dominate.
     """
     for seed in count(first_seed):
         example = sample_example(seed)

@@ -1,4 +1,4 @@
-"""Compare a quantized model with its original, on the same tokens of the same prompts."""
+"""Compare a quantized model with its original on the same tokens."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ WINDOW = 1024
 
 
 class Quality(msgspec.Struct, frozen=True):
-    """Differences between a model and a reference."""
-
     num_tokens: int
     """Predicted tokens."""
     loss: float
@@ -55,11 +53,8 @@ class Quality(msgspec.Struct, frozen=True):
 
 
 def quality_samples(preparer: RequestPreparer, num_tokens: int, conversations: Path | None = None) -> list[Sample]:
-    """Samples with about `num_tokens` tokens for comparisons.
-
-    conversations: a file of prompts with answers (`file_samples`). None means held-out conversations about drawn
-    images, if the model takes images, else the beginning of Python's manual; calibration uses its end.
-    """
+    """conversations: a file (`file_samples`). None: held-out conversations about drawn images, if the model takes
+    images, else the beginning of Python's manual."""
     if conversations is not None:
         return take(file_samples(conversations, preparer, "--conversations"), num_tokens)
     if preparer.media.supports_images and preparer.can_chat:
@@ -69,10 +64,9 @@ def quality_samples(preparer: RequestPreparer, num_tokens: int, conversations: P
 
 
 class Comparison:
-    """Compares models with a reference, which predicts each counted token once for all of them.
+    """The reference predicts each counted token once. Its hidden states are stored, ``[counted tokens, hidden_size]``.
 
-    The reference's hidden states are stored, ``[counted tokens, hidden_size]``. progress: called with finished
-    and total tokens. Raises ConfigurationError if no token can be predicted.
+    progress: called with finished and total tokens. Raises ConfigurationError if no token can be predicted.
     """
 
     @torch.inference_mode()
@@ -96,7 +90,7 @@ class Comparison:
 
     @torch.inference_mode()
     def of(self, model: LoadedModel, progress: Callable[[int, int], None] = lambda done, of: None) -> Quality:
-        """Measure a model. Raises ConfigurationError if its vocabulary has another size than the reference's."""
+        """Raises ConfigurationError if vocabularies differ in size."""
         decoder = model.language_model
         if decoder.vocab_size != self._decoder.vocab_size:
             raise ConfigurationError("the models have different vocabularies; give a quantized model and its original")
@@ -116,8 +110,6 @@ class Comparison:
 
 
 class _Predicted(NamedTuple):
-    """Measured positions of a group."""
-
     rows: Tensor
     """Rows of the batch before counted tokens."""
     targets: Tensor
@@ -153,12 +145,12 @@ def _measured(own: Tensor, right: Tensor, targets: Tensor) -> Tensor:
 
 
 def _quality(sums: Tensor) -> Quality:
-    """Compute means of sums of `_measured` over prompts, ``[prompts, 5]``."""
+    """Means from sums of `_measured` over prompts, ``[prompts, 5]``."""
     count, *means = (sums.sum(0) / torch.tensor([1.0, *[float(sums[:, 0].sum())] * 4])).tolist()
     loss, reference_loss, divergence, agreement = means
     change_error = divergence_error = None
     if (prompts := len(sums)) > 1:
-        # Means are ratios of sums over prompts. Prompts are independent, tokens of a prompt are not.
+        # Means are ratios of sums over prompts, because only prompts are independent.
         changes = sums[:, 1] - sums[:, 2] - (loss - reference_loss) * sums[:, 0]
         divergences = sums[:, 3] - divergence * sums[:, 0]
         change_error, divergence_error = (

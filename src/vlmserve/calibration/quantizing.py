@@ -24,10 +24,10 @@ from vlmserve.settings.quantization import QuantizationConfig
 def quantize_checkpoint(
     folder: Path, out: Path, config: QuantizationConfig, kernels: str, progress: Callable[[int, int], None]
 ) -> tuple[Saving, list[str]]:
-    """Write a quantized copy of a checkpoint. Returns its saving, and notes about problems.
+    """Return the saving, and notes about problems.
 
-    folder, out: as in `Calibration`. progress: called with finished and total parts. Raises what
-    `Calibration`, `calibration_prompts` and `save_quantized` raise.
+    folder, out: as in `Calibration`. progress: called with finished and total parts. Raises as `Calibration`,
+    `calibration_prompts` and `save_quantized` do.
     """
     _check_disk(folder, out, config, kernels)
     notes: list[str] = []
@@ -54,7 +54,7 @@ def quantize_checkpoint(
 
 
 def _check_disk(folder: Path, out: Path, config: QuantizationConfig, kernels: str) -> None:
-    """Raise ConfigurationError if the disk lacks space for the weights. Raises what `MemoryEstimate` raises."""
+    """Raises ConfigurationError if the disk lacks space, and as `MemoryEstimate` does."""
     needed = MemoryEstimate(folder, torch.device("cpu"), kernels).weights(config)
     needed = needed if config.weight_memory is None else min(needed, config.weight_memory)
     there = sum(path.stat().st_size for path in out.glob("*")) if out.is_dir() else 0

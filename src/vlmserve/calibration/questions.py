@@ -1,4 +1,4 @@
-"""Measure how many questions of a file a model answers correctly."""
+"""Measure how many questions a model answers correctly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_TOKENS = 96
 
 
 def read_questions(path: Path) -> list[Entry]:
-    """Read a file with `read_entries`. Raises as it does, and ConfigurationError for a line without answer."""
+    """Raises as `read_entries` does, and ConfigurationError for a line without answer."""
     entries = read_entries(path, "--questions")
     for entry in entries:
         if entry.answer is None:
@@ -29,7 +29,7 @@ def read_questions(path: Path) -> list[Entry]:
 def share_right(
     llm: LLM, questions: Sequence[Entry], progress: Callable[[int, int], None] = lambda done, of: None
 ) -> float:
-    """The share of correct greedy answers, 0 to 1, ignoring case, surrounding spaces and a final full stop.
+    """Ignore case, surrounding spaces and a final full stop.
 
     questions: at least one. progress: called with finished and total questions.
     """

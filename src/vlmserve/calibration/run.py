@@ -1,4 +1,4 @@
-"""Calibrated quantization of a checkpoint in one pass: each layer is read, quantized, written and freed."""
+"""Calibrated quantization in one pass: read, quantize, write and free each layer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Settle = Callable[[dict[str, Target], Mapping[str, InputStatistics]], None]
 
 @dataclass(frozen=True)
 class Result:
-    """The result for a checkpoint. errors: by layer, as in `Outcome`. notes: problems, as sentences."""
+    """errors: by layer, as in `Outcome`. notes: problems, as sentences."""
 
     saving: Saving
     errors: dict[str, float]
@@ -61,13 +61,11 @@ class Result:
 
 
 class Calibration:
-    """Quantizes a checkpoint into a folder, calibrated with prompts.
-
-    folder: as in `QuantizedFolder`. out: new, empty, or left by an interrupted run with the same settings, which then
+    """folder: as in `QuantizedFolder`. out: new, empty, or left by an interrupted run with the same settings, which
     resumes. prompts: with the weight of each of their tokens.
 
-    Raises what `QuantizedFolder` raises. Raises ConfigurationError for an `out` with other content, and for models that
-    cannot be calibrated.
+    Raises as `QuantizedFolder` does, and ConfigurationError for an `out` with other content, and for models that cannot
+    be calibrated.
     """
 
     def __init__(
@@ -112,7 +110,7 @@ class Calibration:
 
     @torch.inference_mode()
     def run(self, progress: Callable[[int, int], None] = lambda done, of: None) -> Result:
-        """Quantize and write everything. progress: called with finished and total stages."""
+        """progress: called with finished and total stages."""
         flow = LayerByLayer(self._decoder, self._executor, self._device, self._prompts)
         count = len(self._decoder.layers)
         stage = self._begin(flow)
@@ -134,7 +132,7 @@ class Calibration:
         return Result(self._writer.finish(), self._errors, self._notes)
 
     def _begin(self, flow: LayerByLayer) -> int:
-        """Load the states of an interrupted run and return its next stage; 0 in a new folder."""
+        """Load an interrupted run and return its next stage; 0 in a new folder."""
         out = self._writer.out
         settings, path = self._settings(), out / UNFINISHED
         if not path.is_file():
@@ -161,7 +159,6 @@ class Calibration:
         return stage
 
     def _note(self, flow: LayerByLayer, stage: int) -> None:
-        """Write the states that an interrupted run needs to resume."""
         about = {"stage": str(stage), "errors": json.dumps(self._errors), "notes": json.dumps(self._notes)}
         tensors = {str(number): states for number, states in enumerate(flow.states)}
         self._writer.write(STATES, tensors, about)
@@ -178,7 +175,6 @@ class Calibration:
         return hasher.hexdigest()
 
     def _embed(self, flow: LayerByLayer) -> None:
-        """Compute the first layer's inputs, and quantize layers outside the decoder."""
         self._load_outer()
         for target in self._outer_targets().values():
             if target.module.weight.ndim != 2:
@@ -202,10 +198,7 @@ class Calibration:
                 forget(module)
 
     def _enter(self, flow: LayerByLayer, settle: Settle) -> None:
-        """Compute the inputs of the first layer and of cross-attention.
-
-        settle: may change layers before the decoder; later layers then observe the changed outputs.
-        """
+        """settle: may change layers before the decoder; later layers observe the changed outputs."""
         images: dict[bytes, Tensor] = {}
         tower = self._outer_targets()
         questions = {path: tower.pop(path) for path in list(tower) if path.startswith(TEXT_ENCODER)}
@@ -223,10 +216,7 @@ class Calibration:
         return {path: target for path, target in self._targets.items() if not path.startswith(DECODER)}
 
     def _watch(self, targets: dict[str, Target], run: Callable[[], Iterable[object]], settle: Settle) -> None:
-        """Observe and settle layers, as many at a time as fit into memory. Skips weights that are not matrices.
-
-        run: computes all inputs of these layers.
-        """
+        """Observe and settle layers, as many at a time as fit into memory. Skips weights that are not matrices."""
         matrices = ({path: target} for path, target in targets.items() if target.module.weight.ndim == 2)
         for some in _within_memory(matrices, OBSERVED_BYTES):
             observer = Observer({path: target.module for path, target in some.items()})
@@ -239,7 +229,7 @@ class Calibration:
         return quantize_layers(targets, (), statistics, self._config)
 
     def _round(self, target: Target) -> None:
-        """Round a patch embedding to nearest: it is a convolution of pixels."""
+        """A patch embedding is a convolution of pixels: round to nearest."""
         weight = target.module.weight.data
         config = self._config
         rounded = round_to_nearest(
@@ -280,7 +270,6 @@ class Calibration:
         return {path.removeprefix(prefix): target for path, target in self._targets.items() if path.startswith(prefix)}
 
     def _rest(self, flow: LayerByLayer) -> None:
-        """Write the rest of the decoder: embedding tables, final norm, head."""
         outcome = Outcome()
         self._transform(flow, lambda some, statistics: outcome.add(self._quantize(some, statistics)))
         layers = f"{DECODER}layers."
@@ -288,7 +277,6 @@ class Calibration:
         self._write(len(self._decoder.layers) + 1, names, outcome)
 
     def _transform(self, flow: LayerByLayer, settle: Settle) -> None:
-        """Settle the layers between the last decoder layer and the output head, if the model has them."""
         if (transform := self._decoder.head_transform) is not None:
             self._load(lambda name: name.startswith(TRANSFORM))
             targets = {path: target for path, target in self._targets.items() if path.startswith(TRANSFORM)}
@@ -299,7 +287,7 @@ class Calibration:
         self._writer.checkpoint.load(self._model, filled=filled)
 
     def _write(self, number: int, names: Sequence[str], outcome: Outcome, prefix: str = "") -> None:
-        """Write the tensors of a stage. names: canonical. prefix: goes before the outcome's names."""
+        """names: canonical. prefix: goes before the outcome's names."""
         paths = {module: path for path, module in self._model.named_modules()}
         written: dict[str, dict[str, Tensor]] = {}
         for name, weight in outcome.weights.items():
@@ -320,14 +308,14 @@ class Calibration:
 
 
 def _as_stored(path: str, module: Linear) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each stored weight of a layer, with the layer's output rows that it holds."""
+    """Yield names of stored weights, and their output rows."""
     order = torch.arange(module.out_features) if module.order is None else module.order.argsort()
     sizes = list(module.parts.values()) if isinstance(module, MergedLinear) else [module.out_features]
     yield from zip(weight_names(path, module), torch.split(order, sizes), strict=True)
 
 
 def _plain_slots(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of a module as its checkpoint stores them."""
+    """As the checkpoint stores them."""
     if not isinstance(module, Linear):
         yield from module_slots(path, module)
         return
@@ -338,10 +326,10 @@ def _plain_slots(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def observed_together(targets: dict[str, Target]) -> Iterator[dict[str, Target]]:
-    """Yield the targets of a layer in groups, each for one pass.
+    """Group a layer's targets, each group for one pass.
 
-    There is one group, unless experts exceed `EXPERTS_BYTES`: then groups of experts come first, and all other targets
-    last. Quantized experts change no input of another target of their layer.
+    If experts exceed `EXPERTS_BYTES`, groups of experts come first: they change no input of another target of their
+    layer.
     """
     experts: dict[str, dict[str, Target]] = {}
     for path, target in targets.items():
@@ -356,7 +344,7 @@ def observed_together(targets: dict[str, Target]) -> Iterator[dict[str, Target]]
 
 
 def _within_memory(units: Iterable[dict[str, Target]], most: int) -> Iterator[dict[str, Target]]:
-    """Join consecutive units while the statistics of their inputs take at most `most` bytes."""
+    """Join consecutive units while their inputs' statistics take at most `most` bytes."""
     some: dict[str, Target] = {}
     taken = 0
     for unit in units:

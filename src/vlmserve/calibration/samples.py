@@ -1,4 +1,4 @@
-"""Prompts with positions to predict: the answers of conversations, or all of a text."""
+"""Prompts with positions to predict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmserve.types import Prompt
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt. counted: ascending positions of tokens to predict, without the first token and image tokens."""
+    """counted: ascending positions of tokens to predict, without the first token and image tokens."""
 
     prompt: Prompt
     counted: tuple[int, ...]
@@ -27,11 +27,10 @@ def of_text(prompt: Prompt) -> Sample:
 def of_conversation(
     preparer: RequestPreparer, messages: Sequence[Mapping[str, Any]], *, allow_local: bool = False
 ) -> Sample:
-    """Make a sample that counts a conversation's answers, as fine-tuning does: up to the token that ends the turn.
+    """Count a conversation's answers, as fine-tuning does: up to the token that ends the turn.
 
-    messages: in OpenAI's form; a final question gets a generation prompt. An answer starts where the tokens of the
-    whole conversation differ from the prompt that asks for the answer; templates may render earlier turns differently.
-    A first message never counts.
+    messages: in OpenAI's form; a final question gets a generation prompt. An answer starts where the conversation's
+    tokens differ from the prompt that asks for it. A first message never counts.
 
     `allow_local` and errors are as in `RequestPreparer.chat`.
     """

@@ -23,8 +23,6 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A layer's part of its tensors."""
-
     rows: tuple[Share, ...]
     """The share of outputs of each projection."""
     columns: Share | None = None
@@ -33,7 +31,7 @@ class Shard:
     """Number of `rows` entries in each tensor of a checkpoint; None: one."""
 
     def cuts(self, num_parts: int) -> list[Cut]:
-        """A cut for each of `parts`, or one for a single tensor."""
+        """One for each of `parts`, or for a single tensor."""
         parts = self.parts or (1,) * len(self.rows)
         if num_parts == 1:
             parts = (len(self.rows),)

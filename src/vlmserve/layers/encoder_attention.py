@@ -1,4 +1,4 @@
-"""Attention of a vision tower: all tokens of an image attend to each other."""
+"""Attention of a vision tower, within each image."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class EncoderAttention(Layer):
         return self._kernel(qkv)
 
     def products(self, length: int) -> int:
-        """MACs of an image."""
         return 2 * length**2 * self.num_heads * self.head_size
 
     def in_stages(self, qkv: Tensor, budget: StageBudget) -> Stages[Tensor]:
@@ -56,7 +55,7 @@ class EncoderAttention(Layer):
                 yield
 
     def over_ranges(self, qkv: Tensor, ranges: Ranges, budget: StageBudget) -> Stages[Tensor]:
-        """Attend within ranges of rows, ``[tokens, 3 * size]`` to ``[tokens, size]``.
+        """``[tokens, 3 * size]`` to ``[tokens, size]``.
 
         With range kernels, ranges of different lengths are one stage.
         """
@@ -71,8 +70,7 @@ class EncoderAttention(Layer):
         return self.range_kernels.attend(qkv, ranges)
 
     def _attend_queries(self, qkv: Tensor, output: Tensor, start: int, end: int) -> None:
-        """Compute queries ``start <= i < end``, numbered by head, then image. A kernel call computes whole images, or
-        one head."""
+        """Queries ``start <= i < end``, by head, then image, of whole images or of one head."""
         images, length, _ = qkv.shape
         inputs = qkv.view(images, length, 3, self.num_heads, self.head_size)
         outputs = output.view(images, length, self.num_heads, self.head_size)

@@ -1,7 +1,4 @@
-"""The base of modules that run on a device's kernels.
-
-Layers load plain weights; then `arrange_layers` has the device pack them. No layer asks for the kind of device.
-"""
+"""The base of modules that run on a device's kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ def arrange_layers(model: nn.Module, operations: Operations) -> None:
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Allocate the module's own parameters that are on the meta device."""
+    """Allocate own parameters that are on the meta device."""
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.is_meta:
             setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))

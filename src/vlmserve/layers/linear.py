@@ -1,4 +1,4 @@
-"""Linear layers and embeddings. No autograd: parameters start empty and the weight loader fills them."""
+"""Linear layers and embeddings. Parameters start empty; the weight loader fills them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _takes_memory: ContextVar[bool] = ContextVar("takes_memory", default=True)
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Create parameters without memory in this block; `allocate` adds it."""
+    """Parameters get no memory in this block; `allocate` adds it."""
     token = _takes_memory.set(False)
     try:
         yield
@@ -63,7 +63,7 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptWeight:
-    """A packed weight for a layer that need not pack it again."""
+    """Lets another layer use a packed weight."""
 
     product: Product
     bits: int | None
@@ -72,10 +72,7 @@ class KeptWeight:
 
 
 class Weight(Layer):
-    """A weight: plain, quantized, or packed by the device.
-
-    `weight`, ``[out_features, in_features]`` or more axes for a convolution, exists until it is quantized or packed.
-    """
+    """`weight`, ``[out_features, in_features]`` or more axes for a convolution, exists until quantized or packed."""
 
     weight: nn.Parameter
     makes_logits = False
@@ -99,11 +96,10 @@ class Weight(Layer):
         self._input_order: Tensor | None = None
 
     def settle(self) -> None:
-        """Reorder outputs for the kernels, after loading and before quantization."""
+        """Reorder outputs, after loading and before quantization."""
 
     @property
     def products(self) -> int:
-        """MACs of a row."""
         return self.in_features * self.out_features
 
     @property
@@ -133,7 +129,6 @@ class Weight(Layer):
 
     @property
     def is_stored(self) -> bool:
-        """True if the device has packed the weight."""
         return self._stored is not None
 
     def kept(self) -> KeptWeight | None:
@@ -145,9 +140,9 @@ class Weight(Layer):
         del self.weight
 
     def adapt(self, rows: AdapterRows, parts: int = 1, max_rank: int = 0) -> None:
-        """Add slots for adapters, after `arrange`.
+        """Call it after `arrange`.
 
-        rows: the slot of each row. parts: number of parts with their own A and B. max_rank: rank to reserve; 0: none.
+        rows: the slot of each row. parts: number with their own A and B. max_rank: rank to reserve.
         """
         stored: object = self._stored
         words = stored.change_words if isinstance(stored, PacksChanges) else 1
@@ -223,7 +218,7 @@ class Linear(Weight):
 
     @property
     def deferring(self) -> DeferringProduct | None:
-        """The kernel, if it can leave norms to the next linear and no rows change in between."""
+        """None: the kernel cannot leave norms to the next linear, or rows change in between."""
         return self._deferring if self._is_plain else None
 
     def rounding(self, rows: int) -> Rounding | None:
@@ -231,7 +226,7 @@ class Linear(Weight):
         return self._rounding.rounding(rows) if self._rounding is not None and self._is_plain else None
 
     def read_by(self, reader: Linear, x: Normed) -> Inputs:
-        """Compute the result in the form that `reader`, its only reader, takes."""
+        """The form that `reader`, its only reader, takes."""
         rounded: Inputs | None = None
         if self._rounding is not None and self._is_plain and not isinstance(x, DeferredNorm):
             values = x if isinstance(x, Tensor) else x.values
@@ -262,15 +257,15 @@ class Linear(Weight):
         return super().prepare(change if self._padding is None else self._padding.of_change(change))
 
     def widen_for(self, reader: Linear, operations: Operations) -> None:
-        """Pad outputs to the width that the device wants for `reader`, their only reader.
+        """Pad outputs for `reader`, their only reader, before either is arranged.
 
-        Call it before either is arranged. The padding is zero if the activation maps 0 to 0.
+        The padding is zero if the activation maps 0 to 0.
         """
         if self.bits is None and reader.bits is None:
             self._width = operations.product_inputs(reader.in_features, reader.dtype)
 
     def reorder(self, rows: Tensor) -> None:
-        """Call it before `arrange`. rows: old index of each new output."""
+        """Call before `arrange`. rows: old index of each new output."""
         self.order = rows
         if self._quantized is None:
             self.weight.data = self.weight.data[rows]
@@ -315,7 +310,7 @@ class Linear(Weight):
 
 
 class MergedLinear(Linear):
-    """Linears with the same input as one matmul, outputs side by side. parts: outputs by checkpoint name."""
+    """Linears with the same input as one matmul. parts: outputs by checkpoint name."""
 
     def __init__(
         self, in_features: int, parts: dict[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
@@ -370,8 +365,6 @@ class OutputLinear(Linear):
 
 
 class Bias(nn.Module):
-    """Adds a vector to rows, in place."""
-
     def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.bias = empty_parameter(size, dtype=dtype, device=device)

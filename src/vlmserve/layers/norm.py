@@ -26,7 +26,7 @@ class Normalization(Layer):
 
     def _compute_by(self, kernel: Norm | None) -> None:
         self.kernel = kernel
-        # Cached: the isinstance checks take longer than a kernel launch.
+        # Cached: isinstance checks take longer than a kernel launch.
         self.adding = kernel if isinstance(kernel, AddingNorm) else None
         self.summing = kernel if isinstance(kernel, SummingNorm) else None
         self.rounding = kernel if isinstance(kernel, RoundingNorm) else None
@@ -104,7 +104,7 @@ class NormOfEachHead(nn.Module):
 
 
 class NormOfRow(RMSNorm):
-    """RMS norm of ``[tokens, heads, head_size]`` over all heads of a token."""
+    """RMS norm over all heads of ``[tokens, heads, head_size]``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.reshape(len(x), -1)).view_as(x)

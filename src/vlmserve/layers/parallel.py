@@ -16,10 +16,9 @@ from vlmserve.layers.norm import NormOfRow
 
 
 class Ranks(Protocol):
-    """The processes that compute a model together, seen from one of them.
+    """The processes that compute a model together.
 
-    All ranks call the same methods in order with equal shapes, and get bitwise equal results. rank: ``0 <= rank <
-    size``.
+    All call the same methods in order with equal shapes, and get bitwise equal results. rank: ``0 <= rank < size``.
     """
 
     @property
@@ -65,13 +64,12 @@ class Vocabulary:
         return Shard((Share(self.first, self.last, self.count),))
 
     def own(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Map token ids to this shard's rows, 0 for other ranks' tokens. Returns also the mask of these."""
+        """This shard's rows, 0 for other ranks' tokens, and these tokens' mask."""
         rows = indices - self.first
         lacks = (rows < 0) | (rows >= len(self))
         return rows.masked_fill(lacks, 0), lacks
 
     def gathered(self, logits: Tensor, ranks: Ranks, out: Tensor | None) -> Tensor:
-        """Return ``[rows, vocabulary]``."""
         padded = F.pad(logits, (0, self.most - len(self)))
         parts = ranks.gather(padded.contiguous())
         bounds = [self.count * rank // ranks.size for rank in range(ranks.size + 1)]
@@ -96,7 +94,6 @@ class RowParallelLinear(Linear):
 
     @property
     def deferring(self) -> None:
-        """Unknown until all ranks are summed."""
         return None
 
 
@@ -163,7 +160,7 @@ class ParallelNormOfRow(NormOfRow):
         return (row * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype).view_as(x)
 
     def arrange(self, operations: Operations) -> None:
-        """Keep torch's operations: no kernel computes the norm of a partial row."""
+        """No kernel computes the norm of a partial row."""
 
 
 def shares(whole: int, ranks: Ranks) -> Share:
@@ -173,5 +170,4 @@ def shares(whole: int, ranks: Ranks) -> Share:
 
 
 def scaled(share: Share, factor: int) -> Share:
-    """Convert a share of heads to their elements."""
     return Share(share.first * factor, share.last * factor, share.whole * factor)

@@ -1,4 +1,4 @@
-"""The residual stream of a transformer: blocks read it through norms and add their outputs to it.
+"""The residual stream of a transformer.
 
 Devices may fuse a norm with the preceding sum or leave it to the next linear (`DeferredNorm`), so an added block stays
 unfinished until the next read.
@@ -18,7 +18,7 @@ from vlmserve.layers.norm import Normalization
 
 
 class Last(Protocol):
-    """A block's last layer, which adds its result to rows."""
+    """A block's last layer; adds its result to rows."""
 
     @property
     def deferring(self) -> DeferringProduct | None: ...
@@ -27,19 +27,17 @@ class Last(Protocol):
 
 
 class Unfinished(NamedTuple):
-    """A block without its last layer's result."""
-
     linear: Last
     inputs: Inputs
 
 
 class Adding:
-    """The last layer of a block that does not end with a `Linear`."""
+    """A last layer that is no `Linear`."""
 
     deferring = None
 
     def __init__(self, add: Callable[[Tensor, Tensor | None], Tensor]) -> None:
-        """add: computes the output for rows, plus an optional residual."""
+        """add: takes rows and an optional residual."""
         self._add = add
 
     def __call__(self, x: Inputs, residual: Tensor | None = None) -> Tensor:
@@ -61,7 +59,6 @@ class ResidualStream:
 
     @classmethod
     def joined(cls, parts: Sequence[ResidualStream]) -> ResidualStream:
-        """Concatenate streams that are finished with the same norm."""
         if len(parts) == 1:
             return parts[0]
         normed = [part._normed for part in parts if isinstance(part._normed, Tensor)]
@@ -75,11 +72,11 @@ class ResidualStream:
 
     @property
     def known(self) -> Tensor | None:
-        """The next norm, if it was computed with the last sum."""
+        """The next norm, if the last sum computed it."""
         return self._normed if isinstance(self._normed, Tensor) else None
 
     def add(self, block: Unfinished, norm: Normalization | None = None, factor: float | Tensor | None = None) -> None:
-        """Add a block's output, normed or multiplied by a factor."""
+        """Add a block's output, normed or multiplied."""
         if self._added is not None:
             self.finish()
         self._added, self._normed = (block, norm, factor), None
@@ -101,7 +98,7 @@ class ResidualStream:
         return self._rows if norm is None else norm(self._rows)
 
     def finish(self, norm: Normalization | None = None, reader: Linear | None = None) -> None:
-        """Compute the added block, with the following norm if the device fuses both."""
+        """norm: the following one, computed if the device fuses both."""
         assert self._added is not None
         (linear, inputs), output_norm, factor = self._added
         self._added, rows = None, self._rows
@@ -140,7 +137,7 @@ class ResidualStream:
         self._rows, self._normed = self.rows * factor, None
 
     def narrow(self, wanted: Tensor) -> None:
-        """Keep only these rows, int64. An added block is computed for them only."""
+        """Keep only these rows, int64, in added blocks, too."""
         rows = self._rows[wanted]
         self._rows, self._normed = rows, None
         if self._added is not None:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (https://arxiv.org/abs/2104.09864) and their extensions to longer contexts."""
+"""Rotary position embeddings (https://arxiv.org/abs/2104.09864) and extensions to longer contexts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def frequencies(spec: RopeSpec, device: torch.device, *, long: bool = False, str
 
 
 def stages(spec: RopeSpec, device: torch.device) -> list[tuple[int, Tensor]]:
-    """First table row and frequencies of each stage. Each stage counts positions from 0."""
+    """First table row and frequencies. Each stage counts positions from 0."""
     found = [(0, frequencies(spec, device))]
     if spec.switch is not None:
         found.append((spec.switch, frequencies(spec, device, long=True)))
@@ -106,7 +106,7 @@ _FREQUENCIES: dict[str, Callable[[RopeSpec, Tensor, bool], Tensor]] = {
 
 
 class Rope:
-    """Cosines and sines of positions, float32 ``[rows, size / 2]``, grown on demand.
+    """Float32 ``[rows, size / 2]``, grown on demand.
 
     A row is a position. Sequences with other frequencies use their stage's rows, which restart at position 0.
     """
@@ -147,7 +147,7 @@ class Rope:
         return 2 * len(self.frequencies)
 
     def upto(self, length: int) -> tuple[Tensor, Tensor]:
-        """At least `length` positions in each stage."""
+        """At least `length` positions per stage."""
         length += self._stages[-1][0] if self._stages else 0
         known = len(self._halves[0])
         if length > known:
@@ -163,7 +163,6 @@ class Rope:
 
 
 def _axes(sections: Sequence[int], *, in_turn: bool) -> list[slice]:
-    """The frequencies that rotate by row, and by column."""
     if not sections:
         return []
     frames, rows, columns = sections
@@ -173,7 +172,7 @@ def _axes(sections: Sequence[int], *, in_turn: bool) -> list[slice]:
 
 
 class RopeTables:
-    """The rotations of a step's tokens. Each form is computed on first use."""
+    """Each form of a step's rotations is computed on first use."""
 
     def __init__(self, rope: Rope, positions: Tensor, length: int, dtype: torch.dtype) -> None:
         """positions: table rows, int64 ``[tokens]``, or ``[3, tokens]``: frames, rows and columns of images. length: of
@@ -189,11 +188,9 @@ class RopeTables:
 
     @property
     def sources(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions, cosines and sines."""
         return self._positions, *self._rope.upto(self._length)
 
     def afresh(self) -> RopeTables:
-        """A copy without computed forms."""
         return RopeTables(self._rope, self._positions, self._length, self._dtype)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Compute in stages: a step can stop between stages, and a later step resumes."""
+"""Compute in stages, so that a step can pause and a later step resume."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Stages: TypeAlias = "Generator[None, None, T]"
 class StageBudget:
     """MACs left until the next pause, and MACs made.
 
-    least: minimum MACs of a stage that does not end its operation; smaller stages use the processor badly. rows: rows
-    of such a stage are a multiple, because a matmul reads its whole weight for each group of rows.
+    least: minimum MACs of a stage that does not end its operation, because smaller ones use the processor badly. rows:
+    rows of such a stage are a multiple. A matmul reads its whole weight for each group of rows.
     """
 
     def __init__(self, left: float = math.inf, *, least: int = 1, rows: int = 1) -> None:
@@ -27,9 +27,9 @@ class StageBudget:
         self.made = 0
 
     def take(self, units: int, products: int, multiple: int = 1) -> int:
-        """Return the number of units in the next stage; 0: the budget is too small.
+        """Return the units of the next stage; 0: the budget is too small.
 
-        units: remaining. products: MACs of a unit. multiple: of units, unless the stage ends the operation.
+        products: MACs of a unit. multiple: divides the units, unless the stage ends the operation.
         """
         count = units if units * products <= self.left else int(self.left // products) // multiple * multiple
         if count < units and count * products < self.least:
@@ -40,7 +40,6 @@ class StageBudget:
 
 
 def run_stages(stages: Stages[T]) -> T:
-    """Run on an unlimited budget."""
     while True:
         try:
             next(stages)
@@ -56,7 +55,6 @@ def by_rows(compute: Callable[..., Tensor], products: int, budget: StageBudget, 
 
 
 def in_parts(compute: Callable[..., T], products: int, budget: StageBudget, *inputs: Tensor) -> Stages[list[T]]:
-    """Like `by_rows`, but returns one part for each stage."""
     rows, parts = len(inputs[0]), list[T]()
     done = 0
     while done < rows:

@@ -1,1 +1,1 @@
-"""Quantization: methods that quantize weights, and which layers they quantize."""
+"""Methods that quantize weights, and which layers they quantize."""

@@ -1,4 +1,4 @@
-"""Quantizes layers by statistics of their inputs, for the least output error."""
+"""Quantizes layers by statistics of their inputs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Outcome:
 
 
 class Observer:
-    """Collects input statistics. row_weights: of the current batch; None: 1 each."""
+    """row_weights: of the current batch."""
 
     def __init__(self, modules: Mapping[str, Linear]) -> None:
         self.row_weights: Tensor | None = None
@@ -109,9 +109,9 @@ def quantize_layers(
     statistics: Mapping[str, InputStatistics],
     config: QuantizationConfig,
 ) -> Outcome:
-    """Quantize layers and store the rounded weights in their modules' dtypes.
+    """Store rounded weights in their modules' dtypes; divide `statistics` by the factors in place.
 
-    Skips folds whose layers are neither in `targets` nor plain. Divides `statistics` by the factors in place.
+    Skips folds whose layers are neither in `targets` nor plain.
     """
     outcome = Outcome()
     weights = {name: target.module.weight.data.float() for name, target in targets.items()}
@@ -152,7 +152,6 @@ def _scale(
     config: QuantizationConfig,
     outcome: Outcome,
 ) -> Tensor | None:
-    """Find and apply a fold's factors. None: no factors help."""
     first = statistics[fold.consumers[0]]
     joint = torch.cat([weights[name] for name in fold.consumers])
     if config.method == "smoothquant":
@@ -186,7 +185,7 @@ def _kind(bits: int, config: QuantizationConfig) -> GridKind:
 
 
 def _divide_norm(norm: RMSNorm | LayerNorm, factors: Tensor) -> Tensor:
-    """Return the factors rounded to the norm's dtype."""
+    """Return the rounded factors."""
     offset = norm.offset if isinstance(norm, RMSNorm) else 0.0
     before = norm.weight.data.float() + offset
     norm.weight.data.copy_(before / factors - offset)

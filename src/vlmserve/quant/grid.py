@@ -1,4 +1,4 @@
-"""Grids: the evenly spaced values of a group's low-bit weights."""
+"""The evenly spaced values of a group's weights."""
 
 from __future__ import annotations
 
@@ -39,11 +39,7 @@ class Grid:
         zero_points: bool = False,
         largest: Callable[[Tensor], Tensor] | None = None,
     ) -> Grid:
-        """Cover the range of a weight ``[out_features, in_features]``.
-
-        largest: for a shard of the inputs, turns its outputs' largest magnitudes ``[out_features, 1]`` into the whole
-        weight's.
-        """
+        """largest: turns a shard's largest magnitudes of outputs, ``[out_features, 1]``, into the whole weight's."""
         kind = GridKind(bits, group_size, symmetric, zero_points)
         low, high = kind.ranges(weight)
         if largest is not None and bits == 8:
@@ -53,7 +49,7 @@ class Grid:
 
     @property
     def lowest(self) -> int:
-        """8-bit grids are symmetric, so they start at 1."""
+        """8-bit grids are symmetric."""
         return 1 if self.bits == 8 else 0
 
     @property
@@ -85,8 +81,7 @@ class Grid:
         return self.nearest_of(in_groups(weight, self.group_size)).flatten(1)[:, : weight.shape[1]]
 
     def nearest_of(self, grouped: Tensor) -> Tensor:
-        """Nearest values to ``[out_features, groups, group_size]``, or to ``[out_features, 1, group_size]`` for every
-        group."""
+        """``[out_features, groups, group_size]``; ``[out_features, 1, group_size]`` broadcasts."""
         return self._steps(grouped).mul_(self.scales[..., None]).add_(self.minimums[..., None])
 
     def _steps(self, grouped: Tensor) -> Tensor:
@@ -96,8 +91,6 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class GridKind:
-    """How to make grids from ranges."""
-
     bits: int
     """8: one symmetric scale per output; other fields have no effect. 4: groups of `group_size` inputs; the last may be
     smaller.
@@ -125,7 +118,7 @@ class GridKind:
             if self.bits == 8:
                 scales = _nonzero(bounds / 127)
                 return Grid(8, in_features, scales, -128 * scales)
-            # Kernels store scales and minimums in bfloat16, so choose u for the rounded ones.
+            # Kernels store bfloat16: choose u for rounded scales and minimums.
             scales = _nonzero(_rounded(bounds / 7.5))
             return Grid(4, self.group_size, scales, -8 * scales)
         if self.zero_points:

@@ -28,10 +28,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def expected_bytes(model: nn.Module, device: Device, bits: Mapping[str, int], config: QuantizationConfig) -> int:
-    """Estimate bytes on a device by packing a few outputs of each kind of layer.
-
-    model: may be unloaded. bits: by name, of the layers that `config` will quantize.
-    """
+    """Estimate by packing a few outputs of each kind of layer. model: may be unloaded. bits: by name."""
     sizes = StoredSizes(device, config)
     total = 0
     for name, module in model.named_modules():

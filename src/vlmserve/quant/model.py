@@ -25,8 +25,7 @@ HEADS = ("lm_head", "embed_tokens")
 
 
 class Quantizer:
-    """Quantizes linear layers in place once they are loaded. Raises ConfigurationError for an override that matches no
-    layer."""
+    """Raises ConfigurationError for an override that matches no layer."""
 
     def __init__(self, model: nn.Module, config: QuantizationConfig) -> None:
         self._config = config
@@ -39,12 +38,12 @@ class Quantizer:
         return dict(self._chosen.values())
 
     def quantize(self, module: nn.Module) -> None:
-        """Quantize a chosen module. Raises ConfigurationError if ranks would split a group."""
+        """Raises ConfigurationError if ranks would split a group."""
         if not isinstance(module, Linear | TiedEmbedding) or module not in self._chosen:
             return
         config, (name, bits) = self._config, self._chosen[module]
         before = own_bytes(module)
-        # A patch embedding has the shape of a convolution's weight.
+        # A patch embedding is a convolution.
         weight = module.weight.data.flatten(1)
         split = module if isinstance(module, RowParallelLinear) else None
         if split is not None and bits == 4:
@@ -74,7 +73,7 @@ class Quantizer:
 
 
 def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
-    """Quantize a loaded model in place; return bits by name. Raises as `Quantizer` does."""
+    """Return bits by name. Raises as `Quantizer` does."""
     quantizer = Quantizer(model, config)
     for module in model.modules():
         quantizer.quantize(module)
@@ -83,13 +82,12 @@ def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
 
 
 def expected_memory(model: nn.Module, device: Device, config: QuantizationConfig | None) -> int:
-    """model: may be unloaded. Raises as `choose_layers` does."""
+    """Raises as `choose_layers` does."""
     bits = {} if config is None else {name: width for name, _, width in choose_layers(model, config)}
     return expected_bytes(model, device, bits, config or QuantizationConfig())
 
 
 def log_expected_memory(model: nn.Module, device: Device, config: QuantizationConfig | None) -> int:
-    """Also log the bytes with each scheme."""
     usual = config or QuantizationConfig()
     expected = expected_memory(model, device, config)
     others = {
@@ -105,12 +103,9 @@ def log_expected_memory(model: nn.Module, device: Device, config: QuantizationCo
 
 
 def choose_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tuple[str, Linear | TiedEmbedding, int]]:
-    """Yield name, layer and bits.
-
-    Output heads keep at least 8 bits because rounding them costs most. So do patch embeddings, which have few weights,
-    and layers whose inputs the group size does not divide. Raises ConfigurationError for an override that matches no
-    layer.
-    """
+    """Output heads keep at least 8 bits because rounding them costs most. So do patch embeddings (few weights) and
+    layers whose inputs the group size does not divide. Raises ConfigurationError for an override that matches no
+    layer."""
     overrides = config.overrides
     unused = set(overrides)
     for name, module in model.named_modules():

@@ -7,10 +7,7 @@ from torch import Tensor
 
 
 class InputStatistics:
-    """Weighted sums over rows of inputs. Skips rows with infinities or NaN.
-
-    Row weights let image rows count less than text rows.
-    """
+    """Skips rows with infinities or NaN. Weights let image rows count less than text rows."""
 
     def __init__(self, in_features: int, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None):
         self._products = torch.zeros(in_features, in_features, dtype=dtype, device=device)
@@ -62,5 +59,5 @@ class InputStatistics:
 
 
 def output_error(difference: Tensor, hessian: Tensor) -> Tensor:
-    """``tr(dW H dW^T)``: twice the outputs' mean squared change. difference: dW."""
+    """``tr(dW H dW^T)``: twice the outputs' mean squared change."""
     return ((difference @ hessian) * difference).sum()

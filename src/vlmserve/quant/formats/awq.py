@@ -24,7 +24,6 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """Raises UnsupportedModelError for unsupported settings."""
     version = config.get("version") or config.get("format") or "gemm"
     # llm-awq packs in its own order, whatever version it states.
     version = "llm-awq" if config.get("backend") == "llm-awq" else str(version).lower()
@@ -46,6 +45,5 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
 
 
 def _in_order(values: Tensor) -> Tensor:
-    """Sort columns from word order to output order."""
     places = torch.tensor(PLACES, device=values.device)
     return values.view(len(values), -1, 8)[:, :, places].flatten(1)

@@ -2,15 +2,15 @@
 
 Tensors of a 4-bit layer ``X`` (https://arxiv.org/abs/2305.14314):
 
-- ``X.weight``: two indices into the map in a byte, high bits first; ``bnb_4bit_quant_storage`` is its dtype
-- ``X.weight.quant_map``: 16 numbers
-- ``X.weight.absmax``: a factor for each block of values; blocks may cross rows
-- ``X.weight.quant_state.bitsandbytes__nf4`` or ``..._fp4``: shape and block size, JSON as bytes
+- ``X.weight``: two map indices in a byte, high bits first; dtype ``bnb_4bit_quant_storage``.
+- ``X.weight.quant_map``: 16 numbers.
+- ``X.weight.absmax``: a factor for each block; blocks may cross rows.
+- ``X.weight.quant_state.bitsandbytes__nf4`` or ``..._fp4``: shape and block size, JSON as bytes.
 
-With double quantization, ``absmax`` indexes ``X.weight.nested_quant_map``, 256 numbers. Multiply them by
-``X.weight.nested_absmax``, which has its own blocks, and add the state's ``nested_offset``.
+With double quantization, factors are ``nested_quant_map[absmax] * nested_absmax + nested_offset``; `nested_absmax` has
+its own blocks.
 
-An 8-bit layer (https://arxiv.org/abs/2208.07339) has int8 ``X.weight`` and ``X.SCB``: the magnitude of 127 by output.
+An 8-bit layer (https://arxiv.org/abs/2208.07339) has int8 ``X.weight`` and ``X.SCB``, the magnitude of 127 by output.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ LARGEST = 127
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """Raises UnsupportedModelError for unsupported settings."""
     flags = [flag for flag in FLAGS if config.get(flag, config.get(f"_{flag}"))]
     check_setting(METHOD, "flags", " and ".join(flags) or "none", FLAGS)
     if "load_in_8bit" in flags:
@@ -73,7 +72,7 @@ def _from_table(tensors: Mapping[str, Tensor]) -> Tensor:
     count = math.prod(shape)
     if len(octets) != -(-count // 2):
         raise ModelLoadError(f"a weight of {shape[0]} x {shape[1]} needs {-(-count // 2)} bytes, not {len(octets)}")
-    # Look up both values of a byte together: half the indices.
+    # Two values at a time need half the indices.
     pairs = torch.stack((table.repeat_interleave(16), table.repeat(16)), 1)
     return _multiplied(pairs, octets, factors.float(), size)[:count].view(shape)
 
@@ -94,10 +93,10 @@ def _table(name: str, numbers: Tensor, count: int) -> Tensor:
 
 
 def _multiplied(rows: Tensor, values: Tensor, factors: Tensor, size: int) -> Tensor:
-    """Look values up and multiply each block of `size` numbers by its factor.
+    """Multiply each block of `size` numbers by its factor.
 
-    rows: the numbers of each value, ``[256, numbers]``. values: uint8 ``[n]``. factors: ``[blocks]``. Raises
-    ModelLoadError for a wrong number of blocks.
+    rows: numbers of each value, ``[256, numbers]``. values: uint8 ``[n]``. Raises ModelLoadError for a wrong number of
+    blocks.
     """
     width = rows.shape[1]
     if len(factors) != -(-len(values) * width // size) or size % width:
@@ -107,7 +106,7 @@ def _multiplied(rows: Tensor, values: Tensor, factors: Tensor, size: int) -> Ten
 
 
 class _State:
-    """A JSON object in a tensor's bytes. Raises ModelLoadError for other content and missing fields."""
+    """JSON in a tensor's bytes. Raises ModelLoadError for other content."""
 
     def __init__(self, octets: Tensor) -> None:
         try:

@@ -41,7 +41,7 @@ ZERO_POINT, MINIMUM, GROUP_OF = "weight_zero_point", "weight_minimum", "weight_g
 
 
 def to_tensors(weight: QuantizedWeight, *, symmetric: bool, zero_points: bool = False) -> dict[str, Tensor]:
-    """symmetric: zero is the middle of the range. zero_points: zero is one of an asymmetric weight's values."""
+    """symmetric: zero is mid-range. zero_points: zero is one of a weight's values."""
     # 4-bit scales and minimums are already bfloat16 numbers.
     scales = weight.scales.bfloat16() if weight.bits == 4 else weight.scales
     tensors = {PACKED: pack(weight.values, weight.bits), SCALE: scales, SHAPE: torch.tensor(weight.shape)}
@@ -61,8 +61,7 @@ def to_bytes(weight: QuantizedWeight) -> dict[str, Tensor]:
 def from_tensors(
     tensors: Mapping[str, Tensor], group_sizes: Sequence[int], asymmetric: Collection[int] = ()
 ) -> StoredWeight:
-    """group_sizes: allowed sizes. asymmetric: widths that may have zero points. Raises ModelLoadError for mismatched
-    tensors."""
+    """asymmetric: widths that may have zero points. Raises ModelLoadError for mismatched tensors."""
     packed, scales = tensors[PACKED], tensors[SCALE].float()
     out_features, in_features = tensors[SHAPE].tolist()
     widths = {-(-in_features // (32 // bits)): bits for bits in (8, 4)}
@@ -101,10 +100,7 @@ def describe(
     zero_points: bool = False,
     rounds_inputs: bool = False,
 ) -> Any:
-    """Make the ``quantization_config`` of a config.json.
-
-    targets: names of layers or kinds, by width. rounds_inputs: matmuls round inputs to int8 with a scale per token.
-    """
+    """targets: names of layers or kinds. rounds_inputs: to int8 with a scale per token."""
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
     groups = {
         f"group_{number}": {
@@ -132,7 +128,6 @@ def describe(
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """Raises UnsupportedModelError for unsupported settings."""
     check_setting(METHOD, "transform_config", config.get("transform_config") or None, [None])
     sparsity = (config.get("sparsity_config") or {}).get("format") or "dense"
     check_setting(METHOD, "sparsity_config", sparsity, ["dense"])
@@ -176,7 +171,7 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
 def _in_bytes(
     tensors: Mapping[str, Tensor], block: tuple[int, ...] | None, stated: tuple[int, ...], *, rounds_inputs: bool
 ) -> StoredWeight:
-    """block: outputs and inputs that share a scale. rounds_inputs: to int8, with a scale per token."""
+    """block: outputs and inputs that share a scale."""
     weight, scales = tensors[scaled.WEIGHT], tensors[SCALE]
     in_blocks = block is not None and scales.shape == tuple(
         -(-size // each) for size, each in zip(weight.shape, block, strict=True)

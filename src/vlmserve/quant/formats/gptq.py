@@ -5,8 +5,8 @@
 - ``X.scales``, ``[groups, out_features]``
 - ``X.g_idx``: the group of each input, not contiguous with ``desc_act``; optional
 
-A weight is ``scale * (value - zero)``. Format "gptq_v2" stores zero points. "gptq" subtracts 1 from packed words, so a
-zero point of 0 borrows from its neighbour; adding 1 undoes that (https://github.com/ModelCloud/GPTQModel).
+A weight is ``scale * (value - zero)``. Format "gptq_v2" stores zero points. "gptq" subtracts 1 from packed words, where
+0 borrows from its neighbour; adding 1 undoes that (https://github.com/ModelCloud/GPTQModel).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ ONES = {4: 0x11111111, 8: 0x01010101}
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """Raises UnsupportedModelError for unsupported settings."""
     kind = "marlin" if config.get("is_marlin_format") else config.get("checkpoint_format") or config.get("format")
     check_setting(METHOD, "checkpoint_format", kind or "gptq", ["gptq", "gptq_v2"])
     check_setting(METHOD, "bits", config.get("bits", 4), list(ONES))

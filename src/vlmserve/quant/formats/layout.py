@@ -1,4 +1,4 @@
-"""Read the tensors of a layer's low-bit weight."""
+"""Read low-bit weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ StoredWeight = QuantizedWeight | Tensor
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tensors of a layer ``X``."""
-
     mark: str
     """``X.mark`` identifies the layout. It holds the values, unless ``X.weight`` does."""
     needed: tuple[str, ...]
@@ -58,17 +56,16 @@ def unpack(words: Tensor, bits: int, columns: int) -> Tensor:
 
 
 def find_group_size(in_features: int, groups: int, stated: Sequence[int]) -> int | None:
-    """The stated size, or `in_features`, that gives this number of groups."""
     return next((size for size in (in_features, *stated) if size > 0 and -(-in_features // size) == groups), None)
 
 
 def grouped(
     bits: int, values: Tensor, scales: Tensor, zeros: Tensor, stated: Sequence[int], group_of: Tensor | None
 ) -> StoredWeight:
-    """Make a weight ``scale * (value - zero)``; sort its columns if groups are not contiguous.
+    """Make a weight ``scale * (value - zero)``; sort columns of non-contiguous groups.
 
     values: uint8 ``[out_features, in_features]``. scales, zeros: float32 ``[out_features, groups]``. stated: allowed
-    group sizes. group_of: group of each input; None: contiguous. Raises ModelLoadError for mismatched shapes.
+    group sizes. group_of: of each input; None: contiguous. Raises ModelLoadError for mismatched shapes.
     """
     in_features, groups = values.shape[1], scales.shape[1]
     size = find_group_size(in_features, groups, stated)

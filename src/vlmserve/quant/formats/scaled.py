@@ -1,8 +1,7 @@
 """Weights with one byte each: int8 or float8 numbers and scales.
 
-There is one ``X.weight_scale`` for the layer, an output, a group of an output's inputs, or a block of outputs and
-inputs. DeepSeek and Qwen call block scales ``X.weight_scale_inv`` (https://arxiv.org/abs/2412.19437), and transformers
-a layer's single scale, too.
+There is one ``X.weight_scale`` per layer, output, group of inputs, or block of outputs and inputs. DeepSeek and Qwen
+call block scales ``X.weight_scale_inv`` (https://arxiv.org/abs/2412.19437), transformers a layer's scale, too.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ FLOATS = (FLOAT8, torch.float8_e5m2)
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """Raises UnsupportedModelError for unknown settings."""
     check_setting(METHOD, "fmt", config.get("fmt") or "e4m3", ["e4m3", "e5m2"])
     check_setting(METHOD, "expert_dtype", config.get("expert_dtype") or "fp8", ["fp8"])
     block = tuple(config.get("weight_block_size") or ()) or None
@@ -39,8 +37,7 @@ def from_tensors(
     block: tuple[int, ...] | None = None,
     stated: tuple[int, ...] = (),
 ) -> StoredWeight:
-    """scale: name of the scales. block: outputs and inputs that share a scale. stated: allowed group sizes. Raises
-    ModelLoadError for mismatched tensors."""
+    """scale: name. block: outputs and inputs that share a scale. Raises ModelLoadError for mismatched tensors."""
     weight, scales = tensors[WEIGHT], tensors[scale].float()
     if weight.dtype not in (torch.int8, *FLOATS):
         raise ModelLoadError(f"a weight of {weight.dtype} has scales, which only weights of one byte need")

@@ -1,7 +1,6 @@
 """AWQ (https://arxiv.org/abs/2306.00978): finer grids for important inputs, and clipped ranges.
 
-The error is ``tr(dW H dW^T)`` of a layer's own outputs, without a second forward pass. The paper's code compares
-outputs of the surrounding block.
+The error is ``tr(dW H dW^T)`` of a layer's own outputs. The paper's code compares outputs of the surrounding block.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ MakeGrid = Callable[[Tensor], Grid]
 def input_scales(
     weight: Tensor, magnitude: Tensor, hessian: Tensor, make_grid: MakeGrid, *, shared: int = 1, heads: int = 1
 ) -> Tensor:
-    """Find factors of inputs, ``[in_features]``, with the least output error.
+    """Factors of inputs, ``[in_features]``, with the least output error.
 
-    weight: ``[out_features, in_features]`` of all layers with that input. magnitude: mean ``|x|`` of inputs. heads: in
-    the inputs. shared: consecutive heads that attend to the same values and need equal factors.
+    weight: of all layers with that input. magnitude: mean ``|x|`` of inputs. heads: in the inputs. shared: consecutive
+    heads that need equal factors.
     """
     group_size = make_grid(weight[:1]).group_size
     importance = _importance(weight, group_size)
@@ -54,7 +53,7 @@ def input_scales(
 
 
 def helps(weight: Tensor, scales: Tensor, hessian: Tensor, kind: GridKind) -> bool:
-    """True if the factors of `input_scales` reduce the error even after clipping."""
+    """True if factors help even after clipping."""
     rows = weight[:: -(-len(weight) // MOST_CLIPPED_ROWS)]
     errors = []
     for tried in (scales, torch.ones_like(scales)):
@@ -85,10 +84,10 @@ def _clip(weight: Tensor, hessian: Tensor, kind: GridKind) -> Tensor:
 
 
 def clip_ends(weight: Tensor, hessian: Tensor, kind: GridKind, shrinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of the lower and upper ends of ranges, each ``[out_features, groups]``.
+    """Factors of both ends of ranges, each ``[out_features, groups]``.
 
-    Moves ends group by group to the least error of the whole output. The paper treats groups separately and only
-    narrows ranges. shrinks: from `clip`.
+    Moves ends group by group to the least error of the whole output; the paper only narrows groups' ranges. shrinks:
+    from `clip`.
     """
     lows, highs = shrinks.clone(), shrinks.clone()
     parts = zip(*(torch.split(tensor, ROWS_AT_ONCE) for tensor in (weight, lows, highs)), strict=True)
@@ -98,7 +97,6 @@ def clip_ends(weight: Tensor, hessian: Tensor, kind: GridKind, shrinks: Tensor) 
 
 
 def _clip_ends(weight: Tensor, hessian: Tensor, kind: GridKind, ends: tuple[Tensor, Tensor]) -> None:
-    """Apply `clip_ends` in place."""
     ranges = kind.ranges(weight)
     grid = kind.between(ranges[0] * ends[0], ranges[1] * ends[1], weight.shape[1])
     difference = grid.nearest(weight) - weight
@@ -133,10 +131,10 @@ def _move(
     of_others: Tensor,
     kind: GridKind,
 ) -> Tensor:
-    """Move both ends of one group, ``[out_features, 1]``, in place. Returns its rounding error.
+    """Move both ends of one group in place; return its rounding error.
 
-    ends: factors of `ranges`. before: the rounding error so far. products: the group's block of H. of_others: the
-    error's derivative due to other groups.
+    ends: factors of `ranges`. before: the error so far. products: the group's block of H. of_others: derivative due to
+    other groups.
     """
     shares = torch.tensor([1 + sign * move for move in moves for sign in (-1, 1)]).to(weight)
     grouped, outputs = weight[:, None], torch.arange(len(weight), device=weight.device)
@@ -158,14 +156,12 @@ def _move(
 
 
 def _importance(weight: Tensor, group_size: int) -> Tensor:
-    """Mean over outputs of ``|w| / max |w|`` within the group."""
     grouped = in_groups(weight.abs(), group_size)
     shares = grouped / (grouped.amax(2, keepdim=True) + 1e-6)
     return shares.flatten(1)[:, : weight.shape[1]].mean(0)
 
 
 def _tie(scales: Tensor, shared: int, heads: int) -> Tensor:
-    """Replace tied factors by their geometric mean."""
     if shared == 1:
         return scales
     by_head = scales.clamp(min=1e-8).log().view(heads // shared, shared, -1)

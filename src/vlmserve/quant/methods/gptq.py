@@ -1,6 +1,6 @@
 """GPTQ (https://arxiv.org/abs/2210.17323): rounds inputs one by one, and corrects the remaining weights.
 
-The grid is fixed first ("static groups"), so inputs are rounded by descending diagonal of H in contiguous groups.
+The grid is fixed first ("static groups"), so that inputs are rounded by descending diagonal of H.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Rounded(NamedTuple):
 
 
 def gptq(weight: Tensor, hessian: Tensor, grid: Grid) -> Rounded:
-    """Round a weight ``[out_features, in_features]`` to a grid, in the Hessian's dtype.
+    """Round a weight ``[out_features, in_features]`` in the Hessian's dtype.
 
-    Inputs that were always zero in calibration are rounded to nearest. Published implementations zero their weights,
-    which is wrong if such an input is nonzero later.
+    Weights of inputs that were always zero in calibration are rounded to nearest. Published code zeroes them, which is
+    wrong if such inputs are nonzero later.
     """
     weight = weight.to(hessian.dtype)
     dead = hessian.diagonal() == 0
@@ -46,7 +46,7 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid) -> Rounded:
 
 
 def _factorize(hessian: Tensor, dead: Tensor, order: Tensor) -> tuple[Tensor | None, float | None]:
-    """The upper Cholesky factor of the inverse of the damped H, inputs in this order, and the damping."""
+    """The upper Cholesky factor of the damped H's inverse, and the damping."""
     mean = hessian.diagonal().mean()
     for damping in DAMPINGS:
         damped = hessian[order][:, order]

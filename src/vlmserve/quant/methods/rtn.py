@@ -1,4 +1,4 @@
-"""Rounds to the nearest value of the group's grid, without calibration data."""
+"""Rounds to the nearest value of a group's grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmoothQuant (https://arxiv.org/abs/2211.10438): divide inputs with outliers and multiply their weights instead."""
+"""SmoothQuant (https://arxiv.org/abs/2211.10438): divide inputs with outliers, multiply their weights."""
 
 from __future__ import annotations
 
