@@ -266,7 +266,7 @@ def _other_shape(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         (_tiny_floats, UnsupportedModelError, "nvfp4-pack-quantized.* supported: pack-quantized, int-quantized"),
         (_no_scale, MissingWeightsError, "down_proj.weight_scale"),
         (_short_scale, ModelLoadError, "down_proj.weight.* do not fit"),
-        (_no_zeros, ModelLoadError, "neither weight_zero_point nor weight_minimum"),
+        (_no_zeros, ModelLoadError, "weight_zero_point and weight_minimum are missing"),
         (_other_shape, ModelLoadError, "down_proj"),
     ],
 )

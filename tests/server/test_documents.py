@@ -136,7 +136,7 @@ def test_files_with_several_pages_or_frames_are_documents(server, kind):
         }
     )
     assert refused.status_code == 400
-    assert 'as a part of type "file"' in refused.json()["error"]["message"]
+    assert 'a part of type "file"' in refused.json()["error"]["message"]
 
 
 def test_messages_answer_about_documents(server, expected):

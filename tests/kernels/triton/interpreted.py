@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -30,6 +32,9 @@ class InterpretedDevice(TritonDevice):
     def executor(self) -> LayerExecutor:
         """Layers run one by one."""
         return EagerExecutor()
+
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        return TorchDevice.upload(self, arrays)
 
 
 def loaded(folder: Path, device: type[TorchDevice], quantize: Any = None) -> LoadedModel:
