@@ -69,7 +69,7 @@ def groups_of(page: str) -> set[str]:
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_help_fits_a_screen_or_has_groups(words):
     page = run(*words, "--help").stdout
-    assert len(page.splitlines()) <= 24 or groups_of(page) or "--help-all shows" in page
+    assert len(page.splitlines()) <= 24 or groups_of(page)
 
 
 # Examples
@@ -77,7 +77,7 @@ def test_help_fits_a_screen_or_has_groups(words):
 
 def example_of(words: tuple[str, ...]) -> list[str]:
     """The words of the example in a command's help, after `vlmserve`."""
-    [example] = re.findall(r"^  Example: vlmserve (.*?)$", run(*words, "--help", width=120).stdout, re.MULTILINE)
+    [example] = re.findall(r"^  Example: vlmserve (.*?)$", run(*words, "--help").stdout, re.MULTILINE)
     return shlex.split(example)
 
 
@@ -109,10 +109,10 @@ def test_example_of_help_runs(words, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("command", "common"), [("serve", COMMON_FIELDS), ("loadtest", COMMON_LOAD_FIELDS)])
 def test_help_shows_common_flags_and_names_the_rest(command, common):
-    short, whole = (run(command, how).stdout.partition("\nOptions:")[2] for how in ("--help", "--help-all"))
+    short, whole = (run(command, how).stdout for how in ("--help", "--help-all"))
     shown = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", short, re.MULTILINE))
     assert set(map(flag, common)) <= shown
-    assert len(short.splitlines()) < 75
+    assert len(short.splitlines()) < 80
     hidden = int(re.search(rf"vlmserve {command} --help-all shows (\d+) more flags", short)[1])
     assert hidden == len(re.findall(r"^  (?:-\w, )?--[a-z-]+", whole, re.MULTILINE)) - len(shown)
     assert "more flags" not in whole

@@ -211,7 +211,7 @@ def batch(
 
     The same command continues an interrupted run. The exit status is 1 if a row failed.
 
-    Example: vlmserve batch photos --prompt "Describe this image." --output captions.jsonl
+    Example: vlmserve batch photos --prompt "Describe this." -o captions.jsonl
     """
     from vlmserve.cli.batch import run
 

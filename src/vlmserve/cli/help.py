@@ -72,6 +72,10 @@ def _usage_text(error: Any, context: Any) -> str:
     return f"{name}: {error.message}"
 
 
+class Rare(str):
+    """The heading of a flag that only ``--help-all`` shows."""
+
+
 class _Page:
     """The text of a help page. Lines break at spaces only."""
 
@@ -109,23 +113,25 @@ class HelpfulCommand(typer.core.TyperCommand):
             return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write usage, arguments and flags by group. `--help` omits uncommon settings."""
+        """Write usage, arguments and flags by group. `--help` omits rare flags."""
         visible: Iterable[Any] = self.get_params(ctx)
         params = [param for param in visible if not getattr(param, "hidden", False)]
         page = _Page(" ".join((ctx.command_path, "[OPTIONS]", *_arguments(params))))
         page.paragraphs(self.help or "")
-        shows_all = SHOW_ALL in ctx.meta or all(param.name != HELP_ALL for param in params)
         groups: dict[str, list[tuple[str, str]]] = {}
+        hidden = 0
         for param in params:
             is_argument = param.param_type_name == "argument"
             group = getattr(param, "rich_help_panel", None) or ("Arguments" if is_argument else "Options")
+            if isinstance(group, Rare) and SHOW_ALL not in ctx.meta:
+                hidden += 1
+                continue
             _, meaning = param.get_help_record(ctx)
             name = param.metavar or param.name.upper() if is_argument else _flag_text(param)
             groups.setdefault(group, []).append((name, " ".join(meaning.split())))
-        shown = {group: rows for group, rows in groups.items() if shows_all or group in ("Arguments", "Options")}
-        for group, rows in shown.items():
+        for group, rows in groups.items():
             page.section(group, rows)
-        if hidden := sum(map(len, groups.values())) - sum(map(len, shown.values())):
+        if hidden:
             page.paragraphs(f"{ctx.command_path} --help-all shows {hidden} more flags.")
         formatter.write(page.text)
 
@@ -197,9 +203,8 @@ def _show_all(context: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
-HELP_ALL = "help_all"
 HELP_ALL_PARAMETER = inspect.Parameter(
-    HELP_ALL,
+    "help_all",
     inspect.Parameter.KEYWORD_ONLY,
     default=False,
     annotation=Annotated[

@@ -17,7 +17,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from vlmserve.cli.fields import SECTION_OF, flag, is_json, is_list, is_size, is_switch, plain_type, size_text
-from vlmserve.cli.help import HELP_ALL_PARAMETER
+from vlmserve.cli.help import HELP_ALL_PARAMETER, Rare
 from vlmserve.cli.messages import FAILED, exit_status, report
 from vlmserve.cli.sources import CONFIG, WORKER, Found, Origin, Origins, described, read_sources
 from vlmserve.cli.spellings import WRITTEN
@@ -62,7 +62,7 @@ def command(
         for kind in kinds.values():
             for name, field in kind.model_fields.items():
                 if (fields is None or name in fields) and name not in plain:
-                    flags[name] = _parameter(kind, name, field, is_common=name in (common or ()))
+                    flags[name] = _parameter(kind, name, field, is_rare=common is not None and name not in common)
         first = {name: flags[name] for name in common or ()}
 
         @functools.wraps(function)
@@ -169,7 +169,7 @@ def _read(
     return settings, origins
 
 
-def _parameter(kind: type[Settings], name: str, field: FieldInfo, *, is_common: bool) -> inspect.Parameter:
+def _parameter(kind: type[Settings], name: str, field: FieldInfo, *, is_rare: bool) -> inspect.Parameter:
     option = typer.Option(
         *SHORT.get(name, ()),
         f"{flag(name)}/{flag('no_' + name)}" if field.annotation is bool else flag(name),
@@ -177,7 +177,7 @@ def _parameter(kind: type[Settings], name: str, field: FieldInfo, *, is_common: 
         show_default=not (is_json(field) or is_secret(field) or is_switch(field)) and field.default not in (None, ()),
         metavar=_metavar(field),
         autocompletion=_completion(_choices(field)),
-        rich_help_panel=None if is_common else panel(kind),
+        rich_help_panel=Rare(panel(kind)) if is_rare else panel(kind),
     )
     annotation: Any = Annotated[_typed(field) | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=annotation)

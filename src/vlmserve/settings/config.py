@@ -133,7 +133,10 @@ class EngineConfig(Settings):
         None, ge=1, description="Maximum context length, in tokens (default: the model's)."
     )
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
-    kv_cache_memory: ByteSize | None = Field(None, description="Memory for the KV cache, like 4GiB; default: measured.")
+    kv_cache_memory: ByteSize | None = Field(
+        None,
+        description="KV cache memory, like 4GiB (default: by --memory-fraction; CPU: up to half the free memory).",
+    )
     kv_cache_dtype: KVCacheDType = Field(
         "auto", description="Type of keys and values: auto takes the model's; int8 and fp8 take 8 bits and scales."
     )
@@ -153,8 +156,7 @@ class EngineConfig(Settings):
         0.9,
         gt=0,
         le=1,
-        description="Share of a GPU's total memory for weights, activations and caches together. On a CPU it has no "
-        "effect: the KV cache takes at most half of the free memory, unless kv_cache_memory is set.",
+        description="Share of a GPU's memory for weights, activations and caches; no effect on a CPU.",
     )
     max_num_seqs: int = Field(256, ge=1, description="Maximum number of requests in a batch.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Maximum number of tokens in one step.")
