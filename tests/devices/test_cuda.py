@@ -146,13 +146,13 @@ def test_what_triton_cannot_do_is_torchs(monkeypatch: pytest.MonkeyPatch, caplog
     groups = torch.ones(4, 3)
     odd = QuantizedWeight(4, 16, torch.zeros(4, 48, dtype=torch.uint8), groups, groups)
     assert isinstance(device.linear(odd, None, NO_EPILOGUE, torch.bfloat16), QuantizedProduct)
-    assert "a product of (4, 48): torch" in caplog.text
-    assert "expanded in each step (torch's 4-bit matmul does not support 4-bit groups of 16)" in caplog.text
+    assert "linear of (4, 48): torch" in caplog.text
+    assert "dequantized in each step (torch's 4-bit matmul does not support 4-bit groups of 16)" in caplog.text
     values, groups = torch.zeros(16, 64, dtype=torch.uint8), torch.ones(16, 2)
     even, huge = (QuantizedWeight(4, 32, values, scale * groups, groups) for scale in (1.0, 1e6))
     assert not isinstance(device.linear(even, None, NO_EPILOGUE, torch.bfloat16), TorchProduct)
     assert isinstance(device.linear(huge, None, NO_EPILOGUE, torch.bfloat16), Int4Product)
-    assert "a product of (16, 64): torch's of 4 bits" in caplog.text
+    assert "linear of (16, 64): torch's 4-bit matmul" in caplog.text
     assert isinstance(device.linear(huge, None, NO_EPILOGUE, torch.float16), QuantizedProduct)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert isinstance(CudaDevice(GPU).linear(even, None, NO_EPILOGUE, torch.bfloat16), QuantizedProduct)
@@ -194,7 +194,7 @@ def test_experts_without_kernels_have_no_graphs(
     device.executor()
     assert device.decode_sizes(2) == [2, 1]
     assert device.experts(ExpertsSpec(count=4, top_k=2, inner_size=16), None, {}) is None
-    assert "experts: one product after the other, without CUDA graphs" in caplog.text
+    assert "experts: one matmul after the other, without CUDA graphs" in caplog.text
     assert device.decode_sizes(2) == []
 
 
@@ -228,7 +228,7 @@ def test_float8_stays_where_a_gpu_multiplies_it(
             if stays:
                 assert isinstance(device.linear(weight, None, NO_EPILOGUE, torch.bfloat16), Float8Product)
                 assert isinstance(device.table(weight, torch.bfloat16), Float8Product)
-    assert "a product of (16, 64): expanded from float8 (float8 matmuls need compute capability 8.9" in caplog.text
+    assert "linear of (16, 64): dequantized from float8 (float8 matmuls need compute capability 8.9" in caplog.text
 
 
 def test_host_blocks_stay_registered_while_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

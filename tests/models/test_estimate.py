@@ -107,4 +107,4 @@ def test_a_dry_run_reports_what_runs_report(families: dict[str, Path]) -> None:
     line = ["quantize", str(families["llama"]), "--dry-run", "--bits", "4"]
     result = CliRunner().invoke(app, line, env={"COLUMNS": "300"})
     assert result.exit_code == 2
-    assert "48 inputs, which groups of 32 do not divide" in result.stderr
+    assert "48 inputs, which groups of 32 do not divide: add --layers language_model." in result.stderr

@@ -180,7 +180,7 @@ def test_files_of_another_kind_are_refused(llava: Path, files: Files, tmp_path: 
         resolve_model(mmproj)
     with pytest.raises(ConfigurationError, match=r"holds a language model \(llama\)"):
         resolve_model(model, mmproj=model)
-    with pytest.raises(CheckpointNotFoundError, match="there is no such file"):
+    with pytest.raises(CheckpointNotFoundError, match=r"there is no such file; give the path of a \.gguf file"):
         resolve_model(model, mmproj=str(tmp_path / "missing.gguf"))
     with pytest.raises(ConfigurationError, match=r"--mmproj goes with a \.gguf file"):
         resolve_model(str(llava), mmproj=mmproj)

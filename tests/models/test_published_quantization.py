@@ -421,7 +421,7 @@ def test_one_line_says_what_stayed_packed(tmp_path: Path, caplog: pytest.LogCapt
         ({**AWQ, "version": "gemv"}, "'awq' with version 'gemv' .* supported: gemm"),
         ({**AWQ, "backend": "llm-awq"}, "llm-awq"),
         ({**AWQ, "bits": 3}, "bits 3 .* supported: 4"),
-        ({"quant_method": "gptq", "bits": 3}, "bits 3 .* supported: 4, 8"),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3 .* supported: 4, 8; load the unquantized model"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin.* supported: gptq, gptq_v2"),
         ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "marlin"),
         ({"quant_method": "fp8", "fmt": "e3m4"}, "e3m4"),

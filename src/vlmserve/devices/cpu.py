@@ -79,7 +79,7 @@ def open_cpu(
     if wanted != stated:
         logger.info("this CPU computes %s slowly: the model runs in %s", stated, wanted)
     elif not computes_well:
-        logger.info("this CPU computes %s slowly: products of many rows run in float32", stated)
+        logger.info("this CPU computes %s slowly: matmuls of many rows run in float32", stated)
     return _with_kernels(torch_device, isa), wanted
 
 
@@ -185,7 +185,7 @@ class NativeCpuDevice(CpuDevice):
         if router is None:
             return None
         if (reason := cpu_experts.unsupported_reason(router.product, experts)) is not None:
-            logger.info("experts: one call per product (%s)", reason)
+            logger.info("experts: one call per matmul (%s)", reason)
             return None
         return cpu_experts.NativeExperts(spec, router, experts)
 

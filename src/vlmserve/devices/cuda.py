@@ -104,10 +104,10 @@ def no_triton(torch_device: torch.device) -> str | None:
 
 def no_int4(torch_device: torch.device) -> str | None:
     if torch.version.hip is not None:
-        return "torch's product of 4 bits was made for NVIDIA's GPUs"
+        return "torch's 4-bit matmul supports NVIDIA GPUs only"
     capability = torch.cuda.get_device_capability(torch_device)
     if capability < LEAST_CAPABILITY:
-        return "torch's product of 4 bits needs compute capability 8.0"
+        return "torch's 4-bit matmul needs compute capability 8.0"
     return None
 
 
@@ -142,7 +142,7 @@ class CudaDevice(TorchDevice):
         capability = torch.cuda.get_device_capability(self.torch_device)
         reason = torch_float8.unsupported_reason(weight, capability)
         if reason is not None:
-            logger.info("a product of %s: expanded from float8 (%s)", tuple(weight.shape), reason)
+            logger.info("linear of %s: dequantized from float8 (%s)", tuple(weight.shape), reason)
         return reason is None
 
     @property
@@ -162,9 +162,9 @@ class CudaDevice(TorchDevice):
             return torch_float8.Float8Product(weight, bias, epilogue, dtype, by_rows=self._multiplies_float8_rows)
         reason = torch_int4.unsupported_reason(weight, dtype) or no_int4(self.torch_device)
         if reason is None:
-            logger.info("a product of %s: torch's of 4 bits", tuple(weight.shape))
+            logger.info("linear of %s: torch's 4-bit matmul", tuple(weight.shape))
             return torch_int4.Int4Product(weight, bias, epilogue)
-        logger.info("a product of %s: expanded in each step (%s)", tuple(weight.shape), reason)
+        logger.info("linear of %s: dequantized in each step (%s)", tuple(weight.shape), reason)
         return QuantizedProduct(weight, bias, epilogue, dtype, block_elements=BLOCK_ELEMENTS)
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
@@ -286,7 +286,7 @@ class TritonDevice(CudaDevice):
 
             return TritonFloat8Product(weight, bias, epilogue, dtype)
         if (reason := unsupported_reason(weight, epilogue.activation)) is not None:
-            logger.info("a product of %s: torch (%s)", tuple(weight.shape), reason)
+            logger.info("linear of %s: torch (%s)", tuple(weight.shape), reason)
             return super().linear(weight, bias, epilogue, dtype)
         return TritonProduct(
             weight,
@@ -333,7 +333,7 @@ class TritonDevice(CudaDevice):
 
         reason = NOT_AS_STORED if router is None else unsupported_reason(router, experts)
         if router is None or reason is not None:
-            logger.info("experts: one product after the other, without CUDA graphs (%s)", reason)
+            logger.info("experts: one matmul after the other, without CUDA graphs (%s)", reason)
             self.enforce_eager()
             return None
         return TritonExperts(spec, router, experts)

@@ -241,7 +241,9 @@ class RequestPreparer:
             text = self.tokenizer.token(token_id)
             if text is None:
                 raise InvalidRequestError(
-                    f"tokens[{index}] is {token_id}, which is not in the vocabulary", param=f"tokens[{index}]"
+                    f"tokens[{index}] is {token_id}, which is not in the vocabulary of {self.tokenizer.vocab_size}; "
+                    "send ids that this model's tokenizer gives",
+                    param=f"tokens[{index}]",
                 )
             texts.append(text)
         return texts

@@ -23,7 +23,7 @@ def unsupported_reason(weight: QuantizedWeight, capability: tuple[int, int]) -> 
     if weight.shape[0] % 16 or weight.shape[1] % 16:
         return f"float8 matmuls do not support {weight.shape[0]} x {weight.shape[1]} weights"
     if capability < ROWS_CAPABILITY and not _has_one_scale(weight):
-        return "products with a scale for each output need compute capability 9.0"
+        return "matmuls with a scale per output need compute capability 9.0"
     return None
 
 

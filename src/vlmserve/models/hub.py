@@ -84,7 +84,7 @@ def _checked_file(path: Path, name: str, mmproj: str | None) -> Path:
         return header.path
     tower = expanded(mmproj)
     if not tower.is_file():
-        raise CheckpointNotFoundError(f"--mmproj {mmproj}: there is no such file")
+        raise CheckpointNotFoundError(f"--mmproj {mmproj}: there is no such file; give the path of a {GGUF} file")
     return make_pair(header.path, tower)
 
 

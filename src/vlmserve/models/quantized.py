@@ -181,8 +181,8 @@ def check_groups(model: nn.Module, config: QuantizationConfig) -> None:
     for path, module, width in choose_layers(model, config):
         if width == 4 and module.in_features % config.group_size:
             raise ConfigurationError(
-                f"{path} has {module.in_features} inputs, which groups of {config.group_size} do not divide: choose "
-                "another group size, or 8 bits or none for this layer"
+                f"{path} has {module.in_features} inputs, which groups of {config.group_size} do not divide: add "
+                f"--layers {path}=int8 (with serve: --quantize-layers)"
             )
 
 

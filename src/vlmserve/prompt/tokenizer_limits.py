@@ -23,7 +23,7 @@ MAX_WORD = 1000
 """Maximum characters of a WordPiece word. Splitting a word takes cubic time."""
 
 _FILES = ("*token*", "vocab*", "merges*", "spiece*", "*.tiktoken", "*.model")
-_SHOWN = 40
+_SHOWN = 32
 """Characters of a pattern in an error."""
 
 
@@ -110,4 +110,4 @@ def _check_pattern(pattern: str, name: str) -> bool:
         return check_pattern(pattern)
     except PatternError as error:
         shown = pattern if len(pattern) <= _SHOWN else pattern[:_SHOWN] + "…"
-        raise ModelLoadError(f"{name}: the pattern {shown!r} {error}") from None
+        raise ModelLoadError(f"{name}: the pattern {shown!r} {error}; replace the file") from None

@@ -80,7 +80,7 @@ def _processor() -> Iterator[Finding]:
     text = ", ".join(f"{isa} for {dtype}" for dtype, isa in chosen.items())
     yield Finding("CPU kernels", f"{text}; there are {', '.join(isas)} and torch")
     if not multiplies_bfloat16():
-        yield Finding("bfloat16", "no products in hardware: weights are read in 16 bits and computed in float32")
+        yield Finding("bfloat16", "no bfloat16 matmuls in hardware: 16-bit weights are computed in float32")
 
 
 def _processor_name() -> str:

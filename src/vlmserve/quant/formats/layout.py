@@ -35,7 +35,8 @@ def check_setting(method: str, name: str, value: Any, known: Sequence[Any]) -> N
     if value not in known:
         choices = ", ".join(map(str, known))
         raise UnsupportedModelError(
-            f"checkpoints quantized by {method!r} with {name} {value!r} are not supported; supported: {choices}"
+            f"checkpoints quantized by {method!r} with {name} {value!r} are not supported; supported: {choices}; "
+            "load the unquantized model with --quantize int4"
         )
 
 
