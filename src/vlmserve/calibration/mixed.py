@@ -116,7 +116,7 @@ class SensitivityPass(Calibration):
 
     @torch.inference_mode()
     def measure(self, progress: Callable[[int, int], None]) -> dict[str, dict[Scheme, float]]:
-        """progress: called with finished and total stages."""
+        """Return the `output_error` of each scheme, by layer name. progress: called with finished and total stages."""
         self._measured: dict[str, dict[Scheme, float]] = {}
         flow = LayerByLayer(self._decoder, self._executor, self._device, self._prompts)
         count = len(self._decoder.layers)

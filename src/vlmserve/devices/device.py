@@ -103,7 +103,7 @@ class Device(Operations, Protocol):
 
     @property
     def gpu_uuid(self) -> str | None:
-        """NVML's name."""
+        """``GPU-...``, as NVML names it."""
         ...
 
     @property

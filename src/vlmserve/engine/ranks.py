@@ -173,7 +173,7 @@ class _Process:
         return EngineDeadError(f"rank {self.rank} ended {how}")
 
     def _is_ending(self) -> bool:
-        """Return whether it sent a reason or closed its channel. Exiting may take seconds longer."""
+        """Return whether the process sent a `Failure` or closed its channel. It may run for seconds after that."""
         if not select.select([self.channel], [], [], 0)[0]:
             return False
         try:

@@ -22,7 +22,7 @@ BLOCK_ELEMENTS = 2**21
 
 
 class TorchProduct:
-    """bias: ``[out_features]``."""
+    """Base of linears that torch computes: matmul, adapters, epilogue. bias: ``[out_features]``."""
 
     def __init__(self, bias: Tensor | None, epilogue: Epilogue) -> None:
         self._bias = bias

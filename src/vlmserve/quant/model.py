@@ -103,9 +103,8 @@ def log_expected_memory(model: nn.Module, device: Device, config: QuantizationCo
 
 
 def choose_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tuple[str, Linear | TiedEmbedding, int]]:
-    """Output heads keep at least 8 bits because rounding them costs most. So do patch embeddings (few weights) and
-    layers whose inputs the group size does not divide. Raises ConfigurationError for an override that matches no
-    layer."""
+    """Output heads keep at least 8 bits because rounding them costs most. So do patch embeddings (few weights). Raises
+    ConfigurationError for an override that matches no layer."""
     overrides = config.overrides
     unused = set(overrides)
     for name, module in model.named_modules():

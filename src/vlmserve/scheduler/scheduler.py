@@ -204,7 +204,10 @@ class Scheduler:
             self.resources.begin_step(self.running, self.limits)
 
     def _schedule_running(self, step: SchedulerOutput) -> int:
-        """Return the remaining budget."""
+        """Schedule decodes, then prompt chunks. Returns the remaining token budget.
+
+        Before each chunk, it admits waiting requests of a higher priority.
+        """
         budget = self._schedule_decodes(step, self._max_num_batched_tokens)
         if self.limits is not None:
             budget = int(min(budget, self.limits.prompt_tokens(shared=len(self.requests) > 1)))
@@ -241,8 +244,8 @@ class Scheduler:
     def _limit_drafts(self, request: Request, drafts: Sequence[int], budget: int, count: int = 1) -> Sequence[int]:
         """Keep the drafts that fit without taking what other requests may need soon.
 
-        count: tokens computed before the drafts. The token after them must not exceed `max_len` or `max_short_len`
-        either.
+        count: tokens computed before the drafts. The token after them must not exceed `max_len`. Drafts must not exceed
+        `max_short_len`, where RoPE frequencies change.
         """
         most = min(budget, request.max_len - len(request.token_ids) - 1)
         if request.num_short_left is not None:

@@ -16,9 +16,10 @@ from vlmserve.kernels.triton.rounding import round_rows
 
 
 class TritonFloat8Product(Float8Product):
-    """fuses: whether norms and activations round the inputs of the next matmul (for measurements)."""
+    """A `Float8Product` with one scale per output and per input row. A `RoundingProduct`."""
 
     fuses: ClassVar[bool] = True
+    """The preceding norm or activation rounds its inputs. False, for measurements: the matmul rounds them."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> None:
         super().__init__(weight, bias, epilogue, dtype, by_rows=True)

@@ -142,8 +142,9 @@ def store_results(
     TOKENS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue to ``[OUTPUTS, TOKENS]``, store and return the results. places, inside: see
-    `result_places`.
+    """Apply the epilogue to sums ``[OUTPUTS, TOKENS]``; store and return the results.
+
+    places, inside: from `result_places`. residual: values loaded from `places`.
     """
     outputs = first_output + tl.arange(0, OUTPUTS)
     if HAS_BIAS:
