@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from tests.checkpoints import make_llama
 from tests.engine.test_memory import out_of_memory
 from vlmserve.devices import offload
+from vlmserve.kernels import blocks
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
@@ -46,12 +48,29 @@ def test_blocks_change_alike_without_spare_memory(model: LoadedModel, monkeypatc
     copies = [BlockCopy("copy", 1, 2), BlockCopy("copy", 0, 5), BlockCopy("fill", 0, 4), BlockCopy("fill", 1, 3)]
     step = SchedulerOutput(blocks_to_zero=[0, 7], block_copies=copies, block_contents=[*read])
     usual.prepare(step)
-    for name in ("clear_blocks", "copy_blocks", "to_device"):
+    for name in ("clear_blocks", "to_device"):
         monkeypatch.setattr(kv, name, out_of_memory)
     careful.prepare(step)
     monkeypatch.undo()
     assert torch.equal(contents(careful), contents(usual))
     assert not torch.equal(contents(usual), contents(filled(model)))
+
+
+def test_written_tensors_are_not_copied_again(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source is overwritten later in the step, and memory runs out after the first tensor."""
+    usual, careful, uploads = filled(model), filled(model), itertools.count()
+    step = SchedulerOutput(block_copies=[BlockCopy("copy", 1, 2), BlockCopy("copy", 3, 1)])
+    usual.prepare(step)
+
+    def lacking(tensor: Tensor, device: torch.device) -> Tensor:
+        return tensor if next(uploads) < 2 else out_of_memory()
+
+    for module in (kv, blocks):
+        monkeypatch.setattr(module, "to_device", lacking)
+    careful.prepare(step)
+    monkeypatch.undo()
+    assert next(uploads) > 2
+    assert torch.equal(contents(careful), contents(usual))
 
 
 def test_contents_are_gathered_in_parts(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from vlmserve.devices.offload import STAGED_BYTES, HostBlocks, runs
 from vlmserve.devices.out_of_memory import with_less_memory
 from vlmserve.kernels.attention import LayerCache
-from vlmserve.kernels.blocks import Blocks, allocate_states, clear_blocks, copy_blocks, distinct, populate
+from vlmserve.kernels.blocks import Blocks, allocate_states, clear_blocks, distinct, populate
 from vlmserve.kernels.states import StateCache
 from vlmserve.kernels.transfers import to_device
 from vlmserve.models.protocols import LoadedModel
@@ -92,8 +92,8 @@ def _copy(
         by_target = {copy.target: copy.source for copy in group}
         sources, targets = list(by_target.values()), list(by_target)
         if kind == "copy":
-            for layer in layers:
-                _copy_within(layer, sources, targets)
+            for tensor in (tensor for layer in layers for tensor in layer.tensors):
+                _copy_within(tensor, sources, targets)
             continue
         if kind == "fill":
             _fill(layers, targets, [contents[source] for source in sources])
@@ -119,13 +119,18 @@ def _clear(layers: Sequence[LayerCache], blocks: Sequence[int]) -> None:
     with_less_memory(at_once, one_by_one)
 
 
-def _copy_within(layer: Blocks, sources: Sequence[int], targets: Sequence[int]) -> None:
-    def one_by_one() -> None:
-        for tensor in layer.tensors:
-            for source, target in zip(sources, targets, strict=True):
-                tensor[target].copy_(tensor[source])
+def _copy_within(tensor: Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Copy blocks of one tensor. After it is written, a repetition would read the new contents of sources."""
 
-    with_less_memory(lambda: copy_blocks(layer, layer, torch.tensor(sources), torch.tensor(targets)), one_by_one)
+    def at_once() -> None:
+        rows = tensor.index_select(0, to_device(torch.tensor(sources), tensor.device))
+        tensor.index_copy_(0, to_device(torch.tensor(targets), tensor.device), rows)
+
+    def one_by_one() -> None:
+        for source, target in zip(sources, targets, strict=True):
+            tensor[target].copy_(tensor[source])
+
+    with_less_memory(at_once, one_by_one)
 
 
 def _fill(layers: Sequence[Blocks], blocks: Sequence[int], contents: Sequence[Bytes]) -> None:
