@@ -74,6 +74,13 @@ def test_each_prompt_alone_scores_the_same(llava, contents, expected):
         assert_close(run(engine, [prompt], [TASK]), expected[number : number + 1])
 
 
+@pytest.mark.parametrize("order", [(1, 2, 3, 0), (3, 2, 1), (0, 2), (3,), (2, 2, 0, 0)])
+def test_continuations_in_any_order_score_alike(llava, contents, expected, order):
+    task = Score(tuple(TASK.continuations[place] for place in order))
+    engine = engine_for(llava, block_size=4, max_num_seqs=3)
+    assert_close(run(engine, contents, [task]), [sums_of_all[[*order]] for sums_of_all in expected])
+
+
 def test_preempted_branches_score_the_same(llava, contents, expected):
     engine = tight_cache(llava, contents, max_num_batched_tokens=20)
     assert_close(score(engine, contents), expected)
