@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_llama
+from tests.engine.test_memory import out_of_memory
 from tests.engine.test_structured import PERSON, engine_of, mixed, request_of, run, tokens
 from tests.static_device import replace_cpus
 from vlmserve.engine.engine import Engine
+from vlmserve.runner import sampling
 from vlmserve.sampling.grammar import Matcher
 from vlmserve.steps import SchedulerOutput
 from vlmserve.types import EngineRequest, Grammar
@@ -112,6 +114,24 @@ def test_steps_without_tokens_sample_late_rows(folder: Path, blocked: threading.
     while not sampled and time.monotonic() < deadline:
         sampled = engine.runner.submit(SchedulerOutput()).result().token_ids
     assert len(sampled["slow"]) == 1
+
+
+def test_late_rows_without_memory_fail_alone(
+    folder: Path, blocked: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(folder)
+    engine.add(request_of("slow", Grammar.json(PERSON), max_tokens=77))
+    assert engine.step() == []
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling, "sample", out_of_memory)
+        blocked.set()
+        outputs = []
+        while engine.has_work():
+            outputs += engine.step()
+    [failed] = outputs
+    assert "too little memory" in str(failed.error)
+    assert engine.stats().kv_blocks_used == 0
+    assert len(answer(engine, request_of("plain", None, max_tokens=10))) == 10
 
 
 def test_quick_masks_need_no_other_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
+Result = TypeVar("Result")
 MEMORY_ERRORS = (RuntimeError, MemoryError)
 """Types of errors that `is_out_of_memory` recognizes."""
 _PHRASES = (
@@ -37,14 +39,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def with_less_memory(run: Callable[[], None], otherwise: Callable[[], None]) -> None:
+def with_less_memory(run: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
     """`otherwise` must not allocate device memory."""
     try:
-        run()
+        return run()
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):
             raise
-        otherwise()
+        return otherwise()
 
 
 def _is_named(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vlmserve.devices.out_of_memory import MEMORY_ERRORS, is_out_of_memory
 from vlmserve.kernels.torch_sampling import Draw
 from vlmserve.kernels.transfers import to_device
 from vlmserve.runner.requests import RequestState, ScheduledRequest
@@ -17,6 +19,8 @@ from vlmserve.sampling.guide import Guide
 from vlmserve.sampling.logprobs import token_logprobs
 from vlmserve.sampling.sampler import sample
 from vlmserve.steps import ModelRunnerOutput, RequestFailure
+
+logger = logging.getLogger(__name__)
 
 PATIENCE = 0.005
 """Seconds that a step waits for grammars. Ordinary masks take less."""
@@ -69,15 +73,24 @@ class TokenSampler:
             rows = self._round(rows, logits, output, deadline)
 
     def collect(self, timeout: float, output: ModelRunnerOutput) -> None:
-        """Sample late rows. timeout: seconds to wait for one."""
+        """Sample late rows; their requests fail if memory runs out. timeout: seconds to wait for one."""
         if not self._late:
             return
         pending = [row.pending for row in self._late.values()]
         if all(pending):
             wait(filter(None, pending), timeout, FIRST_COMPLETED)
         rows = [row for row in self._late.values() if row.pending is None]
-        if rows:
-            self._round(rows, None, output, time.monotonic() + PATIENCE)
+        try:
+            if rows:
+                self._round(rows, None, output, time.monotonic() + PATIENCE)
+        except MEMORY_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("Memory ran out: %s", error)
+            for row in rows:
+                if self._late.pop(row.state.request_id, None) is not None:
+                    output.token_ids[row.state.request_id] = []
+                    output.failures[row.state.request_id] = RequestFailure("out_of_memory")
 
     def _round(
         self, rows: Sequence[_Row], logits: Tensor | None, output: ModelRunnerOutput, deadline: float

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vlmserve.devices.out_of_memory import with_less_memory
 from vlmserve.kernels.transfers import to_device
 from vlmserve.models.protocols import LanguageModel
 from vlmserve.runner.adapters import RunnerAdapters
@@ -79,7 +80,9 @@ def _logprobs(
 
 
 def write_results(results: Sequence[tuple[str, Tensor]], output: ModelRunnerOutput) -> None:
-    host = torch.cat([values for _, values in results]).cpu().numpy().astype("<f4", copy=False)
+    tensors = [values for _, values in results]
+    joined = with_less_memory(lambda: torch.cat(tensors).cpu(), lambda: torch.cat([tensor.cpu() for tensor in tensors]))
+    host = joined.numpy().astype("<f4", copy=False)
     first = 0
     for request_id, tensor in results:
         values = host[first : first + len(tensor)]
