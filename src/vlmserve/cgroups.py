@@ -14,10 +14,7 @@ class ControlGroups:
     """The file that names this process's groups."""
 
     def folders(self, controller: str) -> set[Path]:
-        """Folders with limits of this process. controller: "cpu" or "memory".
-
-        Includes all outer groups and the root, because a container may show its group as the root.
-        """
+        """Folders with limits of this process, up to the root: a container may show its group as the root."""
         folders = {self.root, self.root / controller}
         for line in read(self.process).splitlines():
             _, controllers, path = line.split(":", 2)
@@ -29,7 +26,6 @@ class ControlGroups:
 
 
 def read(path: Path) -> str:
-    """The stripped content of a small file; empty if unreadable."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,13 +1,4 @@
-"""How many CPU cores there are, who uses them, and how long waiting threads spin.
-
-A matmul waits for torch's slowest thread, so a thread that shares its core with an image decoder slows all. On a small
-machine everything shares cores; on a large one the engine leaves some to the server process.
-
-A torch thread that waits for its team spins before it sleeps, because waking is slow. OpenMP's default is milliseconds:
-with other load on the cores, spinning threads slow the threads they wait for, and a matmul takes 30 times as long. On
-an idle machine, spinning for 20 microseconds is as fast. The native kernels have their own threads
-(`kernels/csrc/threads.cpp`), which never wait for a late one.
-"""
+"""Counts CPU cores, divides them among threads, and limits how long waiting threads spin."""
 
 from __future__ import annotations
 
@@ -26,16 +17,17 @@ MAX_SPINS = 2000
 
 
 def bound_spinning(environment: MutableMapping[str, str]) -> None:
-    """Limit the spinning of GNU OpenMP's threads to `MAX_SPINS`, whatever the environment says.
+    """Limit the spinning of GNU OpenMP's threads. Call it before the first import of torch.
 
-    Call it before the first import of torch: OpenMP reads its environment once.
+    With other load on the cores, spinning threads slow the threads they wait for: OpenMP's default can make a matmul
+    30x slower. On an idle machine, `MAX_SPINS` costs nothing.
     """
     if not spinning_is_bounded(environment):
         environment[SPIN_VARIABLE] = str(MAX_SPINS)
 
 
 def spinning_is_bounded(environment: Mapping[str, str]) -> bool:
-    """True if GNU OpenMP, loaded in this environment, spins at most `MAX_SPINS` times."""
+    """True if GNU OpenMP spins at most `MAX_SPINS` times in this environment."""
     spins = environment.get(SPIN_VARIABLE, "").strip()
     if not spins:
         return environment.get("OMP_WAIT_POLICY", "").strip().lower() == "passive"
@@ -50,7 +42,6 @@ def usable_cores(groups: ControlGroups | None = None) -> int:
 
 
 def _quota(folder: Path) -> float | None:
-    """A control group's limit in cores, if any."""
     allowed, _, period = read(folder / "cpu.max").partition(" ")
     if not allowed:
         allowed, period = read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us")
@@ -62,21 +53,24 @@ def _quota(folder: Path) -> float | None:
 
 
 def engine_threads(cores: int | None = None, threads_per_core: int | None = None) -> int:
-    """Threads of the engine on this many logical cores (default: this machine's)."""
+    """Threads of the engine. cores: logical (default: this machine's).
+
+    A matmul waits for its slowest thread, so on a large machine the engine leaves cores to the server process.
+    """
     cores = usable_cores() if cores is None else cores
     if cores <= SHARED_BY_ALL:
         return cores
     if threads_per_core is None:
-        import psutil  # not at the top: every command reads the settings, which import this module
+        import psutil  # lazy: every command imports this module
 
         threads_per_core = (psutil.cpu_count() or 1) // (psutil.cpu_count(logical=False) or 1)
     if threads_per_core > 1:
-        # A core's two threads share its arithmetic units; leave the second ones to other work.
+        # A core's two threads share its arithmetic units; leave the second to other work.
         return cores // threads_per_core
     return cores - max(1, cores // 16)
 
 
 def media_threads(cores: int | None = None) -> int:
-    """Threads that decode and resize images, on this many logical cores (default: this machine's)."""
+    """Threads that decode and resize images. cores: logical (default: this machine's)."""
     cores = usable_cores() if cores is None else cores
     return min(8, max(2, cores // 8))

@@ -6,7 +6,7 @@ import msgspec
 
 
 class DiskStats(msgspec.Struct, frozen=True):
-    """Counts of entries (image embeddings and KV blocks)."""
+    """Counts of image embeddings and KV blocks."""
 
     disk_hits: int = 0
     disk_misses: int = 0

@@ -1,7 +1,4 @@
-"""All errors that vlmserve raises on purpose.
-
-A message says what was wrong and what to do. Only the server turns errors into HTTP statuses.
-"""
+"""Errors that vlmserve raises on purpose. Only the server turns them into HTTP statuses."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ class VLMServeError(Exception):
 class InvalidRequestError(VLMServeError):
     """A request that can never succeed as sent.
 
-    `param`: the wrong field, in the API's spelling. `code`: a stable word for programs. `source`: the path or URL at
-    fault.
+    param: the wrong field, in the API's spelling. code: a stable word for programs. source: path or URL at fault.
     """
 
     code = "invalid_request"
@@ -31,7 +27,6 @@ class InvalidRequestError(VLMServeError):
         self.param = param
 
     def locate(self, place: str | None = None) -> None:
-        """Prefix the message with the place in a list, and the image with its file or URL."""
         before = [] if place is None else [place]
         if self.source is not None:
             known = (self.param or "", self.source)
@@ -41,7 +36,7 @@ class InvalidRequestError(VLMServeError):
 
 
 class InvalidRequestsError(InvalidRequestError):
-    """Several wrong requests, or parts of one. `errors` has an error for each."""
+    """Several errors, in `errors`."""
 
     def __init__(self, errors: Sequence[InvalidRequestError]) -> None:
         all_errors: list[InvalidRequestError] = []
@@ -63,13 +58,11 @@ class InvalidRequestsError(InvalidRequestError):
 
 
 class UnknownModelError(InvalidRequestError):
-    """The request names a model that this server does not serve."""
-
     code = "model_not_found"
 
 
 class NotFoundError(InvalidRequestError):
-    """The request names a response, conversation, item or file that does not exist or is another owner's."""
+    """A response, conversation, item or file that does not exist or has another owner."""
 
     code = "not_found"
 
@@ -83,7 +76,7 @@ class PromptTooLongError(InvalidRequestError):
     def of(cls, num_tokens: int, max_prompt_len: int, *, param: str, exact: bool = True) -> Self:
         """Make an error that clients recognize, so that they shorten the conversation.
 
-        num_tokens: of the prompt; with `exact` false, a lower bound.
+        exact: false if `num_tokens` is a lower bound.
         """
         count = num_tokens if exact else f"more than {num_tokens}"
         return cls(
@@ -94,26 +87,22 @@ class PromptTooLongError(InvalidRequestError):
 
 
 class InvalidImageError(InvalidRequestError):
-    """An image that cannot be read: broken, empty, truncated or no image."""
+    """An image that cannot be read."""
 
     code = "invalid_image"
 
 
 class ImageTooLargeError(InvalidRequestError):
-    """An image with too many bytes or pixels."""
-
     code = "image_too_large"
 
 
 class InvalidVideoError(InvalidRequestError):
-    """A video that is unreadable, empty, or has frames of different sizes."""
+    """A video that is unreadable, empty, or changes its size."""
 
     code = "invalid_video"
 
 
 class VideoTooLargeError(InvalidRequestError):
-    """A video with too many bytes, frames or pixels."""
-
     code = "video_too_large"
 
 
@@ -124,19 +113,15 @@ class InvalidDocumentError(InvalidRequestError):
 
 
 class DocumentTooLargeError(InvalidRequestError):
-    """A document over the limit of bytes, pages, memory or time."""
-
     code = "document_too_large"
 
 
 class TooManyImagesError(InvalidRequestError):
-    """Too many images or videos in one request, or any for a model that takes none."""
-
     code = "too_many_images"
 
 
 class ImageFetchError(InvalidRequestError):
-    """A URL that could not be fetched within the limits, or must not be fetched."""
+    """A URL that failed, exceeded a limit, or is forbidden."""
 
     code = "image_fetch_failed"
 
@@ -153,7 +138,7 @@ class AdapterError(InvalidRequestError):
 class AnswerError(VLMServeError):
     """An answer without the expected object: cut off, failed, or rejected by the pydantic model.
 
-    output: the `RequestOutput`, with the answer as text.
+    output: the `RequestOutput`.
     """
 
     def __init__(self, message: str, output: Any) -> None:
@@ -174,10 +159,7 @@ class ForkError(VLMServeError):
 
 
 class UnavailableError(VLMServeError):
-    """The server is loading, restarting its engine or closing; the request may succeed later or elsewhere.
-
-    retry_after: seconds.
-    """
+    """The server is loading, restarting or closing. retry_after: seconds."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -185,7 +167,7 @@ class UnavailableError(VLMServeError):
 
 
 class StorageError(UnavailableError):
-    """The history cannot be read or written; the request may succeed later."""
+    """The history cannot be read or written now."""
 
 
 class StorageFullError(VLMServeError):
@@ -197,7 +179,7 @@ class ModelLoadError(VLMServeError):
 
 
 class CheckpointNotFoundError(ModelLoadError):
-    """No local folder, and no repository that can be downloaded or is cached."""
+    """Neither a local folder nor a downloadable or cached repository."""
 
 
 class MissingWeightsError(ModelLoadError):
@@ -209,7 +191,7 @@ class UnsupportedModelError(ModelLoadError):
 
 
 class CancelledWorkError(VLMServeError):
-    """Stops work whose result is no longer needed. No caller sees it."""
+    """Stops unneeded work; no caller sees it."""
 
 
 class ConfigurationError(VLMServeError):

@@ -17,17 +17,17 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def data_folder() -> Path | None:
-    """vlmserve's folder for permanent data, in ``XDG_DATA_HOME`` or ``~/.local/share``; None without a home."""
+    """vlmserve's folder in ``XDG_DATA_HOME`` or ``~/.local/share``; None without a home."""
     return _own_folder("XDG_DATA_HOME", "~/.local/share")
 
 
 def cache_folder() -> Path:
-    """vlmserve's cache folder, in ``XDG_CACHE_HOME`` or ``~/.cache``; without a home, a temporary one."""
+    """vlmserve's folder in ``XDG_CACHE_HOME`` or ``~/.cache``; temporary without a home."""
     return _own_folder("XDG_CACHE_HOME", "~/.cache") or temporary_folder()
 
 
 def name_hub_folder(environ: MutableMapping[str, str]) -> None:
-    """Without a home, let Hugging Face's library use a temporary folder, not one named ``~``."""
+    """Without a home, move Hugging Face's cache to a temporary folder."""
     if os.path.expanduser("~") == "~" and not environ.keys() & {"HF_HOME", "XDG_CACHE_HOME"}:
         environ["HF_HOME"] = str(cache_folder() / "huggingface")
 
@@ -39,7 +39,7 @@ def _own_folder(variable: str, default: str) -> Path | None:
 
 @cache
 def temporary_folder() -> Path:
-    """The same folder for all processes of the user, unless another user has taken its name."""
+    """The same folder for all of the user's processes, unless another user has its name."""
     folder = Path(tempfile.gettempdir()) / f"vlmserve-{os.geteuid()}"
     with contextlib.suppress(OSError):  # the name belongs to a file or broken link
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,7 +1,4 @@
-"""Encodes messages with arrays as frames: one of msgpack, then each array's raw memory.
-
-Arrays are not copied, and an array with several references is sent once.
-"""
+"""Encodes messages as frames: msgpack, then each array's memory, uncopied and once per array."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _looking_up = threading.Lock()
 
 
 def pack(message: Any) -> Frames:
-    """Encode a message: msgpack, then the uint8 or float32 arrays, which it references by index."""
+    """Encode a message. Its uint8 and float32 arrays become frames, referenced by index."""
     arrays: list[memoryview] = []
     places: dict[int, int] = {}
 
@@ -39,10 +36,7 @@ def pack(message: Any) -> Frames:
 
 
 def unpack(frames: Sequence[Buffer], kind: type[Message]) -> Message:
-    """Decode a message. Its arrays are views of `frames`; equal references stay one array.
-
-    Raises msgspec.ValidationError for another message.
-    """
+    """Decode a message; its arrays are views of `frames`. Raises msgspec.ValidationError."""
     if kind not in _known:
         # msgspec crashes if two threads decode a type's first message.
         with _looking_up:

@@ -11,11 +11,7 @@ _YOUNG_OBJECTS = 10_000
 
 
 def freeze_loaded_objects() -> None:
-    """Exclude all current objects from collections. Call it after loading modules, models and tokenizers.
-
-    A full collection would scan the hundreds of thousands of objects from imports, the more often the more requests
-    come.
-    """
+    """Exclude all current objects from collections: scanning hundreds of thousands takes long."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS)
@@ -23,7 +19,7 @@ def freeze_loaded_objects() -> None:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause collections during imports, which create hundreds of thousands of lasting objects."""
+    """Pause collections during imports, which create lasting objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

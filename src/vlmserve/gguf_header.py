@@ -1,8 +1,4 @@
-"""Reads GGUF headers: metadata and tensor locations. Imports no torch.
-
-The gguf package makes arrays of all strings and numbers of a vocabulary, which takes seconds. This module skips arrays
-until they are requested.
-"""
+"""Reads GGUF headers without torch. Skips arrays until requested: the gguf package takes seconds to parse them."""
 
 from __future__ import annotations
 
@@ -32,15 +28,12 @@ _LENGTH = struct.Struct("<Q")
 
 
 def is_gguf(path: Path) -> bool:
-    """True if a file has GGUF's signature, whatever its name."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
 class TensorInfo(NamedTuple):
-    """The location of a tensor. type: from `gguf.GGMLQuantizationType`. shape: outermost axis first. offset: bytes from
-    the start of the file at `path`.
-    """
+    """type: from `gguf.GGMLQuantizationType`. shape: outermost axis first. offset: bytes from the file's start."""
 
     name: str
     type: int
@@ -57,8 +50,6 @@ class _Array(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """Metadata and tensors, by name."""
-
     path: Path
     """The file, or the first part of a split model, which has all metadata."""
     sizes: Mapping[Path, int]
@@ -70,11 +61,10 @@ class Header:
 
     @property
     def architecture(self) -> str:
-        """`general.architecture`; empty if missing."""
         return str(self.values.get("general.architecture", ""))
 
     def array(self, key: str) -> list[Any]:
-        """An array of the metadata; empty if missing."""
+        """Read an array of the metadata; empty if missing."""
         array = self.arrays.get(key)
         if array is None:
             return []
@@ -85,7 +75,7 @@ class Header:
             return list(cursor.numbers(f"{array.length}{_NUMBERS[array.kind]}"))
 
     def texts(self, key: str, places: Collection[int]) -> dict[int, str]:
-        """Some strings of an array, by index. Missing indices are omitted."""
+        """Read strings of an array by index; omit missing indices."""
         array = self.arrays.get(key)
         if array is None or array.kind != _STRING or not places:
             return {}
@@ -104,8 +94,8 @@ class Header:
 def read_header(path: Path) -> Header:
     """Read the header of a file, or of all parts of its model.
 
-    Raises ModelLoadError for other or truncated files and for missing or mismatched parts, UnsupportedModelError for
-    another GGUF version.
+    Raises ModelLoadError for broken files and for missing or mismatched parts, UnsupportedModelError for another GGUF
+    version.
     """
     try:
         own = _read_file(*_version(path))
@@ -121,14 +111,13 @@ def read_header(path: Path) -> Header:
 
 
 def _version(path: Path) -> tuple[Path, int, int]:
-    """Cache key of an unchanged file: copying a split model opens each part once per tensor."""
+    """Cache key of an unchanged file: avoids opening a part for each of its tensors."""
     stat = path.stat()
     return path, stat.st_size, stat.st_mtime_ns
 
 
 @lru_cache(maxsize=4)
 def _joined(*versions: tuple[Path, int, int]) -> Header:
-    """Join the headers of all parts, in order."""
     parts = [_read_file(*version) for version in versions]
     for number, part in enumerate(parts):
         if (part.values.get("split.no"), part.values.get("split.count")) != (number, len(parts)):
@@ -185,7 +174,7 @@ def _read_file(path: Path, size: int, modified: int) -> Header:
 
 
 class _Cursor:
-    """Reads consecutive little-endian values. Raises ModelLoadError at the end of the file."""
+    """Reads consecutive little-endian values. Raises ModelLoadError at the end."""
 
     def __init__(self, path: Path, data: mmap.mmap, position: int) -> None:
         self._path = path
@@ -238,7 +227,7 @@ class _Cursor:
         return TensorInfo(name, kind, shape, offset, self._path)
 
     def _spans(self, count: int) -> Iterator[tuple[int, int]]:
-        """Locate `count` strings. Optimized: vocabularies have hundreds of thousands."""
+        """Locate `count` strings. Optimized for vocabularies of hundreds of thousands."""
         end, read = self.position, _LENGTH.unpack_from
         for _ in range(count):
             start = end + _LENGTH.size

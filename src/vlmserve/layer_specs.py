@@ -1,4 +1,4 @@
-"""Mixers and RoPE of decoder layers, and the layout of their KV cache. No torch: the frontend reads these values."""
+"""Mixers, RoPE and KV cache layout of decoder layers. Imports no torch, for the frontend."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class DeltaSpec:
 
     @property
     def channels(self) -> int:
-        """Elements of queries, keys and values, which the convolution reads."""
+        """Elements that the convolution reads: queries, keys, values."""
         return 2 * self.keys + self.values
 
     @property
@@ -77,7 +77,7 @@ class DeltaSpec:
         return states, _tail(self.channels, self.kernel)
 
     def state_bytes(self, element_size: int) -> int:
-        """Bytes of one slot. element_size: bytes of an element of the model's type."""
+        """Bytes of one slot. element_size: bytes."""
         return _bytes(self.tensors, element_size)
 
 
@@ -94,7 +94,7 @@ class ConvolutionSpec:
         return (_tail(self.channels, self.kernel),)
 
     def state_bytes(self, element_size: int) -> int:
-        """Bytes of one slot. element_size: bytes of an element of the model's type."""
+        """Bytes of one slot. element_size: bytes."""
         return _bytes(self.tensors, element_size)
 
 
@@ -122,8 +122,6 @@ def _bytes(tensors: Sequence[StateTensor], element_size: int) -> int:
 
 
 class CachePlace(NamedTuple):
-    """The place of a layer's keys and values."""
-
     column: int
     """The block table that lists its pages."""
     slot: int
@@ -138,9 +136,8 @@ MAX_UNUSED = 0.1
 class CacheLayout:
     """Division of the KV cache into pages.
 
-    A page holds one block of tokens of as many layers as there are slots, each in its slot's tensor. Layers of equal
-    windows share columns. A request has a block table per column. All columns take pages from one pool, so window and
-    full layers share the memory.
+    A page holds a block of tokens of one layer per slot. Layers of equal windows share columns. A request has a block
+    table per column. All columns take pages from one pool.
     """
 
     windows: tuple[int | None, ...]
@@ -154,8 +151,8 @@ class CacheLayout:
     def of(cls, layers: Sequence[AttentionSpec]) -> CacheLayout:
         """Use the fewest columns that leave at most `MAX_UNUSED` of the slots unused.
 
-        Layers with different head counts or sizes cannot share a tensor. They get a single column for the largest
-        window. A layer that reads another layer's keys has that layer's place.
+        Layers of different shapes cannot share a tensor: they get one column for the largest window. A layer that
+        reads another layer's keys has that layer's place.
         """
         own = [(number, layer) for number, layer in enumerate(layers) if layer.shares_with is None]
         by_window: dict[int | None, list[int]] = {}
@@ -187,7 +184,7 @@ def _unused(counts: Sequence[int], size: int) -> float:
 
 
 def window_blocks(window: int, chunk: int, block_size: int) -> int:
-    """Blocks for a chunk and everything its tokens attend to. The first and last block may be partly used."""
+    """Blocks for a chunk and its window. The first and last may be partly used."""
     return -(-(window - 1 + chunk) // block_size) + 1
 
 
@@ -208,7 +205,6 @@ class CacheBytes:
     def of(
         cls, layers: Sequence[AttentionSpec], block_size: int, block_bytes: Callable[[AttentionSpec], int]
     ) -> CacheBytes:
-        """block_bytes: bytes of one block of a layer."""
         layout = CacheLayout.of(layers)
         slots: dict[int, int] = {}
         windows: dict[int | None, int] = {}
@@ -223,22 +219,20 @@ class CacheBytes:
         return self.page * len(self.windows)
 
     def pages(self, num_tokens: int, max_chunk: int) -> int:
-        """Maximum pages of a sequence while it grows to this length. max_chunk: maximum tokens per step, which window
-        layers hold in addition to their window.
-        """
+        """Maximum pages of a sequence while it grows. max_chunk: tokens per step, held besides a window."""
         blocks, size = -(-num_tokens // self.block_size), self.block_size
         return sum(
             blocks if window is None else min(blocks, window_blocks(window, max_chunk, size)) for window in self.windows
         )
 
     def fitting(self, num_pages: int, max_chunk: int, max_tokens: int) -> int:
-        """Maximum tokens, up to `max_tokens`, of a sequence with this many pages."""
+        """Longest sequence in tokens, up to `max_tokens`, for this many pages."""
         lengths = range(0, max_tokens + self.block_size, self.block_size)
         fits = bisect_right(lengths, num_pages, key=lambda length: self.pages(length, max_chunk))
         return min(max_tokens, lengths[fits - 1])
 
     def read(self, num_tokens: int) -> float:
-        """Bytes of keys and values that the newest token reads. Window layers read their window."""
+        """Bytes of keys and values that the newest token reads."""
         tokens = ((min(num_tokens, window or num_tokens), size) for window, size in self.layers.items())
         return sum(count * size for count, size in tokens) / self.block_size
 
@@ -288,7 +282,7 @@ class RopeSpec:
         part: float = 1.0,
         interleaved: bool = False,
     ) -> RopeSpec:
-        """Read ``rope_scaling`` (older checkpoints) or ``rope_parameters`` (Transformers 5) of a config.json.
+        """Read ``rope_scaling`` or ``rope_parameters`` (Transformers 5) of a config.json.
 
         part: default fraction of a head that rotates. Raises UnsupportedModelError for an unknown scaling,
         ModelLoadError for an incomplete one.
@@ -314,29 +308,28 @@ class RopeSpec:
 
     @property
     def levels(self) -> int:
-        """Number of frequency sets for different prompt lengths."""
+        """Number of frequency sets, by prompt length."""
         return self.level(self.max_position) + 1
 
     def level(self, prompt_len: int) -> int:
-        """Number of doublings of the trained context until a prompt fits; 0 unless the base changes."""
+        """Doublings of the trained context until a prompt fits; 0 unless the base changes."""
         if self.scaling != "prompt_ntk":
             return 0
         return ((prompt_len - 1) // self.original_context).bit_length()
 
     @property
     def context(self) -> int:
-        """Maximum positions of a sequence."""
         # Configs with linear scaling state the trained context.
         return int(self.max_position * self.parameters["factor"]) if self.scaling == "linear" else self.max_position
 
     @property
     def switch(self) -> int | None:
-        """Longer sequences use other frequencies; None: all use the same."""
+        """Longer sequences use other frequencies; None: all the same."""
         return self.original_context if self.scaling == "longrope" else None
 
     @property
     def original_context(self) -> int:
-        """Positions of the trained context, before scaling."""
+        """Trained context, in tokens."""
         return int(self.parameters.get("original_max_position_embeddings") or self.max_position)
 
     @property
@@ -355,7 +348,6 @@ class RopeSpec:
 
     @property
     def factor(self) -> float:
-        """Scaling of the context."""
         return float(self.parameters.get("factor") or self.max_position / self.original_context)
 
 

@@ -15,7 +15,7 @@ class Levels(msgspec.Struct, frozen=True):
     std: tuple[float, ...] | None
 
     def table(self) -> npt.NDArray[np.float32]:
-        """The normalized value of each uint8 level, ``[3, 256]``, rounded as Transformers' processors do."""
+        """The normalized value of each uint8 level, ``[3, 256]``, rounded as in Transformers."""
         levels = np.arange(256, dtype=np.float32)
         if self.rescale is not None:
             levels = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)

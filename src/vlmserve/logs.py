@@ -1,7 +1,4 @@
-"""Logging as text for people or as JSON for log collectors.
-
-JSON lines have a record's ``fields``, given as ``extra={"fields": {...}}``; text lines do not.
-"""
+"""Logging as text, or as JSON lines with a record's ``extra={"fields": {...}}``."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _TEXT_FORMATS = {
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes a JSON object per record, including tracebacks. process: the writing process."""
+    """Writes a JSON object per record. process: the writing process."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -48,7 +45,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Writes date, time and level, or in the short form only the time."""
+    """Writes date, time and level; in the short form only the time."""
 
     def __init__(self, log_format: Literal["text", "short"], process: str) -> None:
         line, time = _TEXT_FORMATS[log_format]
@@ -57,9 +54,7 @@ class TextFormatter(logging.Formatter):
 
 
 class _WithoutHandlers(logging.Logger):
-    """Passes a library's records to the root logger, although the library installs a handler. Without a handler, a
-    silenced library stays silent.
-    """
+    """Passes a library's records to the root logger, although the library installs a handler."""
 
     _has_refused = False
     _propagates = True
@@ -77,9 +72,9 @@ class _WithoutHandlers(logging.Logger):
 
 
 def set_up_logging(log_format: LogFormat, process: str = "server", level: int = logging.INFO) -> None:
-    """Configure logging to stderr. Call it once, before anything logs.
+    """Configure logging to stderr. Call it before anything logs.
 
-    process: its name; text lines name all but "server".
+    process: named in text lines unless "server".
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(log_format, process))
@@ -104,7 +99,7 @@ def level_number(level: LogLevel) -> int:
 
 
 def _catch_other_lines() -> None:
-    """Redirect other output into the log: handlers of libraries, Python's warnings, uncaught exceptions."""
+    """Log Python's warnings, uncaught exceptions, and the output of libraries' handlers."""
     logging.setLoggerClass(_WithoutHandlers)
     logging.captureWarnings(True)
 

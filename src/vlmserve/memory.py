@@ -1,7 +1,4 @@
-"""Main memory that is free for this process, within its container's limit.
-
-Imports psutil lazily, because every command reads the settings, which import this module.
-"""
+"""Free main memory, within the container's limit. Imports psutil lazily: every command imports this module."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _CACHED = ("inactive_file", "active_file", "slab_reclaimable")
 
 
 def free_memory(groups: ControlGroups | None = None) -> int:
-    """Bytes of main memory that this process may still take."""
+    """Bytes that this process may still take."""
     import psutil
 
     available: int = psutil.virtual_memory().available
@@ -26,7 +23,7 @@ def free_memory(groups: ControlGroups | None = None) -> int:
 
 
 def total_memory(groups: ControlGroups | None = None) -> int:
-    """Bytes of the machine's main memory, or the container's limit."""
+    """Bytes of the machine, or the container's limit."""
     import psutil
 
     total: int = psutil.virtual_memory().total
@@ -34,10 +31,7 @@ def total_memory(groups: ControlGroups | None = None) -> int:
 
 
 def return_free_memory() -> None:
-    """Return freed memory to the system, which glibc would keep.
-
-    Quantizing to int4 at load frees a third of the model.
-    """
+    """Return freed memory to the system; glibc would keep it, after quantization a third of the model."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
@@ -49,14 +43,14 @@ def resident_memory() -> int:
 
 
 def num_killed(groups: ControlGroups | None = None) -> int:
-    """Processes killed for lack of memory, in this container or, if larger, on the machine."""
+    """Processes killed for lack of memory, in the container or, if larger, on the machine."""
     folders = (groups or ControlGroups()).folders("memory")
     files = [folder / name for folder in folders for name in ("memory.events", "memory.oom_control")]
     return max(_counters(path).get("oom_kill", 0) for path in (Path("/proc/vmstat"), *files))
 
 
 def _limits(groups: ControlGroups | None) -> list[tuple[int, int]]:
-    """Limits of this process's control groups, and the bytes each group uses."""
+    """Limit and usage of each control group, in bytes."""
     found = []
     for folder in (groups or ControlGroups()).folders("memory"):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")

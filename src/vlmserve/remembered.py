@@ -27,10 +27,7 @@ class Remembered(Generic[T]):
         self._kind: type[T] = kind
 
     def get(self, key: str, measure: Callable[[], T]) -> T:
-        """Return a stored fact, or measure and store it.
-
-        If processes measure at the same time, the first to write decides.
-        """
+        """Return a stored fact, or measure and store it. The first process to write decides."""
         if (known := self.facts.get(key)) is not None:
             return known
         value = measure()

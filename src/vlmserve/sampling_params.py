@@ -133,7 +133,7 @@ _VLLM_DEFAULTS: Mapping[str, Any] = {
 
 
 class _NamedParams(type(msgspec.Struct)):  # type: ignore[misc]
-    """Explains unknown parameters, and drops vLLM's parameters with neutral values."""
+    """Explains unknown parameters; drops vLLM's parameters with neutral values."""
 
     if not TYPE_CHECKING:
 
@@ -287,7 +287,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             msgspec.structs.force_setattr(self, name, None)
 
     def _check_types(self) -> None:
-        """Check types, and convert other sequences to tuples."""
+        """Check types; convert other sequences to tuples."""
 
         def refuse(param: str, rule: str) -> None:
             raise InvalidRequestError(f"{param} must be {rule}, got {getattr(self, param)!r:.100}", param=param)
@@ -346,14 +346,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def reads_tokens(self) -> bool:
-        """True if the host must know earlier tokens before a token is sampled."""
+        """True if sampling needs earlier tokens on the host."""
         has_phrases = any(len(word) > 1 for word in self.bad_token_ids)
         has_rules = has_phrases or self.no_repeat_ngram_size > 0 or self.thinking_token_budget is not None
         return has_rules or self.penalizes or self.grammar is not None
 
     @property
     def needs_host(self) -> bool:
-        """True if the host takes part in sampling: it makes a mask or returns logprobs."""
+        """True if the host makes a mask or returns logprobs."""
         return self.grammar is not None or self.allowed_token_ids is not None or self.logprobs is not None
 
     @property
@@ -362,15 +362,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.best_of or self.n
 
     def without_model(self) -> SamplingParams:
-        """A copy without the grammar's pydantic model, which cannot be serialized."""
+        """Copy without the grammar's pydantic model, which cannot be serialized."""
         if self.grammar is None or self.grammar.model is None:
             return self
         return msgspec.structs.replace(self, grammar=msgspec.structs.replace(self.grammar, model=None))
 
     def of_sample(self, index: int, *, ranked: bool) -> SamplingParams:
-        """Parameters of one answer, with its own seed. ranked: answers are compared by likelihood, which needs
-        logprobs.
-        """
+        """Parameters of one answer, with its own seed. ranked: compare answers by likelihood, from logprobs."""
         changes: dict[str, Any] = {}
         if self.num_samples > 1:
             changes |= {"n": 1, "best_of": None}

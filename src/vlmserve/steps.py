@@ -1,8 +1,4 @@
-"""Messages between scheduler and model runner: a step, and its output.
-
-Messages are immutable values, so that a step can be sent to another process, recorded, or run while the next one is
-planned. The runner keeps each request's state until it is finished; the scheduler sends only changes.
-"""
+"""Immutable messages between scheduler and model runner. The scheduler sends only changes of requests."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ BlockIds: TypeAlias = tuple[tuple[int, ...], ...]
 def bidirectional_spans(
     images: Sequence[ImagePlacement], num_tokens: int, bidirectional: Bidirectional | None
 ) -> tuple[tuple[int, int], ...]:
-    """Prompt tokens ``first <= i < last`` that attend to each other in both directions."""
+    """Prompt tokens ``first <= i < last`` that attend to each other both ways."""
     if bidirectional == "images":
         return tuple(image.shown for image in images)
     if bidirectional == "prefix":
@@ -34,8 +30,9 @@ def bidirectional_spans(
 
 
 class BlockCopy(NamedTuple):
-    """A KV block or state slot to copy: from device to host (save), back (load), or on the device. fill: a block gets
-    content read from disk; `source` is its index in `SchedulerOutput.block_contents`.
+    """A KV block or state slot to save to the host, load back, or copy on the device.
+
+    fill: the content comes from disk; `source` is its index in `SchedulerOutput.block_contents`.
     """
 
     kind: Literal["save", "load", "copy", "fill"]
@@ -44,7 +41,7 @@ class BlockCopy(NamedTuple):
 
 
 class StateStep(NamedTuple):
-    """State slots that one pass of a step reads and writes for a request. A slot spans all layers with states."""
+    """State slots, over all layers, that one pass reads and writes for a request."""
 
     slot: int
     """Working slot, for the state after the step's last token."""
@@ -57,7 +54,7 @@ class StateStep(NamedTuple):
 
 
 class CrossStates(msgspec.Struct, frozen=True):
-    """States for cross-attention, to compute from an image and a text."""
+    """Cross-attention states to compute from an image and a text."""
 
     key: bytes
     """Cache key."""
@@ -68,7 +65,7 @@ class CrossStates(msgspec.Struct, frozen=True):
 
 
 class AdapterLoad(NamedTuple):
-    """An adapter to load into a slot before the step runs."""
+    """An adapter to load before the step."""
 
     slot: int
     digest: bytes
@@ -76,7 +73,7 @@ class AdapterLoad(NamedTuple):
 
 
 class ImageEncoding(msgspec.Struct, frozen=True):
-    """An image that several steps encode, and its progress in this one."""
+    """An image encoded over several steps, and its progress."""
 
     key: bytes
     products: int | None
@@ -86,7 +83,7 @@ class ImageEncoding(msgspec.Struct, frozen=True):
 
 
 class NewRequest(msgspec.Struct, frozen=True):
-    """A request that the runner does not know. The step computes its tokens ``start <= i < start + num_tokens``."""
+    """A request that the runner does not know, with tokens ``start <= i < start + num_tokens`` to compute."""
 
     request_id: str
     start: int
@@ -120,7 +117,7 @@ class NewRequest(msgspec.Struct, frozen=True):
 
 
 class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request that the runner knows. The step computes its tokens ``start <= i < start + num_tokens``.
+    """A request that the runner knows, with tokens ``start <= i < start + num_tokens`` to compute.
 
     Tokens that the runner does not know are drafts.
     """
@@ -137,7 +134,7 @@ class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SchedulerOutput(msgspec.Struct):
-    """One step. The runner applies the fields in this order."""
+    """One step. The runner applies fields in this order."""
 
     adapter_loads: list[AdapterLoad] = []
     """Adapters to load into slots."""
@@ -171,21 +168,16 @@ class SchedulerOutput(msgspec.Struct):
 
     @property
     def requests(self) -> list[CachedRequest | NewRequest]:
-        """The whole batch."""
         return [*self.cached_requests, *self.new_requests]
 
     @property
     def has_work(self) -> bool:
-        """True if there is anything to run. Evictions alone do not count: they make room for images of the same
-        step.
-        """
+        """True if there is anything to run. Evictions only make room for the step's images."""
         return self.makes_progress or bool(self.blocks_to_zero or self.block_copies or self.state_copies)
 
     @property
     def makes_progress(self) -> bool:
-        """True if the step computes tokens, or provides images or states. Copies of blocks alone do not advance a
-        request.
-        """
+        """True if the step computes tokens, images or states."""
         batch = self.cached_requests or self.new_requests
         images = self.images_to_encode or self.encodings or self.embeddings_to_place
         return bool(batch or images or self.cross_states)
@@ -198,7 +190,7 @@ class SchedulerOutput(msgspec.Struct):
 class RequestFailure(msgspec.Struct, frozen=True):
     """Why a request has no next token.
 
-    kind: "not_finite": its logits contain NaN or only minus infinity. "grammar": see `message`. "out_of_memory": on the
+    kind: "not_finite": logits with NaN or only minus infinity. "grammar": see `message`. "out_of_memory": on the
     device.
     """
 
@@ -207,10 +199,7 @@ class RequestFailure(msgspec.Struct, frozen=True):
 
 
 class RunTimings(msgspec.Struct, frozen=True):
-    """Seconds of each part of the runner's step.
-
-    products: MACs of the vision tower.
-    """
+    """Seconds of each part of a step. products: MACs of the vision tower."""
 
     transfer: float = 0.0
     build: float = 0.0

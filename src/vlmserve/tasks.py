@@ -1,4 +1,4 @@
-"""Tasks of a request: an answer, an embedding, or log probabilities of tokens."""
+"""Tasks of a request: answer, embedding, or log probabilities."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ Pooling = Literal["last", "mean", "cls", "all"]
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
-    """Generate tokens after the prompt."""
-
     def reads_from(self, num_tokens: int) -> int | None:
-        """First prompt token whose final hidden state is read; None: only the newest token's."""
+        """First prompt token whose final hidden state is read; None: only the newest."""
         return None
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):
-    """Compute keys and values of the prompt, for requests that find them cached. The result is empty."""
+    """Cache keys and values of the prompt. The result is empty."""
 
     def reads_from(self, num_tokens: int) -> int:
         return num_tokens - 1
 
 
 class Embed(msgspec.Struct, frozen=True, tag=True):
-    """Embed the prompt or each of its tokens, from final hidden states."""
+    """Embed the prompt, or each token, from final hidden states."""
 
     pooling: Pooling = "last"
     normalize: bool = True
@@ -38,20 +36,18 @@ class Embed(msgspec.Struct, frozen=True, tag=True):
         return num_tokens - 1 if self.pooling == "last" else 0
 
     def shape(self, num_tokens: int) -> tuple[int, ...]:
-        """Shape of the result for a prompt of this many tokens, for `reshape`."""
         return (num_tokens, -1) if self.pooling == "all" else (-1,)
 
     def num_bytes(self, num_tokens: int, size: int) -> int:
-        """Bytes of the result for a prompt of this many tokens. size: elements of a complete embedding."""
+        """Bytes of the result. size: elements of a complete embedding."""
         vectors = num_tokens if self.pooling == "all" else 1
         return 4 * vectors * (self.dimensions or size)
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
-    """Log probabilities of continuations of the prompt, by the model's unmodified logits.
+    """Log probabilities of continuations, by the model's unmodified logits.
 
-    The prompt is computed once, if possible with the first continuation of several tokens. The others then branch from
-    it in one batch.
+    The prompt is computed once, if possible with the first long continuation; the others branch from it in one batch.
     """
 
     continuations: tuple[tuple[int, ...], ...]
@@ -59,12 +55,12 @@ class Score(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def branches(self) -> list[int]:
-        """Indices of the continuations of several tokens."""
+        """Indices of continuations of several tokens."""
         return [place for place, tokens in enumerate(self.continuations) if len(tokens) > 1]
 
     @property
     def first_branch(self) -> tuple[int, ...]:
-        """Tokens of the first continuation of more than one token; empty without one."""
+        """Tokens of the first continuation of several tokens, if any."""
         return next((tokens for tokens in self.continuations if len(tokens) > 1), ())
 
     @property
@@ -76,7 +72,7 @@ class Score(msgspec.Struct, frozen=True, tag=True):
 
 
 class ScoreBranch(msgspec.Struct, frozen=True, tag=True):
-    """Score a sequence's last tokens and one more. The scheduler makes it from a `Score`."""
+    """Score a sequence's last tokens and one more. Made from a `Score`."""
 
     start: int
     """First scored token."""

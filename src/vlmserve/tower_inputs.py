@@ -10,8 +10,8 @@ import msgspec
 class Tiling(msgspec.Struct, frozen=True, tag=True):
     """An image's tiles. The first shows the whole image.
 
-    rows, columns: of the other tiles. height, width: rows and columns of their embeddings that the image covers, in the
-    center; the rest is padding.
+    rows, columns: of the other tiles. height, width: rows and columns of their embeddings that show the image,
+    centered in padding.
     """
 
     rows: int
@@ -21,13 +21,13 @@ class Tiling(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):
-    """Rows and columns of patches of each piece. Pixels are patches side by side, piece by piece."""
+    """Rows and columns of patches of each piece. Pixels: patches, piece by piece."""
 
     grids: tuple[tuple[int, int], ...]
 
 
 class NamedArray(msgspec.Struct, frozen=True):
-    """A small array, with the name in the model's own code. dtype: numpy's name. data: bytes in row-major order."""
+    """A small array, named as in the model's own code. data: row-major bytes."""
 
     name: str
     dtype: str
@@ -36,14 +36,14 @@ class NamedArray(msgspec.Struct, frozen=True):
 
 
 class FurtherInputs(msgspec.Struct, frozen=True, tag=True):
-    """Inputs of a tower on the Transformers backend. num_embeddings: of the whole image."""
+    """Inputs of a tower on the Transformers backend."""
 
     num_embeddings: int
     arrays: tuple[NamedArray, ...]
 
 
 class SquareGrids(msgspec.Struct, frozen=True, tag=True):
-    """Rows and columns of squares of each part of an image. Each square becomes an embedding."""
+    """Rows and columns of squares, an embedding each, per part of an image."""
 
     grids: tuple[tuple[int, int], ...]
 

@@ -1,7 +1,4 @@
-"""Data types that all packages share, sent between processes as msgspec messages.
-
-Shapes are written as ``[rows, columns]``; lengths are in tokens unless a name says otherwise.
-"""
+"""Data types that all packages share, as msgspec messages. Shapes: ``[rows, columns]``; lengths: tokens."""
 
 from __future__ import annotations
 
@@ -43,11 +40,11 @@ MAX_CACHE_SALT = 256
 
 
 class ImageSize(msgspec.Struct, frozen=True):
-    """The view of an image or video that a model gets, and its cost.
+    """The model's view of an image or video, and its cost.
 
-    width, height: pixels of the original, upright image. model_width, model_height: pixels of what the model sees;
-    None: unknown. box: the part that it sees, in pixels of the original (left, top, right, bottom); beyond the image is
-    padding; None: unknown. tokens: of the prompt. frames: of a video; None for images.
+    width, height: pixels of the upright original. model_width, model_height: pixels that the model sees; None:
+    unknown. box: the part that it sees, in original pixels (left, top, right, bottom), padding included. frames: None
+    for images.
     """
 
     width: int
@@ -60,7 +57,7 @@ class ImageSize(msgspec.Struct, frozen=True):
 
 
 class Canvas(msgspec.Struct, frozen=True):
-    """The pieces of an image that overlap. Sizes are rows and columns of embeddings."""
+    """Overlapping pieces of an image. Sizes: rows and columns of embeddings."""
 
     whole: tuple[int, int]
     """Size of the piece that shows the whole image."""
@@ -79,13 +76,12 @@ class Canvas(msgspec.Struct, frozen=True):
 class ImageInput(msgspec.Struct, frozen=True, eq=False):
     """One image or video, ready for a vision tower.
 
-    key: 32-byte digest of the file, the preprocessing and the request's cache salt. pixels: ``[tiles or frames,
-    channels, height, width]``, shared between requests, so read-only. levels: normalization of uint8 pixels; None: they
-    are normalized float32. num_tokens: in the prompt, a placeholder for each embedding plus text. grid: frames, rows
-    and columns of embeddings, or a canvas, if positions count them; None: positions count tokens. frame_step: positions
-    between frames, each rounded down. tiling: extra inputs of the tower. text: text tokens with their index among the
-    image's tokens, in order. end_id: a token that belongs to the image if it follows. has_label: tokens with its number
-    may precede it. adapter: digest of the tower's adapter; empty: none. size: None unless requested.
+    key: 32-byte digest of file, preprocessing and cache salt. pixels: ``[tiles or frames, channels, height, width]``,
+    shared, so read-only. levels: normalization of uint8 pixels; None: normalized float32. num_tokens: placeholders,
+    one per embedding, plus text. grid: frames, rows and columns of embeddings, or a canvas; None: positions count
+    tokens. frame_step: positions between frames, each rounded down. text: tokens with their index among the image's
+    tokens, in order. end_id: belongs to the image if it follows. has_label: its number may precede it. adapter:
+    digest of the tower's adapter, if any. size: if requested.
     """
 
     key: bytes
@@ -111,7 +107,7 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
 
 
 class Run(NamedTuple):
-    """Placeholders ``first <= i < last`` of an image, whose embeddings start at row `offset`."""
+    """Placeholders ``first <= i < last``; their embeddings start at row `offset`."""
 
     first: int
     last: int
@@ -119,10 +115,7 @@ class Run(NamedTuple):
 
 
 class ImagePlacement(msgspec.Struct, frozen=True):
-    """An image in a prompt, without its pixels: tokens ``start <= i < end`` of `Prompt.token_ids`.
-
-    Other fields: as in its `ImageInput`.
-    """
+    """An `ImageInput` without pixels, at tokens ``start <= i < end`` of `Prompt.token_ids`."""
 
     key: bytes
     start: int
@@ -136,7 +129,7 @@ class ImagePlacement(msgspec.Struct, frozen=True):
         return self.start + self.num_tokens
 
     def runs(self, start: int, end: int) -> Iterator[Run]:
-        """Runs of the image's placeholders within ``start <= i < end``, without the text between them."""
+        """Runs of placeholders within ``start <= i < end``."""
         first, last = max(self.start, start), min(self.end, end)
         passed = bisect_left(self.text, (first - self.start,))
         while first < last:
@@ -147,13 +140,13 @@ class ImagePlacement(msgspec.Struct, frozen=True):
 
     @property
     def shown(self) -> tuple[int, int]:
-        """From its first placeholder to the end of the last, without surrounding text."""
+        """From the first placeholder to the end of the last."""
         runs = list(self.runs(self.start, self.end))
         return runs[0].first, runs[-1].last
 
 
 class ImageSpan(msgspec.Struct, frozen=True, eq=False):
-    """An image in a prompt, at tokens ``start <= i < end`` of `Prompt.token_ids`."""
+    """An image at tokens ``start <= i < end`` of `Prompt.token_ids`."""
 
     image: ImageInput
     start: int
@@ -169,9 +162,9 @@ class ImageSpan(msgspec.Struct, frozen=True, eq=False):
 
 
 class CrossInput(msgspec.Struct, frozen=True, eq=False):
-    """Input of cross-attention: an image, or a text that an encoder reads with the image.
+    """Input of cross-attention: an image, or a text that an encoder reads with it.
 
-    token_ids: of the text; empty: the image alone.
+    token_ids: the text; empty: the image alone.
     """
 
     image: ImageInput
@@ -179,15 +172,14 @@ class CrossInput(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def num_states(self) -> int:
-        """States for cross-attention: one per text token, or per image feature."""
+        """One state per text token, or per image feature."""
         return len(self.token_ids) or self.image.num_embeddings
 
 
 class Thoughts(msgspec.Struct, frozen=True):
     """Reasoning before an answer, between two marker tokens.
 
-    begun: the answer starts inside the reasoning; otherwise it has reasoning only if it starts with `start_id`.
-    blank_ids: whitespace tokens that may precede `start_id`.
+    begun: answers start inside it; otherwise `start_id` begins it. blank_ids: whitespace that may precede `start_id`.
     """
 
     start_id: int
@@ -197,10 +189,10 @@ class Thoughts(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, eq=False):
-    """The model's input: token ids with expanded placeholders, and their images in prompt order.
+    """Token ids with expanded placeholders, and their images in order.
 
-    cross: input of cross-attention. thoughts: reasoning that answers may begin with. num_shared: leading tokens that a
-    `Prefill` computed; 0: none or unknown.
+    cross: input of cross-attention. thoughts: markers of reasoning. num_shared: leading tokens that a `Prefill`
+    computed; 0: unknown.
     """
 
     token_ids: list[int]
@@ -217,7 +209,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def image_inputs(self) -> list[ImageInput]:
-        """All images, in order; the image of cross-attention last."""
+        """All images in order; the image of cross-attention last."""
         return [span.image for span in self.images] + ([] if self.cross is None else [self.cross.image])
 
     @property
@@ -226,7 +218,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def image_sizes(self) -> list[ImageSize]:
-        """Sizes of the images, in order. An image of cross-attention takes no tokens."""
+        """Sizes in order. An image of cross-attention takes no tokens."""
         sizes = [span.image.size for span in self.images]
         if self.cross is not None and self.cross.image.size is not None:
             sizes.append(msgspec.structs.replace(self.cross.image.size, tokens=0))
@@ -234,7 +226,8 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
 
 class BeamSearch(msgspec.Struct, frozen=True):
-    """width: beams to continue. length_penalty: scores are log probabilities divided by ``length ** length_penalty``.
+    """width: beams to continue. length_penalty: divides log probabilities by ``length ** length_penalty``.
+
     early_stopping: end once `width` answers have ended.
     """
 
@@ -246,12 +239,12 @@ class BeamSearch(msgspec.Struct, frozen=True):
         return frozenset() if params.ignore_eos else frozenset([*model_end_token_ids, *params.stop_token_ids])
 
     def num_choices(self, num_end_tokens: int) -> int:
-        """Choices per beam, so that enough are left if all the best ones end."""
+        """Choices per beam: enough if all the best ones end."""
         return max(2, 1 + num_end_tokens) * self.width
 
 
 class BeamAnswer(msgspec.Struct, frozen=True):
-    """An answer of a beam search. token_ids: without its end token."""
+    """token_ids: without the end token."""
 
     token_ids: list[int]
     finish_reason: FinishReason
@@ -259,11 +252,11 @@ class BeamAnswer(msgspec.Struct, frozen=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, eq=False):
-    """A prompt and its task. `request_id` is unique among the engine's unfinished requests.
+    """A prompt and its task. `request_id` is unique among unfinished requests.
 
-    cache_salt: requests share cached prefixes only with requests of equal salt, so timing reveals nothing about other
-    tenants. Image keys include it. beams: search instead of sampling; `params` then sets only end tokens and length.
-    adapter: its name; empty: the model itself. priority: lower numbers run first and preempt higher ones.
+    cache_salt: only requests of equal salt share cached prefixes, so timing reveals nothing about other tenants;
+    image keys include it. beams: `params` then sets only end tokens and length. adapter: name; empty: the model
+    itself. priority: lower runs first and preempts higher.
     """
 
     request_id: str
@@ -279,11 +272,11 @@ class EngineRequest(msgspec.Struct, frozen=True, eq=False):
 
 
 class RequestTimings(msgspec.Struct, frozen=True):
-    """Durations of a request in seconds.
+    """Seconds of a request.
 
-    queue: until it first ran. vision: encoding of its images, within steps. prefill: from its first run to its first
-    token, including vision. decode: from first token to end; None while running. arrived: Unix time. before_vision:
-    from arrival until a step first encoded an image for it.
+    queue: until it first ran. vision: image encoding. prefill: first run to first token, including vision. decode:
+    first token to end; None while running. arrived: Unix time. before_vision: from arrival to its first image
+    encoding.
     """
 
     queue: float
@@ -295,10 +288,9 @@ class RequestTimings(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """A token's log probability by the model's unmodified logits: before bias, penalties, temperature and filters.
+    """A token's log probability by unmodified logits: before bias, penalties, temperature and filters.
 
-    rank: 1 for the most likely token. top: ids and log probabilities of the most likely tokens, in order, as many as
-    requested; may include the token.
+    rank: 1 for the most likely. top: ids and log probabilities of the most likely tokens; may include the token.
     """
 
     token_id: int
@@ -310,13 +302,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class EngineOutput(msgspec.Struct, frozen=True):
     """One step's output for one request.
 
-    token_ids: new tokens, without an end token. logprobs: one for each of `token_ids`, if requested. prompt_logprobs:
-    with the first output, if requested, one for each prompt token; None for the first token and images. finish_reason:
-    None while running. stop_token_id: the end token that finished it. error: the reason of finish_reason "error".
-    error_param: the request field at fault. cached_tokens: prompt tokens found cached at the first run. images_encoded:
-    images encoded for it so far. timings: with the first token (for clients that abort) and the last output. beams: a
-    beam search's answers, best first, in its only output; the other fields describe the best. stop_logprobs: of the end
-    token, if requested.
+    token_ids: new tokens, without an end token. logprobs: of `token_ids`. prompt_logprobs: with the first output;
+    None for the first token and images. finish_reason: None while running. stop_token_id: the end token. error: the
+    reason of finish_reason "error". error_param: the request field at fault. cached_tokens: found at the first run.
+    images_encoded: so far. timings: with the first token (for clients that abort) and last output. beams: all
+    answers, best first, in the only output; other fields describe the best. stop_logprobs: of the end token.
     """
 
     request_id: str
@@ -340,9 +330,7 @@ class EngineOutput(msgspec.Struct, frozen=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
-    """A served adapter. path: its folder. digest: of its content, in hex. vision: it changes image embeddings. mixes:
-    names of the adapters that X-LoRA mixes.
-    """
+    """A served adapter. digest: of its content, in hex. vision: changes image embeddings. mixes: names for X-LoRA."""
 
     name: str
     path: str
@@ -354,7 +342,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """A loaded model, for frontend and server. max_model_len: tokens of prompt and answer."""
+    """A loaded model. max_model_len: tokens of prompt and answer."""
 
     name: str
     architecture: str
@@ -383,7 +371,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class EngineStats(DiskStats, frozen=True):
-    """A snapshot of an engine, taken after every step."""
+    """A snapshot after every step."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -446,10 +434,10 @@ MAX_MAP_CELLS = 1024
 
 
 class BlockMap(msgspec.Struct, frozen=True):
-    """The KV cache's blocks in the order of their ids, in cells of `blocks_per_cell`.
+    """The KV cache's blocks by id, in cells of `blocks_per_cell`.
 
-    Lists are by cell. held: blocks that requests hold. cached: unheld blocks that can be found again; the others are
-    free. holders: requests that hold the cell's most shared block.
+    held: blocks that requests hold, by cell. cached: unheld blocks that can be found again; others are free. holders:
+    requests that hold the cell's most shared block.
     """
 
     num_blocks: int
@@ -463,12 +451,11 @@ RequestState = Literal["running", "waiting", "preempted"]
 
 
 class RequestSnapshot(msgspec.Struct, frozen=True):
-    """The progress of an unfinished request, without its content.
+    """Progress of an unfinished request, without content.
 
-    state: "preempted" requests wait again. num_tokens: prompt and answer so far. num_computed_tokens: leading tokens
-    whose keys and values are in `num_blocks` KV blocks, including shared blocks. num_cached_tokens: as in
-    `EngineOutput`. images_in_progress: images that take several steps. adapter_shares: for X-LoRA, each adapter's
-    fraction of the scalings so far.
+    state: "preempted" requests wait again. num_tokens: prompt and answer. num_computed_tokens: leading tokens in
+    `num_blocks` KV blocks, shared ones included. images_in_progress: need several steps. adapter_shares: for X-LoRA,
+    each adapter's mean fraction of the scalings.
     """
 
     request_id: str
@@ -484,7 +471,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True):
-    """State of an engine between two steps. requests: unfinished ones, running ones first."""
+    """Engine state between steps. requests: running ones first."""
 
     stats: EngineStats
     requests: list[RequestSnapshot]
