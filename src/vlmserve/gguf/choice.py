@@ -19,9 +19,7 @@ _SHOWN = 8
 
 
 class Choice(NamedTuple):
-    """Paths in the folder or repository. parts: the language model's files, in order. mmproj: the vision tower's
-    file.
-    """
+    """parts: files of the language model, in order. mmproj: of the vision tower."""
 
     parts: tuple[str, ...]
     mmproj: str | None
@@ -30,9 +28,8 @@ class Choice(NamedTuple):
 def choose_files(paths: Collection[str], wanted: str | None, name: str) -> Choice:
     """Choose the files of one model among `paths`, which use slashes.
 
-    wanted: a precision like ``Q4_K_M``, or the path of a folder or file; None: expect one model. name: of the
-    repository, for errors.
-    Raises CheckpointNotFoundError unless exactly one model matches.
+    wanted: a precision like ``Q4_K_M``, or a folder or file; None: expect one model. name: for errors. Raises
+    CheckpointNotFoundError unless exactly one model matches.
     """
     files = sorted(path for path in paths if path.lower().endswith(GGUF))
     models: dict[str, list[str]] = {}
@@ -57,7 +54,7 @@ def _fits(path: str, wanted: str) -> bool:
 
 
 def _best(projectors: Sequence[str], model: str) -> str | None:
-    """The vision tower in the model's folder, else in its parent, in the preferred precision."""
+    """Prefer the model's folder to its parent."""
     folders = [str(folder) for folder in PurePosixPath(model).parents]
 
     def rank(path: str) -> tuple[int, int, str]:

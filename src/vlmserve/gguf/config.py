@@ -14,7 +14,7 @@ from vlmserve.gguf_header import Header
 
 Config = dict[str, Any]
 
-# Tokens that end a turn or a text; some files do not mark them so.
+# Tokens that end a turn; some files do not mark them.
 END_TOKENS = frozenset("<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn>".split())
 CONTROL = 3
 """Token type of control tokens."""
@@ -23,7 +23,7 @@ _PLAIN_TYPES = {0: "float32", 1: "float16", 30: "bfloat16"}
 
 
 def text_family(header: Header) -> tuple[LanguageFamily, GGUFText]:
-    """The family of a language model's file. Raises UnsupportedModelError for an unknown architecture."""
+    """Raises UnsupportedModelError for an unknown architecture."""
     if (found := gguf_family(header.architecture)) is None:
         supported = sorted(name for family in LANGUAGE_FAMILIES.values() for name in family.gguf)
         raise UnsupportedModelError(
@@ -70,7 +70,7 @@ def _config(header: Header) -> Config:
         "max_position_embeddings": metadata["context_length"],
         "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon"),
         "rope_theta": metadata.get("rope.freq_base", 1e4),
-        # Rounded up, so that multiplying by the head size gives at least the real size.
+        # Rounded up: the product with the head size must reach the real size.
         "partial_rotary_factor": math.nextafter(rotary_dim / head_size, math.inf) if rotary_dim < head_size else 1.0,
         "rope_scaling": rope_scaling(metadata),
         "tie_word_embeddings": not metadata.has("output.weight"),
@@ -83,7 +83,7 @@ def _config(header: Header) -> Config:
 
 @lru_cache(maxsize=4)
 def end_token_ids(header: Header) -> frozenset[int]:
-    """Tokens that end an answer: those the file names, and control tokens with a known text."""
+    """Include control tokens with a known text."""
     named = (header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     types = header.array("tokenizer.ggml.token_type")
     tokens = header.texts("tokenizer.ggml.tokens", {id_ for id_, kind in enumerate(types) if kind == CONTROL})
@@ -114,7 +114,7 @@ def _check_options(metadata: Metadata, text: GGUFText) -> None:
 
 
 def _check_experts(metadata: Metadata, text: GGUFText) -> None:
-    """Check the router's settings. Files omit what their architecture always does, and write softmax as 1."""
+    """Files omit what their architecture always does, and write softmax as 1."""
     if not text.has_experts:
         raise UnsupportedModelError(
             f"{metadata.header.path}: experts (expert_count) in architecture {metadata.header.architecture!r} are not "

@@ -22,8 +22,6 @@ UNKNOWN_TOKEN = "tokenizer.ggml.unknown_token_id"
 
 
 class Stored(NamedTuple):
-    """A checkpoint tensor in the file."""
-
     infos: tuple[TensorInfo, ...]
     joined: Literal["rows", "frames"] = "rows"
     """How several tensors become one; frames are the third axis."""
@@ -38,7 +36,7 @@ class Stored(NamedTuple):
 
 
 def tower_family(header: Header, architecture: str = "") -> tuple[VisionFamily, GGUFTower]:
-    """The family of a vision tower's file. architecture: the language model's; empty: any.
+    """architecture: the language model's; empty: any.
 
     Raises ConfigurationError for another file, UnsupportedModelError for an unknown projector.
     """
@@ -66,7 +64,7 @@ def tower_family(header: Header, architecture: str = "") -> tuple[VisionFamily, 
 def full_config(header: Header, model: Header, text: Config) -> Config:
     """Make the config.json of both files. model, text: the language model's file and config.
 
-    Raises ModelLoadError for missing or invalid values, and for files that do not belong together.
+    Raises ModelLoadError for missing or invalid values and mismatched files.
     """
     (family, tower), clip = tower_family(header, model.architecture), Clip(header)
     _check_sizes(clip)
@@ -136,7 +134,7 @@ def _token_ids(family: VisionFamily, tower: GGUFTower, model: Header) -> Config:
 
 
 def checkpoint_tensors(header: Header) -> Iterator[tuple[str, Stored]]:
-    """Yield the file's tensors by their Hugging Face names. Raises UnsupportedModelError for an unknown tensor."""
+    """Yield tensors by Hugging Face name. Raises UnsupportedModelError for an unknown tensor."""
     family, tower = tower_family(header)
     swapped = tower.swaps and _is_swapped(Clip(header))
     found: dict[str, list[TensorInfo]] = {}

@@ -1,7 +1,4 @@
-"""Presents two GGUF files, a language model and its vision tower, as a folder in Hugging Face layout.
-
-The folder has configurations made from both files and, instead of weights, a file that names them. Imports no torch.
-"""
+"""Presents two GGUF files, language model and vision tower, as a folder in Hugging Face layout. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,14 +22,12 @@ INDEX = "gguf.json"
 
 
 class Pair(NamedTuple):
-    """Absolute paths, of the first file if a model has several."""
-
     model: Path
     mmproj: Path
 
 
 def read_pair(folder: Path) -> Pair | None:
-    """The files that a folder stands for; None for another checkpoint. Raises ModelLoadError for a broken folder."""
+    """Return None for another checkpoint. Raises ModelLoadError for a broken folder."""
     if not (folder / INDEX).is_file():
         return None
     try:
@@ -43,9 +38,7 @@ def read_pair(folder: Path) -> Pair | None:
 
 
 def language_model(folder: Path) -> Path | None:
-    """A checkpoint's GGUF file with language model and tokenizer; None for another format. folder: may be such a
-    file.
-    """
+    """Return the GGUF file with language model and tokenizer; None for another format. folder: may be such a file."""
     if folder.is_file():
         return folder
     pair = read_pair(folder)
@@ -55,8 +48,8 @@ def language_model(folder: Path) -> Path | None:
 def make_pair(model: Path, mmproj: Path) -> Path:
     """Make a folder for both files in the user's cache, else a temporary one. Equal files get the same folder.
 
-    Raises what `read_header` raises, ModelLoadError for files that do not belong together, UnsupportedModelError for an
-    unsupported model or projector.
+    Raises like `read_header`, ModelLoadError for mismatched files, UnsupportedModelError for an unsupported model or
+    projector.
     """
     text, vision = read_header(model), read_header(mmproj)
     files = {
@@ -78,7 +71,6 @@ def make_pair(model: Path, mmproj: Path) -> Path:
 
 
 def _write(folder: Path, contents: dict[str, str]) -> Path:
-    """Write a folder atomically."""
     if folder.is_dir():
         return folder
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))

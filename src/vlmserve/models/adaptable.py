@@ -78,7 +78,7 @@ class AdaptableModel:
         return self.places[f"{before}.{module.repeated[part]}"]
 
     def base_weight(self, name: str) -> Tensor:
-        """Return a layer's weight, float32 ``[outputs, in_features]``, dequantized as the model computes with it."""
+        """Return float32 ``[outputs, in_features]``, dequantized as the model computes with it."""
         place = self.places[name]
         stored = EMBEDDINGS if name == HEAD and place.path == EMBEDDINGS else name
         weight = read_weight(self.checkpoint, self.layouts, f"{stored}.weight").flatten(1)

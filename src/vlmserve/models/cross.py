@@ -1,4 +1,4 @@
-"""States for a decoder's cross-attention: image features, or a question that was encoded with them."""
+"""States for cross-attention: image features, or a question encoded with them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from vlmserve.types import CrossInput
 
 
 def make_text_encoder(spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Make an encoder of questions with the decoder's shape and cross-attention to the image. Raises ModelLoadError if
-    its states do not fit the decoder."""
+    """Make an encoder of questions that attends to the image. Raises ModelLoadError if its states do not fit the
+    decoder.
+    """
     if spec.cross_size != spec.hidden_size:
         raise ModelLoadError(
             f"config.json: the decoder attends to states of {spec.cross_size} elements, and questions become ones of "
@@ -29,7 +30,7 @@ def make_text_encoder(spec: ArchSpec, *, dtype: torch.dtype, device: torch.devic
 
 
 class CrossStateEncoder:
-    """Makes `CrossRows.states` of images, or of questions about them. A `CrossEncoder`."""
+    """Makes `CrossRows.states` of images, or of questions about them."""
 
     def __init__(self, decoder: Decoder, text_encoder: Decoder | None) -> None:
         """text_encoder: encodes questions; None: the decoder attends to the image itself."""
@@ -56,7 +57,6 @@ class CrossStateEncoder:
             raise InvalidRequestError(f"a token id is not in the vocabulary of {spec.vocab_size}", param="prompt")
 
     def encode(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """features: of each input's image. texts: token ids."""
         return [_states(self._decoder, rows) for rows in self.sources(features, texts)]
 
     def sources(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -65,7 +65,7 @@ class Decoder(nn.Module):
         self._parts: dict[tuple[int, int], LayerExecutor] = {}
         self.adapter_rows: AdapterRows | None = None
         self.state_specs: Sequence[StateSpec] = spec.states
-        self._attention = spec.attention  # each step reads it
+        self._attention = spec.attention
         self.dtype = dtype
         self.device = device
         kind = TiedEmbedding if spec.tied_embeddings else Embedding
@@ -107,8 +107,7 @@ class Decoder(nn.Module):
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
     def split_cross_states(self) -> None:
-        """Let each layer compute its own cross-attention keys and values, so that layers can run one by one. Call it
-        before weights are loaded."""
+        """Let each layer compute its own cross-attention keys and values. Call it before weights are loaded."""
         for block in self.modules():
             if isinstance(block, CrossAttention):
                 block.own_states(self.spec.cross_size)
@@ -119,8 +118,7 @@ class Decoder(nn.Module):
         return self.spec.hidden_size * (1 + self.spec.deepstack)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 ``[tokens]`` to ``[tokens, hidden_size]``, followed in each row by per-layer embeddings if there are
-        any."""
+        """int64 ``[tokens]`` to ``[tokens, hidden_size]``, followed in each row by any per-layer embeddings."""
         embeddings: Tensor = self.embed_tokens(token_ids)
         embeddings = embeddings if self._embedding_scale == 1 else embeddings * self._embedding_scale
         return embeddings if self.per_layer is None else torch.cat((embeddings, self.per_layer.of_tokens(token_ids)), 1)
@@ -143,8 +141,6 @@ class Decoder(nn.Module):
     def allocate_cache(
         self, num_blocks: int, block_size: int, device: torch.device | None = None, layout: CacheLayout | None = None
     ) -> list[LayerCache]:
-        """layout: see `allocate_layers`."""
-
         def allocate(spec: AttentionSpec) -> LayerCache:
             return self.backend.allocate(num_blocks, block_size, spec, self.dtype, device or self.device)
 
@@ -165,7 +161,7 @@ class Decoder(nn.Module):
         wanted: Tensor | None = None,
         states: Sequence[StateCache] = (),
     ) -> Tensor:
-        """features: for the outputs of the first `ArchSpec.deepstack` layers."""
+        """See `LanguageModel.forward`. features: for the first `ArchSpec.deepstack` layers."""
         if self.position_embeddings is not None:
             embeddings = embeddings + self.position_embeddings(positions)
         if self.embedding_norm is not None:
@@ -182,7 +178,7 @@ class Decoder(nn.Module):
         for layer in range(self.spec.deepstack) if features else ():
             x, first = self._part(x, caches, step, layer, layer + 1), layer + 1
             add_features(x, features, layer)
-        # The last layer may compute only some rows, but cross-attention needs all of them.
+        # Cross-attention needs all rows.
         if wanted is None or first == count or self.spec.cross_size:
             hidden = self._part(x, caches, step, first, count)
             return hidden if wanted is None else hidden[wanted]
@@ -221,8 +217,7 @@ class Decoder(nn.Module):
         return self._part(rows, caches, last, first, len(self.layers))
 
     def _part(self, x: Tensor, caches: Sequence[LayerCache], step: StepContext, first: int, last: int) -> Tensor:
-        """Run layers ``first <= i < last`` with their own executor. Before other layers, rows keep their per-layer
-        embeddings."""
+        """Run layers ``first <= i < last`` with their own executor."""
         count = len(self.layers)
         if (first, last) == (0, count):
             return self._executor.run(self._through_layers, x, caches, step)
@@ -260,7 +255,7 @@ class Decoder(nn.Module):
         return ResidualStream(x, post_norm=self.spec.norms == "post")
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return float32 ``[rows, vocab_size]``. out: contiguous memory that the result may use."""
+        """Return float32 ``[rows, vocab_size]``. out: contiguous memory for the result."""
         if self.head_transform is not None:
             hidden = self.head_transform(hidden)
         if isinstance(self.lm_head, OutputLinear):
@@ -280,8 +275,8 @@ def _query_scale(
 ) -> Tensor | None:
     """Return factors of queries, ``[tokens, 1]``; None if no token is beyond `growth.context`.
 
-    With ``pos`` counted from 0: ``max(1, log(pos + 1) / log(context))``, or with `beta`: ``1 + beta * ln(1 + floor(pos
-    / context))``.
+    With ``pos`` from 0: ``max(1, log(pos + 1) / log(context))``, or with `beta`: ``1 + beta * ln(1 + floor(pos /
+    context))``.
     """
     if longest <= growth.context:
         return None
@@ -295,5 +290,4 @@ def _query_scale(
 
 
 def _divided(x: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
-    """Split rows of `Decoder.embed` into hidden states and per-layer embeddings."""
     return x[:, :hidden_size].contiguous(), x[:, hidden_size:]

@@ -29,16 +29,15 @@ class Download:
 
 
 def downloads() -> list[Download]:
-    """Return models, most recently used first."""
     found = (_download(entry) for entry in _repositories(_cache()))
     return sorted(found, key=lambda download: download.used, reverse=True)
 
 
 def remove(name: str, confirm: Callable[[Download], bool] = lambda download: True) -> Download | None:
-    """Remove all revisions of a model from the cache. Returns None if `confirm` declines.
+    """Remove all revisions of a model. Returns None if `confirm` declines.
 
-    name: a short name or a repository. Raises CheckpointNotFoundError if the cache does not have it, and for a single
-    GGUF file, because the cache removes whole repositories.
+    name: a short name or a repository. Raises CheckpointNotFoundError if the cache lacks it, and for a single GGUF
+    file, because the cache removes whole repositories.
     """
     repository = repository_of(name) or name
     cache = _cache()
@@ -59,7 +58,6 @@ def remove(name: str, confirm: Callable[[Download], bool] = lambda download: Tru
 
 
 def _cache() -> HFCacheInfo | None:
-    """The cache; None if its folder does not exist."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -70,7 +68,7 @@ def _cache() -> HFCacheInfo | None:
 
 
 def _repositories(cache: HFCacheInfo | None) -> list[CachedRepoInfo]:
-    """Models with weights. Other entries only have a config or a tokenizer."""
+    """Omit entries with only a config or a tokenizer."""
     return [
         entry
         for entry in (cache.repos if cache is not None else ())

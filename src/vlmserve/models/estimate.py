@@ -18,10 +18,10 @@ BLOCK_SIZE = 16
 
 
 class MemoryEstimate:
-    """The memory of a checkpoint on a device, without loading it. kernels: see `check_kernels`.
+    """The memory of a checkpoint on a device. kernels: see `check_kernels`.
 
-    folder: in Hugging Face layout, not quantized, or GGUF, which counts as dequantized. Raises like `load_model`, and
-    ConfigurationError for a quantized checkpoint.
+    folder: not quantized, or GGUF, which counts as dequantized. Raises like `load_model`, and ConfigurationError for a
+    quantized checkpoint.
     """
 
     def __init__(self, folder: Path, device: torch.device, kernels: str = "auto") -> None:
@@ -41,9 +41,9 @@ class MemoryEstimate:
         return self._decoder.cache_bytes(BLOCK_SIZE).block / BLOCK_SIZE
 
     def weights(self, config: QuantizationConfig | None) -> int:
-        """Bytes of the weights. config: quantization at load; None: none."""
+        """Bytes of the weights, quantized at load by `config`."""
         return expected_memory(self.model, self.device, config)
 
     def cache(self, weights: int, fraction: float) -> int:
-        """Bytes left for the KV cache next to `weights` bytes. fraction: `memory_fraction`."""
+        """Bytes left for the KV cache. fraction: `memory_fraction`."""
         return max(0, self.device.expected_cache(fraction, weights))

@@ -1,7 +1,6 @@
-"""Record the experts that one pass chooses, so that another pass can replay them.
+"""Replay one pass's choice of experts in another pass, so that their logits are comparable.
 
-Rounding can swap two experts with nearly equal scores, which changes a token's logits. Two passes are comparable only
-with the same experts.
+Rounding can swap two experts with nearly equal scores.
 """
 
 from __future__ import annotations

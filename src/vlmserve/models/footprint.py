@@ -1,5 +1,4 @@
-"""Estimates the memory of a checkpoint's weights from file headers, without large libraries, so that a model that does
-not fit fails fast."""
+"""Estimates the memory of weights from file headers, so that a model that does not fit fails fast."""
 
 from __future__ import annotations
 
@@ -98,12 +97,11 @@ def footprint(
 ) -> Footprint:
     """Estimate a checkpoint's memory with ``--quantize scheme``.
 
-    folder: in Hugging Face layout, or a GGUF file. vision: quantize the tower too. plain_bytes: of an unquantized
-    weight. kernels, input_bits: see `EngineConfig`. Raises like `weight_files`, and ModelLoadError for a broken GGUF
-    file.
+    vision: quantize the tower too. plain_bytes: of an unquantized weight. kernels, input_bits: see `EngineConfig`.
+    Raises like `weight_files`, and ModelLoadError for a broken GGUF file.
     """
     if _is_quantized(folder) or any(path.suffix in PICKLES for path in weight_files(folder)):
-        # The sizes of the files are the best guess without their contents.
+        # The best guess without the files' contents.
         return Footprint(sum(path.stat().st_size for path in weight_files(folder)), 0)
     stored = (tensor for path in weight_files(folder) for tensor in _tensors(path))
     tensors = [tensor for tensor in stored if not _UNREAD.search(tensor.name)]
@@ -135,8 +133,9 @@ def check_memory(config: EngineConfig, folder: Path) -> None:
 
 
 def check_fits(config: EngineConfig, folder: Path, free: int, reserved: int = 0) -> None:
-    """reserved: bytes that the engine takes for any model. Raises ModelLoadError. Unreadable files pass, because the
-    loader explains them better."""
+    """reserved: bytes that the engine takes for any model. Raises ModelLoadError. Unreadable files pass: the loader
+    explains them better.
+    """
     quantization = config.quantization
     if quantization.calibrates:
         return
@@ -157,7 +156,6 @@ def check_fits(config: EngineConfig, folder: Path, free: int, reserved: int = 0)
 
 
 def loads_into_main_memory(config: EngineConfig) -> bool:
-    """Return whether weights go to the CPU, as far as can be told without torch."""
     if config.device != "auto":
         return config.device == "cpu"
     return sys.platform == "linux" and not any(Path(path).exists() for path in _GPU_FILES)

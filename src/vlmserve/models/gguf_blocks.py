@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 # Blocks, uint8 ``[rows, blocks, bytes]``, to values, uint8 ``[rows, blocks, values]``, and scales and minimums, float32
-# ``[rows, blocks, groups]``. The layouts are in ggml-common.h of llama.cpp.
+# ``[rows, blocks, groups]``. Layouts: ggml-common.h of llama.cpp.
 Unpack = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def _halves(blocks: Tensor, *, start: int, length: int, size: int) -> Tensor:
-    """Unpack two values per byte. In each run of `length` bytes, values in low bits precede values in high bits."""
+    """In each run of `length` bytes, values in low bits precede values in high bits."""
     packed = blocks[..., start : start + size].reshape(*blocks.shape[:2], -1, length)
     return torch.stack((packed & 15, packed >> 4), -2).flatten(-3)
 
 
 def _fifth_bits(blocks: Tensor, *, start: int) -> Tensor:
-    """16 for each value whose bit is set in four bytes, lowest bit first."""
+    """16 for each value whose bit is set in four bytes, lowest first."""
     places = torch.arange(8, dtype=torch.uint8)
     return (blocks[..., start : start + 4, None] >> places & 1).flatten(-2) << 4
 
@@ -43,7 +43,7 @@ def _iq4_nl(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _halves(blocks, start=2, length=16, size=16), scales, torch.zeros_like(scales)
 
 
-# Types of more than 4 bits become 8-bit. The value 128 stands for the minimum, or for zero without minimums.
+# Types over 4 bits become 8-bit. The value 128 stands for the minimum, or for zero without minimums.
 def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scales = _float16(blocks, 0)
     values = _halves(blocks, start=6, length=16, size=16) | _fifth_bits(blocks, start=2)
@@ -64,8 +64,8 @@ def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _k_parameters(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and minimums of eight groups, 6 bits each.
 
-    Four bytes hold the scales of the first four groups, four bytes their minimums. The other groups use the remaining
-    two bits of these bytes and four more bytes.
+    Four bytes hold the first four groups' scales, four bytes their minimums. The other groups use these bytes'
+    remaining two bits and four more bytes.
     """
     scales, minimums, others = blocks[..., 4:16].chunk(3, -1)
     scales = torch.cat((scales & 63, (others & 15) | (scales >> 6 << 4)), -1)
@@ -78,7 +78,7 @@ def _q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _q5_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Bit i of 32 bytes is the fifth bit of the values in group i."""
+    """Bit i of 32 bytes is the fifth bit of group i's values."""
     scales, minimums = _k_parameters(blocks)
     places = torch.arange(8, dtype=torch.uint8)[:, None]
     fifth = (blocks[..., None, 16:48] >> places & 1).flatten(-2) << 4
@@ -87,7 +87,7 @@ def _q5_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each half of a block, 64 bytes hold the low four bits of 128 values, and 32 bytes the high two bits."""
+    """In each half block, 64 bytes hold the low four bits of 128 values, 32 bytes the high two bits."""
     places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     upper = (blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> places & 3).flatten(-3) << 4
     values = _halves(blocks, start=0, length=64, size=128) | upper

@@ -14,10 +14,8 @@ from vlmserve.gguf_header import TensorInfo
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeads:
-    """The heads of a gated delta rule.
-
-    Checkpoints store the value heads of each key head together. GGUF files store the first value head of all key heads,
-    then the second of all key heads, and so on.
+    """Checkpoints store the value heads of each key head together. GGUF files store the first value head of all key
+    heads, then the second of all, and so on.
     """
 
     num_keys: int
@@ -28,7 +26,7 @@ class DeltaHeads:
 
     @classmethod
     def read(cls, metadata: Metadata) -> DeltaHeads:
-        """Raises ModelLoadError for missing values and for head counts that do not fit."""
+        """Raises ModelLoadError for missing values and mismatched head counts."""
         keys, values = metadata["ssm.group_count"], metadata["ssm.time_step_rank"]
         inner = metadata["ssm.inner_size"]
         if keys < 1 or values < 1 or values % keys or inner % values:
@@ -38,8 +36,9 @@ class DeltaHeads:
         return cls(keys, values, 2 * keys * metadata["ssm.state_size"], inner // values)
 
     def places(self, part: str, info: TensorInfo) -> NDArray[np.int64] | None:
-        """Return the file's rows (``out_proj``: columns) in checkpoint order, None if unchanged. part: the tensor's
-        name in its layer. Raises ModelLoadError for a tensor of another size."""
+        """Return the file's rows (``out_proj``: columns) in checkpoint order, None if unchanged. Raises ModelLoadError
+        for a tensor of another size.
+        """
         size = 1 if part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else self.value_size
         before = self.key_channels if part in ("in_proj_qkv", "conv1d") else 0
         count, wanted = info.shape[1 if part == "out_proj" else 0], before + self.num_values * size

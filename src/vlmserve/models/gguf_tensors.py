@@ -73,8 +73,6 @@ _NOT_WEIGHTS = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_
 
 @dataclass(frozen=True)
 class _Source:
-    """The origin of a tensor."""
-
     info: TensorInfo
     rows: NDArray[np.int64] | None = None
     """Row indices in the file, in order; None: all."""
@@ -229,7 +227,6 @@ def _blocks(source: _Source) -> Tensor:
 
 
 def _mapped(info: TensorInfo) -> Bytes:
-    """Map rows copy-on-write."""
     count = info.shape[0]
     return np.memmap(info.path, np.uint8, "c", offset=info.offset, shape=(count, _num_bytes(info) // count))
 
@@ -418,7 +415,7 @@ def _block(info: TensorInfo) -> tuple[int, int]:
 
 
 def _type_of(info: TensorInfo) -> Any:
-    """The type of a tensor. Raises UnsupportedModelError for one that cannot be dequantized."""
+    """Raises UnsupportedModelError for a type that cannot be dequantized."""
     kind = _supported_types().get(info.type)
     if kind is None:
         from gguf import GGMLQuantizationType
@@ -431,7 +428,7 @@ def _type_of(info: TensorInfo) -> Any:
 
 @functools.cache
 def _supported_types() -> dict[int, Any]:
-    """Types by number: unquantized ones, and all that the gguf package dequantizes."""
+    """Unquantized types, and all that the gguf package dequantizes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 

@@ -15,9 +15,9 @@ from vlmserve.types import Canvas, ImagePlacement
 def grid_positions(images: Sequence[ImagePlacement], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return int64 ``[3, tokens]`` positions. images: of a prompt, in order. places: ascending places of tokens in it.
 
-    Within a gridded image or video, each axis counts frames, rows or columns from its beginning. After it, all axes
-    continue after the highest position. If text stands among its placeholders, each frame is its own grid, and the text
-    counts as text. On a canvas, slices are adjacent, and the overview piece is stretched over them.
+    Within an image or video, each axis counts frames, rows or columns. After it, all axes continue after the highest
+    position. If text stands among its placeholders, each frame is its own grid. On a canvas, slices are adjacent, and
+    the overview is stretched over them.
     """
     result = np.repeat(places[None], 3, 0)
     shift = 0
@@ -35,7 +35,7 @@ def grid_positions(images: Sequence[ImagePlacement], places: npt.NDArray[np.int6
             shift += frames * (max(rows, columns) - rows * columns)
             result[:, places >= image.end] = places[places >= image.end] + shift
             continue
-        # Products in float32 may fall short of a whole number, as in transformers.
+        # In float32 as in transformers: products may fall short of a whole number.
         times = (np.arange(frames, dtype=np.float32) * np.float32(image.frame_step)).astype(np.int64)
         inside = (places >= image.start) & (places < image.end)
         within = places[inside] - image.start
@@ -62,9 +62,9 @@ def _place_on_canvas(
 
 @functools.lru_cache(maxsize=256)
 def _canvas_places(canvas: Canvas, num_tokens: int) -> npt.NDArray[np.int64]:
-    """Rows and columns on a canvas, int64 ``[2, tokens]``.
+    """Rows and columns, int64 ``[2, tokens]``.
 
-    Corner tokens enclose each piece, and newlines separate rows of slices. Extra tokens use the first place.
+    Corner tokens enclose each piece; newlines separate rows of slices. Extra tokens use the first place.
     """
     height, width = canvas.size
     down, across = canvas.piece
@@ -82,8 +82,8 @@ def _canvas_places(canvas: Canvas, num_tokens: int) -> npt.NDArray[np.int64]:
 
 
 def _spread(size: tuple[int, int], over: tuple[int, int]) -> npt.NDArray[np.int64]:
-    """int64 ``[2, rows * columns]``: positions of a grid, row by row, stretched over another grid."""
-    # In float32 as in transformers; halves round to even.
+    """Positions of a grid, row by row, stretched over another: int64 ``[2, rows * columns]``."""
+    # In float32 as in transformers.
     axes = [torch.linspace(0, last - 1, count).round().long().numpy() for count, last in zip(size, over, strict=True)]
     return np.stack(np.meshgrid(*axes, indexing="ij")).reshape(2, -1)
 
@@ -91,7 +91,6 @@ def _spread(size: tuple[int, int], over: tuple[int, int]) -> npt.NDArray[np.int6
 def _place_frames(
     image: ImagePlacement, places: npt.NDArray[np.int64], shift: int, result: npt.NDArray[np.int64]
 ) -> None:
-    """shift: position minus place at the video's start."""
     assert isinstance(image.grid, tuple)
     _, rows, columns = image.grid
     inside = (places >= image.start) & (places < image.end)

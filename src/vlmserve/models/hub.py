@@ -28,19 +28,14 @@ _IGNORED = ["original/*", "*/*.safetensors", "onnx/*", "runs/*"]
 def resolve_model(name: str, revision: str | None = None, mmproj: str | None = None, *, progress: bool = True) -> Path:
     """Return the folder of the checkpoint `name`, or its file for a GGUF file without a vision tower.
 
-    name: one of
-
-    - ``pixie``, which is in the package
-    - a local folder or GGUF file
-    - a repository id on the Hugging Face hub or its short name (`vlmserve.models.names`); downloaded unless cached
-    - a repository with GGUF files and a choice, such as ``owner/name:Q4_K_M`` or ``owner/name/folder``
-
-    ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` apply. revision: branch, tag or commit. mmproj: the GGUF file of
-    the vision tower; None: the one in the same folder or repository. progress: show download bars.
+    name: ``pixie``, a local folder or file, a repository id on the Hugging Face hub or its short name
+    (`vlmserve.models.names`). For repositories with GGUF files, add a choice: ``owner/name:Q4_K_M`` or
+    ``owner/name/folder``. revision: branch, tag or commit. mmproj: GGUF file of the vision tower; None: choose it from
+    the model's folder or repository. ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` apply.
 
     Raises CheckpointNotFoundError if there is no such checkpoint or the hub is unreachable; MissingWeightsError without
-    weights; ModelLoadError for a broken GGUF file or two that do not match; ConfigurationError for `mmproj` without a
-    GGUF file.
+    weights; ModelLoadError for a broken GGUF file or a mismatched pair; ConfigurationError for `mmproj` without a GGUF
+    file.
     """
     folder = built_in_folder() if name == BUILT_IN_MODEL else expanded(name)
     if folder.is_dir():
@@ -89,7 +84,6 @@ def _checked_file(path: Path, name: str, mmproj: str | None) -> Path:
 
 
 def _in_folder(folder: Path, name: str, mmproj: str | None) -> Path:
-    """A checkpoint in Hugging Face layout, or the GGUF files of one model."""
     if (folder / "config.json").is_file() or next(folder.glob(f"*{GGUF}"), None) is None:
         _check_alone(name, mmproj)
         return _checked(folder, name)
@@ -152,7 +146,7 @@ def _check_format(name: str, revision: str | None) -> None:
 
 
 def _download_gguf(name: str, wanted: str, revision: str | None, *, progress: bool) -> tuple[Path, str]:
-    """Download one model of a repository with its vision tower. Returns its folder and its choice there."""
+    """Returns folder and choice of one model with its vision tower."""
     from huggingface_hub import snapshot_download
 
     with _kind_errors(name, revision), _bars(shown=progress):

@@ -1,9 +1,8 @@
 """A model's identity: 32 bytes over everything that its states depend on besides the tokens.
 
-Reading files in full would take seconds, so only samples are hashed. A loader that reads a tensor hashes it at the same
-time (`TensorDigests`), so no page is read twice. For tensors over `WHOLE_BYTES`, every row and every `LONGEST_STEP`
-bytes contain at least one whole window of `WINDOW_BYTES`. Training, merging and quantizing change whole rows, so they
-change the digest. Names of folders and files, tensor order and sharding into files do not.
+Only samples of files are hashed. For tensors over `WHOLE_BYTES`, every row and every `LONGEST_STEP` bytes contain at
+least one whole window of `WINDOW_BYTES`: training, merging and quantizing change whole rows. Names of folders and
+files, tensor order and sharding into files do not count.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ class StoredTensor(NamedTuple):
 def model_identity(folder: Path, settings: LoadSettings, digests: TensorDigests | None = None) -> bytes:
     """Digest a checkpoint and its settings, independent of its folder.
 
-    folder: in Hugging Face layout, or a GGUF file. settings: with the chosen dtype and implementation, whose version
-    counts as well. digests: of tensors already read.
+    folder: in Hugging Face layout, or a GGUF file. settings: with the chosen dtype and implementation. digests: of
+    tensors already read.
     """
     packages = {"vlmserve", settings.implementation}
     parts = {
@@ -80,14 +79,14 @@ def computation_parts(settings: LoadSettings) -> dict[str, Any]:
 
 @cache
 def package_version(package: str) -> str:
-    """The version of an installed package. Cached, because `metadata.version` parses a file at each call."""
+    """Cached, because `metadata.version` parses a file at each call."""
     return metadata.version(package)
 
 
 def cache_identity(model: bytes, backend: AttentionBackend, layers: Sequence[LayerCache]) -> bytes:
-    """The digest of a model and of the format of its KV cache. Only caches with equal digests may exchange blocks.
+    """Digest a model and the format of its KV cache. Only caches with equal digests may exchange blocks.
 
-    model: its `model_identity`. layers: the caches of all layers, with any number of blocks.
+    model: its `model_identity`. layers: with any number of blocks.
     """
     tensors = [
         [field.name, str(tensor.dtype), list(tensor.shape[1:])]
@@ -123,12 +122,11 @@ class TensorDigests:
         self._files: dict[Path, dict[str, _TensorDigest]] = {}
 
     def read(self, path: Path, name: str, share: float = 1.0) -> None:
-        """name: in the file. PyTorch files are skipped."""
+        """PyTorch files are skipped."""
         if path.suffix not in PICKLES and (tensor := self._tensors(path).get(name)) is not None:
             self.on_read(tensor.advance(share))
 
     def of_file(self, path: Path) -> dict[str, bytes]:
-        """Hashes the rest first."""
         return {name: tensor.finish() for name, tensor in self._tensors(path).items()}
 
     def _tensors(self, path: Path) -> dict[str, _TensorDigest]:
@@ -138,8 +136,6 @@ class TensorDigests:
 
 
 class _TensorDigest:
-    """Grows as the tensor is read."""
-
     def __init__(self, path: Path, tensor: StoredTensor) -> None:
         self._path, self._tensor = path, tensor
         self._hasher = blake3(tensor.description.encode())
@@ -147,7 +143,7 @@ class _TensorDigest:
         self._hashed = self._read = 0
 
     def advance(self, share: float) -> int:
-        """Hash up to `share`. Returns the bytes read since the last call."""
+        """Return the bytes read since the last call."""
         size = self._tensor.end - self._tensor.start
         # Each item has the windows of at most `MAPPED_BYTES` of the file.
         wanted = math.inf if share >= 1 else share * size
@@ -195,7 +191,7 @@ def stored_bytes(folder: Path) -> int:
 
 
 def _configuration(folder: Path) -> Any:
-    """The configuration that affects results: JSON, or for a GGUF file the digest of its metadata."""
+    """JSON, or for a GGUF file the digest of its metadata."""
     if folder.is_file():
         return metadata_digest(folder)
     paths = [folder / name for name in ("config.json", *OLD_FILES)]
@@ -203,7 +199,6 @@ def _configuration(folder: Path) -> Any:
 
 
 def metadata_digest(path: Path) -> str:
-    """The digest of everything before a GGUF file's tensors."""
     header = read_header(path)
     offsets = (info.offset for info in header.tensors.values() if info.path == path)
     with path.open("rb") as file:
@@ -217,7 +212,7 @@ def _without_origin(config: Any) -> Any:
 
 
 def _pickle_digest(path: Path) -> bytes:
-    """Digest of a PyTorch file: checksums of all members and sampled windows; for older files, all bytes."""
+    """Checksums of all members and sampled windows; for older files, all bytes."""
     hasher = blake3()
     if not zipfile.is_zipfile(path):
         return hasher.update_mmap(path).digest()
@@ -232,7 +227,7 @@ def _pickle_digest(path: Path) -> bytes:
 
 
 def _windows(path: Path, start: int, end: int, row: int) -> Iterator[bytes]:
-    """Sampled bytes of a range of a file, in order; all bytes if there are few. row: see `StoredTensor`."""
+    """Sample a range of a file; all bytes if there are few. row: see `StoredTensor`."""
     size = end - start
     if size <= WHOLE_BYTES:
         yield _bytes_at(path, start, size)

@@ -1,6 +1,5 @@
-"""Insert image embeddings into the rows of a batch, and add features between layers.
-
-DeepStack (https://arxiv.org/abs/2406.04334) adds features to the same rows between the decoder's first layers.
+"""Insert image embeddings into rows of a batch, and features between layers (DeepStack,
+https://arxiv.org/abs/2406.04334).
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class LayerFeatures:
 def place_images(
     embeddings: Tensor, image_rows: Sequence[ImageRows], images: Mapping[bytes, Tensor]
 ) -> list[LayerFeatures]:
-    """Write image embeddings into rows of a batch, ``[tokens, hidden_size]``, in place. Returns features for layers.
+    """Write image embeddings into rows ``[tokens, hidden_size]`` in place. Returns features for layers.
 
-    Per-layer embeddings, which may follow in each row, stay. images: ``[num_tokens, image_width]`` by key.
+    Per-layer embeddings in the rows stay. images: ``[num_tokens, image_width]`` by key.
     """
     features = []
     for rows in image_rows:

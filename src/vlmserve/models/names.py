@@ -20,12 +20,12 @@ def name_of(repository: str) -> str | None:
 
 
 def is_short(name: str) -> bool:
-    """Return whether a name can only be a short one, known or not: a family, or a name with a colon and a size."""
+    """Return whether a name has a short name's form: a family, or a name with a colon and a size."""
     return "/" not in name and (":" in name or any(known.startswith(f"{name.lower()}:") for known in REPOSITORIES))
 
 
 def suggestion(name: str) -> str:
-    """The end of an error message with similar short names; empty without any."""
+    """End of an error message with similar short names, or empty."""
     name = name.lower().rpartition("/")[2]
     family = name.partition(":")[0]
     near = [known for known in REPOSITORIES if known.startswith(f"{family}:")]

@@ -32,10 +32,10 @@ def load_packed(
 ) -> set[str]:
     """Give layers their quantized weights from the checkpoint. Returns the names of the filled parameters.
 
-    A layer stays quantized if `operations` supports its format; else its weights are dequantized to the model's dtype.
-    layouts: formats of the checkpoint's weights. settle: called with each completely loaded layer. input_bits: see
-    `Weight.quantize`. Raises MissingWeightsError for a missing tensor, ModelLoadError for tensors that do not fit each
-    other or the model, UnsupportedModelError for a format that is not implemented.
+    A layer stays quantized if `operations` supports its format; else its weights are dequantized. layouts: formats of
+    the checkpoint's weights. settle: called with each loaded layer. input_bits: see `Weight.quantize`. Raises
+    MissingWeightsError for a missing tensor, ModelLoadError for mismatched tensors, UnsupportedModelError for a format
+    that is not implemented.
     """
     reader = _Reader(checkpoint, layouts)
     merge_as_stored(model, {reader.weight_name(name) for name in checkpoint.names})
@@ -100,7 +100,7 @@ def load_blocks(
 ) -> None:
     """Give layers those quantized weights of a GGUF file that kernels support. `Checkpoint.load` fills other layers.
 
-    settle: called with each completely loaded layer before the next is read. input_bits: see `Weight.quantize`.
+    settle: called with each loaded layer. input_bits: see `Weight.quantize`.
     """
     merge_as_stored(model, checkpoint.names)
     keeps_superblocks = operations.multiplies_superblocks(input_bits)
@@ -139,7 +139,7 @@ def _take_blocks(
     keeps_superblocks: bool,
     input_bits: int | None,
 ) -> bool:
-    """Give a layer the blocks of its weights if it can store all of them. Returns whether it did."""
+    """Return whether the layer can store all blocks of its weights, and so took them."""
     slots, cuts = dict(module_slots(path, module)), module_cuts(path, module)
     weights = []
     for name in names:

@@ -46,8 +46,7 @@ def share_of(spec: ArchSpec, ranks: Ranks) -> ArchSpec:
 
 
 def split_decoder(decoder: Decoder, whole: ArchSpec, ranks: Ranks) -> None:
-    """Connect a decoder built from `share_of` to the other ranks, and select its shards. Call it before weights are
-    loaded.
+    """Connect a decoder built from `share_of` to the other ranks, before weights are loaded.
 
     whole: the spec of the model.
     """

@@ -32,24 +32,21 @@ class VisionEncoder(Protocol):
 
     @property
     def larger_shape(self) -> tuple[int, ...] | None:
-        """Shape of a larger image's pixels; None: all images have one size, or there is no example."""
+        """None: all images have one size, or there is no example."""
         ...
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels ``[tiles, channels, height, width]`` give `num_tokens` embeddings.
-
-        Raises InvalidImageError if they do not.
-        """
+        """Raises InvalidImageError unless pixels ``[tiles, channels, height, width]`` give `num_tokens` embeddings."""
         ...
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """Encode images together.
 
-        pixels: a float tensor ``[tiles, channels, height, width]`` for each image, on the model's device. tilings:
-        arrangement of each image's tiles, or other inputs of the model.
+        pixels: a float tensor ``[tiles, channels, height, width]`` for each image. tilings: arrangement of each image's
+        tiles, or other inputs of the model.
 
-        Returns a tensor ``[num_tokens, image_width]`` for each image: the embeddings of its placeholders, followed in
-        each row by `LayerFeatures.values` if decoder layers take any.
+        Returns ``[num_tokens, image_width]`` for each image: the embeddings of its placeholders, followed in each row
+        by `LayerFeatures.values` if decoder layers take any.
         """
         ...
 
@@ -58,7 +55,7 @@ class VisionEncoder(Protocol):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """`encode` in stages of up to the budget's size, if the tower can be divided that finely."""
+        """`encode` in stages of up to the budget's size, if possible."""
         ...
 
 
@@ -69,7 +66,7 @@ class TileEncoder(VisionEncoder, Protocol):
     def encode_tiles(self, tiles: Tensor) -> Tensor:
         """``[tiles, channels, height, width]`` to ``[tiles, embeddings of each, image_width]``.
 
-        Reads no other inputs, so a device may replay it as a graph.
+        Reads no other inputs, so that a device may replay it as a graph.
         """
         ...
 
@@ -115,7 +112,7 @@ class LanguageModel(Protocol):
     def vocab_size(self) -> int: ...
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Map int64 ``[tokens]`` to ``[tokens, hidden_size]``."""
+        """int64 ``[tokens]`` to ``[tokens, hidden_size]``."""
         ...
 
     @property
@@ -123,22 +120,22 @@ class LanguageModel(Protocol):
 
     @property
     def max_short_len(self) -> int | None:
-        """Longer sequences are computed differently, at positions from this number on; None: no limit."""
+        """From this position on, longer sequences are computed differently; None: no limit."""
         ...
 
     def first_position(self, prompt_len: int) -> int:
-        """The first position of a sequence: 0, unless the prompt's length selects other rotary frequencies."""
+        """0, unless the prompt's length selects other rotary frequencies."""
         ...
 
     @property
     def bidirectional(self) -> Bidirectional | None:
-        """Tokens of a prompt that attend to each other, and so need one step; None: none."""
+        """Tokens of a prompt that attend to each other, and so need one step."""
         ...
 
     def allocate_cache(
         self, num_blocks: int, block_size: int, device: torch.device | None = None, layout: CacheLayout | None = None
     ) -> list[LayerCache]:
-        """Allocate the KV cache of all attention layers. layout: see `allocate_layers`."""
+        """layout: see `allocate_layers`."""
         ...
 
     def cache_bytes(self, block_size: int) -> CacheBytes: ...
@@ -155,14 +152,14 @@ class LanguageModel(Protocol):
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final, normed hidden states.
 
-        Positions of sequences over `max_short_len` tokens begin at this number, all others at `first_position`.
-        features: added by images to the outputs of the first layers. wanted: int64, rows to return; None: all. states:
-        one for each of `state_specs`; `BatchMetadata.states` has the slots of rows.
+        Positions begin at `first_position`; beyond `max_short_len` tokens, at `max_short_len`. features: added by
+        images to the outputs of the first layers. wanted: int64, rows to return; None: all. states: one for each of
+        `state_specs`; `BatchMetadata.states` has the slots of rows.
         """
         ...
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return float32 ``[rows, vocab_size]``. out: contiguous memory that the result may use."""
+        """Return float32 ``[rows, vocab_size]``. out: contiguous memory for the result."""
         ...
 
 

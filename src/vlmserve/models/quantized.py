@@ -54,9 +54,8 @@ class Saving:
 class QuantizedFolder:
     """A quantized copy of a checkpoint in progress, in the format of `load_model` and other engines.
 
-    folder: a checkpoint in Hugging Face layout, a GGUF file, or the folder of a GGUF pair; quantized GGUF weights are
-    dequantized first. Raises like `load_model`, and ConfigurationError for a quantized checkpoint or settings that do
-    not fit.
+    folder: a checkpoint in Hugging Face layout, a GGUF file, or the folder of a GGUF pair, whose weights are
+    dequantized first. Raises like `load_model`, and ConfigurationError for a quantized checkpoint or unfit settings.
     """
 
     def __init__(self, folder: Path, out: Path, config: QuantizationConfig) -> None:
@@ -85,12 +84,11 @@ class QuantizedFolder:
             return self.packed(name, weight)
         if name == HEAD and self._tied:
             return {}
-        # Copied, because the mapped file may exceed memory. GGUF tensors are read as float32.
+        # Copied, because the mapped file may exceed memory. GGUF tensors are float32.
         plain = tensor.clone() if self._gguf is None else tensor.to(self.description.dtype(self.checkpoint))
         return {self.names[name]: plain}
 
     def packed(self, name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """name: canonical."""
         if self._config.method == "smoothquant":
             parts = to_bytes(weight)
         else:
@@ -114,7 +112,7 @@ class QuantizedFolder:
         os.replace(partial, self.out / file_name)
 
     def finish(self) -> Saving:
-        """Write the index and the configuration after all tensors, and copy files without weights."""
+        """Write index and configuration after all tensors, and copy files without weights."""
         weight_map: dict[str, str] = {}
         after = 0
         for path in sorted(self.out.glob("*.safetensors")):
@@ -128,7 +126,7 @@ class QuantizedFolder:
         quantized = {layers[name]: width for name, width in self.bits.items()}
         plain = [layers[name] for name in self._plain]
         if self._tied and TABLE not in self.bits:
-            # Without a tensor in the checkpoint, other engines see the head as a linear layer.
+            # Without a tensor, other engines see the head as a linear layer.
             plain.append(f"re:.*{'predictions.decoder' if TRANSFORM in self.names else 'lm_head'}$")
         _write_config(self.description, self.out, quantized, plain, self._config)
         left_out = (*INDEX_NAMES, PAIR_INDEX, "config.json")
@@ -148,18 +146,17 @@ class QuantizedFolder:
         name = key
         for own, published in PUBLISHED_NAMES:
             name = name.replace(own, published)
-        # Families with other names of norms or MLPs keep our names, which can be read as well.
+        # Families with other names of norms or MLPs keep our names, which can also be read.
         return name if self.checkpoint.canonical(name) == key else key
 
 
 def save_quantized(
     folder: Path, out: Path, config: QuantizationConfig, progress: Callable[[int, int], None] = lambda done, of: None
 ) -> Saving:
-    """Write a checkpoint with quantized weights, in the format of `load_model` and other engines.
+    """Write a checkpoint with quantized weights.
 
-    folder: see `QuantizedFolder`. out: a new or empty folder. progress: called with the numbers of finished and all
-    tensors. Needs memory for one of the checkpoint's files. Raises like `QuantizedFolder`, and ConfigurationError if
-    `out` is not empty.
+    folder, errors: see `QuantizedFolder`. out: a folder; ConfigurationError unless empty. progress: called with the
+    numbers of finished and all tensors. Needs memory for one of the checkpoint's files.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out} must be a new or an empty folder")
@@ -189,7 +186,7 @@ def check_groups(model: nn.Module, config: QuantizationConfig) -> None:
 def _plan(
     description: Description, checkpoint: Checkpoint, config: QuantizationConfig
 ) -> tuple[dict[str, int], list[str], bool]:
-    """Bits of weights to quantize, names of other linear weights, and whether embeddings are tied."""
+    """Return bits of weights to quantize, names of other linear weights, and whether embeddings are tied."""
     with description.errors():
         spec = description.spec(checkpoint)
         model = description.build(spec, TorchReference(), dtype=torch.float32, device=torch.device("meta")).modules

@@ -67,9 +67,9 @@ def load_model(
     ranks: load this rank's shard. check: called with the decoder and the maximum context before weights are read.
     cache: packed weights of earlier starts.
 
-    Raises ModelLoadError for a broken configuration or file, UnsupportedModelError for an architecture or option that
-    is not implemented, MissingWeightsError for missing files or tensors, ConfigurationError for a model that the ranks
-    cannot share, and like `check`.
+    Raises like `check`; ModelLoadError for a broken configuration or file; UnsupportedModelError for an architecture or
+    option that is not implemented. Raises MissingWeightsError for missing files or tensors, ConfigurationError for a
+    model that the ranks cannot share.
     """
     with broken(folder):
         if settings.implementation == "transformers" and ranks is None:
@@ -105,13 +105,13 @@ def _load(
         on, wanted = open_device(device, settings.kernels, stated, automatic=settings.dtype is None)
         own = spec if ranks is None else share_of(spec, ranks)
         backend = on.attention(own.attention, wanted, cache_type=settings.cache_type)
-        # Compiled programs and graphs cannot contain exchanges between ranks, or choices of the host.
+        # Compiled programs and graphs cannot contain exchanges between ranks or choices of the host.
         chooses_on_host = any(spec.experts) and not on.chooses_experts
         executor = on.executor() if ranks is None and not chooses_on_host else EagerExecutor()
         with nullcontext() if on.overcommits else without_memory():
             parts = description.build(spec, backend, executor, dtype=wanted, device=device, ranks=ranks)
         model, decoder = parts.modules, parts.language_model
-        # Counts the whole model, whatever part is loaded. On a CPU, untouched pages take no memory.
+        # Counts the whole model. On a CPU, untouched pages take no memory.
         whole = model if ranks is None else description.build(spec, backend, dtype=wanted, device=META).modules
         num_parameters = sum(parameter.numel() for parameter in whole.parameters())
         check_parameters(num_parameters, checkpoint.files(), folder)
@@ -209,7 +209,7 @@ class Description:
 
     @property
     def family(self) -> LanguageFamily:
-        """Raises UnsupportedModelError for an unknown family."""
+        """Raises UnsupportedModelError if unknown."""
         return language_family(self.text_config)
 
     @property
@@ -226,7 +226,6 @@ class Description:
         return None
 
     def dtype(self, checkpoint: Checkpoint) -> torch.dtype:
-        """Read it from the configuration, else from the tensors."""
         for source in (self.config, self.text_config):
             for key in ("dtype", "torch_dtype"):
                 if (name := str(source.get(key)).removeprefix("torch.")) in DTYPES:
@@ -237,7 +236,6 @@ class Description:
         return canonical_name(rename(name, () if self.vision is None else self.vision.names), self.family.rename)
 
     def spec(self, checkpoint: Checkpoint) -> ArchSpec:
-        """The tensors decide whether embeddings are tied."""
         family = self.vision
         spec = decoder_spec(self.text_config)
         if self.text_config is not self.config:
@@ -301,7 +299,7 @@ def _load_with_transformers(folder: Path, settings: LoadSettings) -> LoadedModel
     sample = checkpoint.sample(theirs)
     model = TransformersModel(theirs, choose, sample)
     if settings.cache_type != "auto":
-        # Only now, because the check compares logits without a quantized cache.
+        # After the check, which compares logits without a quantized cache.
         model.backend = choose(model.attention, cache_type=settings.cache_type)
     logger.info("%s runs by transformers' implementation, which is slower than vlmserve's own", type(theirs).__name__)
     return LoadedModel(

@@ -1,8 +1,7 @@
 """The Transformers backend: transformers' language models over our paged KV cache.
 
-Our attention replaces theirs (`transformers_attention`). It reads and writes the paged cache, so batching and prefix
-caching work as for other models. A check at load rejects models with other state or other attention: it computes a few
-sequences in chunks and batched, and compares the logits with transformers' own.
+Our attention replaces theirs (`transformers_attention`), so batching and prefix caching work. A check at load rejects
+models with other state or attention: it compares the logits of chunked and batched sequences with transformers' own.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ ChooseBackend = Callable[[Sequence[AttentionSpec]], AttentionBackend]
 
 
 class _Finished:
-    """The output of finished layers: hidden states; other outputs are None."""
-
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
 
@@ -58,8 +55,8 @@ class _Finished:
 class TransformersModel:
     """A `LanguageModel` that wraps one of transformers'. It takes no adapters.
 
-    backend: chooses the attention backend. sample: an image, for a model that takes images. Raises
-    UnsupportedModelError if its attention cannot be replaced, or if its logits differ from transformers'.
+    sample: an image, for a model that takes images. Raises UnsupportedModelError if its attention cannot be replaced,
+    or if its logits differ from transformers'.
     """
 
     adapter_rows: AdapterRows | None = None
@@ -134,7 +131,6 @@ class TransformersModel:
     def allocate_cache(
         self, num_blocks: int, block_size: int, device: torch.device | None = None, layout: CacheLayout | None = None
     ) -> list[LayerCache]:
-        """layout: see `allocate_layers`."""
         allocate, kind = self.backend.allocate, (self._model.dtype, device or self._model.device)
         return allocate_layers(self.attention, lambda spec: allocate(num_blocks, block_size, spec, *kind), layout)
 
@@ -155,7 +151,7 @@ class TransformersModel:
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` or ``[3, tokens]`` to final hidden states.
 
-        features, wanted: see `LanguageModel.forward`.
+        See `LanguageModel.forward`.
         """
         plan = self.backend.prepare(metadata, caches[0].block_size, self.attention, self._model.dtype)
         layers = zip(caches, self.attention, strict=True)
@@ -185,7 +181,7 @@ class TransformersModel:
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 ``[rows, vocab_size]``, by the model's code after its layers."""
         finished = _Finished(hidden[None])
-        # Set only for this call, because a self-reference would keep the model alive.
+        # Set only for this call: a self-reference would keep the model alive.
         self._body.forward = lambda *_, **__: finished
         try:
             logits: Tensor = self._model(inputs_embeds=finished.last_hidden_state, use_cache=False).logits[0]
@@ -205,7 +201,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _find_bidirectional(self, sample: Sample) -> None:
-        """Find the tokens that attend to each other in a prompt with an image.
+        """Find the tokens of a prompt with an image that attend to each other.
 
         Raises UnsupportedModelError if no scope gives transformers' logits.
         """
@@ -265,7 +261,7 @@ class TransformersModel:
         return logits[0].float()
 
     def _our_logits(self, sequences: Sequence[Tensor], choices: ExpertChoices) -> list[Tensor]:
-        """Logits of all sequences in one batch, in three steps; the last step computes one token of each."""
+        """Logits of all sequences in one batch, in three steps; the last computes one token of each."""
         block_size = max(CHECKED_LENS)
         caches = self.allocate_cache(len(sequences), block_size)
         logits: list[list[Tensor]] = [[] for _ in sequences]
@@ -282,7 +278,7 @@ class TransformersModel:
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
-    """Return the difference relative to the standard deviation."""
+    """Relative to the standard deviation."""
     return float((actual - expected).std() / expected.std())
 
 
@@ -292,7 +288,7 @@ def _metadata(
     device: torch.device,
     bidirectional: Sequence[BidirectionalRows] = (),
 ) -> tuple[BatchMetadata, Tensor]:
-    """A batch of tokens ``first <= i < last`` of each sequence, and their positions. Sequence i has only block i."""
+    """Batch tokens ``first <= i < last`` of each sequence, with their positions. Sequence i has only block i."""
     positions = torch.cat([torch.arange(first, last) for first, last in spans])
     metadata = BatchMetadata.of_chunks(spans, [[block] for block in range(len(spans))], block_size, device)
     return replace(metadata, bidirectional=bidirectional), positions.to(device)

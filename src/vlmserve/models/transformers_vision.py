@@ -44,7 +44,7 @@ class TransformersVision:
     larger_shape = None
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Encode images one by one, because models differ in how they batch them. NaN for an image that fails."""
+        """Encode images one by one, because models batch them differently. NaN for an image that fails."""
         return [self._encode(*image) for image in zip(pixels, tilings, strict=True)]
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
@@ -77,7 +77,7 @@ class TransformersVision:
             if len(embeddings) != further.num_embeddings:
                 raise ValueError(f"{len(embeddings)} embeddings, where the processor counted others")
         except (ValueError, TypeError, RuntimeError, LookupError):
-            # An error in the model's code must not fail other requests. NaN fails only this image's request.
+            # An error in the model's code must fail only this image's request.
             logger.exception("no embeddings of an image of %s", tuple(pixels.shape))
             return pixels.new_full((further.num_embeddings, self.width), float("nan"))
         return embeddings

@@ -28,7 +28,7 @@ from vlmserve.models.stacked import StackedExperts, has_inputs_first, stacked_sh
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-# Bytes to copy before a file is mapped again: mapped pages count as used memory until the mapping is closed.
+# Mapped pages count as used memory until the mapping is closed.
 MAPPED_BYTES = 16 * 1024**2
 # Dequantizing a piece needs much more memory than its result.
 DEQUANTIZED_BYTES = 2 * 1024**2
@@ -37,8 +37,7 @@ TEXT_ENCODER = "text_encoder."
 _IN_RETRIEVER = "vlm."
 """Prefix of the vision-language model's tensors in a retriever."""
 
-# Published LLaVA checkpoints nest whole models, transformers 5 flattens them, and older releases did half of it.
-# Embedding models have a decoder's tensors without a head.
+# Published LLaVA checkpoints nest whole models; transformers 5 flattens them. Embedding models have no head.
 _PREFIXES = (
     (re.compile(r"^(model\.)?(vision_tower)\.(vision_model\.)?"), "vision_tower."),
     (re.compile(r"^(model\.)?multi_modal_projector\."), "multi_modal_projector."),
@@ -60,7 +59,7 @@ Rename = Callable[[str], str]
 def canonical_name(name: str, rename: Rename = lambda name: name) -> str:
     """Convert a tensor's name in any checkpoint layout to our module names.
 
-    rename: the language model family's renaming, which also applies to a text encoder.
+    rename: the language model family's renaming.
     """
     name = name.removeprefix(_IN_RETRIEVER)
     for pattern, prefix in _PREFIXES:
@@ -80,7 +79,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, rename: Rename = canonical_name) -> None:
-        """rename: converts a file's tensor names to canonical names."""
+        """rename: to canonical names."""
         self.folder = folder
         self.digests = TensorDigests()
         """Digests of tensors that were loaded."""
@@ -98,7 +97,6 @@ class Checkpoint:
                 self._keys |= {self.canonical(key): (path, key) for key in file.keys()}  # noqa: SIM118
 
     def open(self, path: Path) -> WeightFile:
-        """Each expert has its own tensors."""
         file = open_weights(path)
         if not self._has_stacked or isinstance(file, GGUFFile):
             return file
@@ -141,13 +139,12 @@ class Checkpoint:
             return file.blocks(key) if isinstance(file, GGUFFile) else None
 
     def hash(self, name: str) -> None:
-        """Called while the tensor's pages are in memory."""
         path, key = self._keys[name]
         with self.open(path) as file:
             _hash(file, path, key, self.digests)
 
     def dtype(self) -> torch.dtype:
-        """The dtype of the first floating point tensor of more than a byte per element."""
+        """Use the first floating point tensor of more than a byte per element."""
         for name in self._keys:
             tensor = self.read(name)
             if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
@@ -170,9 +167,8 @@ class Checkpoint:
     ) -> None:
         """Fill the model's parameters, converting dtype and device.
 
-        filled: names of parameters that already have values. settle: called with each completely filled module, which
-        it may replace; so peak memory is the final model, one module and a small window of a file. device: for
-        parameters without memory.
+        filled: names of parameters that already have values. device: for parameters without memory. settle: called with
+        each filled module, which it may replace. Peak memory is the final model and one module.
 
         Raises MissingWeightsError, which names missing tensors, and ModelLoadError for a tensor of another shape.
         """
@@ -217,7 +213,6 @@ class Waiting:
                     self._names.setdefault(module, set()).add(name)
 
     def memory(self, name: str) -> Tensor:
-        """Allocates memory if needed."""
         if self.slots[name].is_meta:
             path, module = self._owners[name]
             allocate(module, self._device)
@@ -288,7 +283,6 @@ def module_cuts(path: str, module: nn.Module) -> dict[str, Cut]:
 
 
 def _beside(path: str, name: str) -> str:
-    """The name of a merged layer's part, which replaces the layer's own name."""
     return f"{path.rpartition('.')[0]}.{name}"
 
 
@@ -341,7 +335,7 @@ def _hash(file: WeightFile, path: Path, key: str, digests: TensorDigests, share:
 def _pieces(
     file: WeightFile, path: Path, keys: list[tuple[str, str]], slots: Mapping[str, Tensor], cuts: Mapping[str, Cut]
 ) -> Iterator[_Piece]:
-    """Pieces are small enough to map. Raises ModelLoadError for shapes that differ."""
+    """Make pieces small enough to map. Raises ModelLoadError for shapes that differ."""
     most = DEQUANTIZED_BYTES if isinstance(file, GGUFFile) else MAPPED_BYTES
     for name, key in keys:
         shape, slot = file.get_slice(key).get_shape() or [1], slots[name]

@@ -1,9 +1,7 @@
-"""Cache packed weights in files, so that the next start maps them instead of packing the checkpoint again.
+"""Cache packed weights in files, so that later starts map them instead of packing again.
 
-A file holds one model: a fixed prefix, a JSON header and the tensors. Its name, which the header repeats, is a digest
-of everything that the packed weights depend on: the checkpoint's files, the settings, the kernels and vlmserve's code.
-Processes that map one file share its memory. A file is written under another name and renamed. When files exceed the
-limit, the least recently used are removed.
+A file holds a fixed prefix, a JSON header and the tensors. Its name is a digest of everything the packed weights depend
+on: checkpoint, settings, kernels and vlmserve's code. Processes that map one file share its memory.
 """
 
 from __future__ import annotations
@@ -78,8 +76,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CachedModel:
-    """identity: its `model_identity`."""
-
     packed: PackedModel
     identity: bytes
     num_bytes: int
@@ -99,14 +95,15 @@ class _EndingError(Exception): ...
 
 
 class WeightsCache:
-    """Files of packed weights in a folder. limit: total bytes; 0: off."""
+    """Files of packed weights in a folder. limit: total bytes, beyond which the least recently used are removed; 0:
+    off.
+    """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
 
     @classmethod
     def at(cls, folder: str | None, limit: int) -> WeightsCache:
-        """Open the cache in a folder, by default in the user's cache folder."""
         return cls(cache_folder() / "weights" if folder is None else expanded(folder), limit)
 
     def path(self, parts: Mapping[str, Any]) -> Path:
@@ -114,10 +111,7 @@ class WeightsCache:
         return self.folder / (blake3(text.encode()).hexdigest(length=16) + SUFFIX)
 
     def is_usable(self) -> bool:
-        """Return whether the folder may be used. If every user can write to it, it may not, and a warning is logged.
-
-        A folder may belong to a group, such as a shared volume: other users' files are ignored.
-        """
+        """Reject a folder that every user can write to. Other users' files in a group's folder are ignored."""
         with contextlib.suppress(OSError):  # reading and writing log what is wrong
             if self.limit and self.folder.stat().st_mode & stat.S_IWOTH:
                 logger.warning("weights cache: off, since every user can write to %s (chmod o-w)", self.folder)
@@ -139,7 +133,7 @@ class WeightsCache:
         except _BROKEN as error:
             logger.warning("weights cache: ignoring %s (%s)", path, error)
             return None
-        with contextlib.suppress(OSError):  # the folder may be read-only
+        with contextlib.suppress(OSError):
             os.utime(path)
         logger.info("weights: %.1f MB mapped from the cache %s", found.num_bytes / 1e6, path)
         return found
@@ -155,7 +149,7 @@ class WeightsCache:
         return thread
 
     def files(self) -> list[CacheFile]:
-        """Return files, most recently used first."""
+        """Most recently used first."""
         found = []
         for path, status in self._own(_NAME):
             with contextlib.suppress(*_BROKEN), path.open("rb") as file:
@@ -190,7 +184,7 @@ class WeightsCache:
 
     @contextlib.contextmanager
     def unfinished(self, path: Path) -> Iterator[BinaryIO]:
-        """Open a new file, which is renamed to `path` at the end. Its lock keeps other processes from removing it."""
+        """Open a new file, to be renamed to `path`. Its lock keeps other processes from removing it."""
         descriptor, name = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".writing", dir=self.folder)
         with os.fdopen(descriptor, "wb") as file:
             try:
@@ -203,7 +197,6 @@ class WeightsCache:
                 raise
 
     def _surplus(self, limit: int) -> list[_Found]:
-        """Return the least recently used files beyond `limit` bytes."""
         files = sorted(self._own(_NAME), key=lambda file: file[1].st_mtime)
         total, count = _total(files), 0
         while total > limit and count < len(files):
@@ -219,7 +212,7 @@ class WeightsCache:
                     path.unlink()
 
     def _own(self, name: re.Pattern[str]) -> list[_Found]:
-        """Files that a cache wrote. Other programs' files in the folder have other names or first bytes."""
+        """Other programs' files in the folder have other names or first bytes."""
         found = []
         for path in self.folder.glob("*"):
             if name.fullmatch(path.name):
@@ -233,8 +226,7 @@ class WeightsCache:
 def source_parts(folder: Path, settings: LoadSettings) -> dict[str, Any]:
     """The inputs of packed weights: weight files by inode, size and times, other files by content.
 
-    settings: with the chosen dtype and kernels. The device number does not count, because each mount of a container's
-    file system may have another.
+    settings: with the chosen dtype and kernels. Device numbers are left out: they differ between a container's mounts.
     """
     files = {}
     for path in weight_files(folder):
@@ -263,7 +255,6 @@ def _extension_digest() -> str:
 
 @cache
 def code_digest(package: Path = PACKAGE) -> str:
-    """Covers the Python code of models, so that edits invalidate files."""
     digest = blake3()
     for name in PACKING:
         for path in [package / name] if name.endswith(".py") else sorted((package / name).rglob("*.py")):
@@ -277,7 +268,6 @@ def _total(files: list[_Found]) -> int:
 
 
 def _remove(files: list[_Found]) -> int:
-    """Return the number of removed bytes."""
     for path, _ in files:
         path.unlink(missing_ok=True)
     return _total(files)
@@ -349,7 +339,7 @@ def _add_samples(digest: blake3, raw: Tensor) -> None:
 
 
 def _header(descriptor: int, size: int) -> tuple[dict[str, Any], int]:
-    """The header of a file with `size` bytes, and the offset of the tensors. Raises ValueError for a broken file."""
+    """Return header and offset of the tensors. Raises ValueError for a broken file."""
     prefix = os.pread(descriptor, _PREFIX, 0)
     if len(prefix) < _PREFIX or not prefix.startswith(MAGIC):
         raise ValueError("it is no file of packed weights")
@@ -364,13 +354,13 @@ def _header(descriptor: int, size: int) -> tuple[dict[str, Any], int]:
 
 
 def _map(descriptor: int, size: int, key: str) -> CachedModel:
-    """Raises an error of `_BROKEN` for a broken file, and for one that was written under another key."""
+    """Raises an error of `_BROKEN` for a broken file or another key."""
     header, start = _header(descriptor, size)
     if header["key"] != key:
         raise ValueError("it was written for another checkpoint")
     if size != start + header["size"]:
         raise ValueError("it is incomplete")
-    # Copy-on-write, so that processes share the pages and none changes the file.
+    # Copy-on-write, so that processes share the pages.
     memory = torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     samples, tensors = blake3(), {}
     for name, (dtype, shape, offset, num_bytes) in header["tensors"].items():

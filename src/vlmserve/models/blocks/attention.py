@@ -33,8 +33,9 @@ from vlmserve.quant.calibration import Fold
 
 
 class QKVLinear(MergedLinear):
-    """Queries, keys and values of all heads, preceded by output gates if there are any. Layers that share keys and
-    values have only queries."""
+    """Queries, keys and values of all heads, after any output gates. Layers that share keys and values have only
+    queries.
+    """
 
     def __init__(
         self, spec: ArchSpec, heads: AttentionSpec, rope: RopeSpec | None, *, dtype: torch.dtype, device: torch.device
@@ -149,7 +150,6 @@ class Attention(Block, Layer):
             yield fold_of_values(self.spec, f"{name}.o_proj", f"{name}.qkv_proj", self.qkv_proj.out_features)
 
     def arrange(self, operations: Operations) -> None:
-        """The norms must have their weights."""
         parts, first = [], 0
         normed = self._normed_parts
         for norm, heads in normed:

@@ -16,7 +16,7 @@ from vlmserve.quant.calibration import Fold
 
 
 class ExpertsBeside(Block):
-    """Norms the output of a layer's MLP, and adds the normed output of experts that read the residual stream."""
+    """Norms an MLP's output, and adds the normed output of experts that read the residual stream (Gemma 4)."""
 
     readers = ()
 

@@ -20,9 +20,9 @@ from vlmserve.quant.calibration import Fold
 
 
 class Block(nn.Module):
-    """A part of a decoder layer. `forward` takes normed rows of the residual stream and returns an `Unfinished` block.
+    """A part of a decoder layer. Maps normed rows of the residual stream to an `Unfinished` block.
 
-    Module names equal the names of weights in checkpoints.
+    Module names equal names of weights.
     """
 
     readers: tuple[str, ...]
@@ -34,7 +34,7 @@ class Block(nn.Module):
         return None
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
-        """Keep only this rank's shard, before weights are loaded. index: of the layer. whole: the unsharded model."""
+        """Keep this rank's shard, before weights are loaded. index: of the layer. whole: the unsharded model."""
         raise NotImplementedError
 
     def folds(self, name: str) -> Iterator[Fold]:

@@ -64,8 +64,7 @@ class Router(nn.Module):
 
 
 class Experts(Block, Layer):
-    """Adds the weighted outputs of each row's experts, and of an MLP that all rows share. A step reads only the weights
-    of chosen experts."""
+    """Adds outputs of each row's experts, and of an MLP that all rows share. Only chosen experts' weights are read."""
 
     readers = ()
     """No reader takes factors of a norm, because all experts would have to share them."""
@@ -137,7 +136,6 @@ class Experts(Block, Layer):
         return output
 
     def arrange(self, operations: Operations) -> None:
-        """All weights must be loaded."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.arrange(operations)

@@ -16,8 +16,6 @@ from vlmserve.quant.calibration import Fold
 
 
 class PerLayerEmbeddings(nn.Module):
-    """Combines a token's per-layer embeddings with a projection of its first input."""
-
     def __init__(self, spec: ArchSpec, own: PerLayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._size, width = own.size, own.size * len(spec.mixers)
@@ -35,7 +33,7 @@ class PerLayerEmbeddings(nn.Module):
         return embeddings * self._table_scale
 
     def forward(self, inputs: Tensor, of_tokens: Tensor) -> Tensor:
-        """inputs: of the first layer, ``[tokens, hidden_size]``. Returns ``[tokens, layers * size]``."""
+        """``[tokens, hidden_size]`` of the first layer to ``[tokens, layers * size]``."""
         projected = (self.projection(inputs) * self._projection_scale).view(len(inputs), -1, self._size)
         normed: Tensor = self.norm(projected.contiguous())
         return (normed.view_as(of_tokens) + of_tokens) * 2**-0.5

@@ -1,4 +1,4 @@
-"""The vision transformer of CLIP (https://arxiv.org/abs/2103.00020), as in LLaVA: without pooling or last norm."""
+"""CLIP's vision transformer (https://arxiv.org/abs/2103.00020), without pooling or last norm as in LLaVA."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipSpec:
-    """The shape of a tower. image_size, patch_size: pixels along each side."""
+    """image_size, patch_size: pixels along each side."""
 
     hidden_size: int
     intermediate_size: int
@@ -85,8 +85,7 @@ class ClipSpec:
 class PatchEmbedding(Linear):
     """``[images, channels, height, width]`` to ``[images, patches, hidden_size]``, row by row.
 
-    A convolution without overlap, computed as a matmul. `weight` has a convolution's shape until packed. Partial
-    patches at the right and lower edge are dropped.
+    A convolution without overlap, computed as a matmul. Partial patches at the right and lower edge are dropped.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class PatchEmbedding(Linear):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """as_matrix: the checkpoint's weight is a matrix instead of a convolution's."""
+        """as_matrix: the checkpoint's weight is a matrix."""
         patch = (spec.num_channels, spec.patch_size, spec.patch_size)
         super().__init__(math.prod(patch), spec.hidden_size, bias=bias, dtype=dtype, device=device)
         if not as_matrix:
@@ -115,8 +114,6 @@ class PatchEmbedding(Linear):
 
 
 class ClipEmbeddings(nn.Module):
-    """Maps images to class token and patches, with positions."""
-
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.class_embedding = empty_parameter(spec.hidden_size, dtype=dtype, device=device)
@@ -167,8 +164,7 @@ class ClipTower(nn.Module):
     """Images to the hidden states of chosen layers.
 
     feature_layers: indices into the hidden states: 0 is the embeddings, i the output of layer i, negative ones count
-    from the end. Layers above the highest index are neither allocated nor computed. Raises ModelLoadError for an index
-    out of range.
+    from the end; ModelLoadError if out of range. Higher layers are neither allocated nor computed.
     """
 
     def __init__(
@@ -183,10 +179,10 @@ class ClipTower(nn.Module):
         self.spec = spec
         self.feature_layers = [layer % states for layer in feature_layers]
         self.embeddings = ClipEmbeddings(spec, dtype=dtype, device=device)
-        # The name is misspelt in every published checkpoint.
+        # Misspelt in every published checkpoint.
         self.pre_layrnorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
         layers = [ClipLayer(spec, dtype=dtype, device=device) for _ in range(max(self.feature_layers))]
-        # The dict matches the names in checkpoints, "encoder.layers".
+        # Matches the names in checkpoints.
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
 
     @cached_property

@@ -1,7 +1,4 @@
-"""Gemma 3's vision tower and projector (https://arxiv.org/abs/2503.19786).
-
-A SigLIP tower; squares of patches are averaged, normed and projected to the decoder's embedding space.
-"""
+"""Gemma 3's vision: a SigLIP tower and projected averages of patches (https://arxiv.org/abs/2503.19786)."""
 
 from __future__ import annotations
 

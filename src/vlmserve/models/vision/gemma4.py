@@ -1,7 +1,4 @@
-"""Gemma 4's vision tower and projector, for images of any size. Squares of patches are averaged.
-
-Implements `VisionEncoder`.
-"""
+"""Gemma 4's vision tower and projector, for images of any size."""
 
 from __future__ import annotations
 
@@ -201,8 +198,6 @@ class Gemma4VisionLayer(StagedLayer):
 
 
 class PatchEmbedder(nn.Module):
-    """Patches of pixels to first states."""
-
     def __init__(self, spec: Gemma4VisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._patch = spec.patch_size
@@ -214,7 +209,7 @@ class PatchEmbedder(nn.Module):
     def forward(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """Rows of patches ``[rows, channels, patch_size, width]`` to ``[rows, patches of each, size]``.
 
-        numbers: of the rows in the image, ``[rows]``.
+        numbers: of the rows in the image.
         """
         down, channels, patch, _ = rows.shape
         patches = rows.view(down, channels, patch, -1, patch).permute(0, 3, 2, 4, 1).flatten(2)

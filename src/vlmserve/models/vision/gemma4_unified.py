@@ -1,7 +1,4 @@
-"""Gemma 4 12B's vision: a linear layer over squares of pixels, without a tower.
-
-Implements `VisionEncoder`.
-"""
+"""Gemma 4 12B's vision: a linear layer over squares of pixels, without a tower."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class SquareEmbedder(nn.Module):
     def forward(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """Rows of squares ``[rows, channels, side, width]`` to ``[rows, squares of each, size]``.
 
-        numbers: of the rows in the image, ``[rows]``.
+        numbers: of the rows in the image.
         """
         down, channels, side, _ = rows.shape
         squares = rows.view(down, channels, side, -1, side).permute(0, 3, 2, 4, 1).flatten(2)

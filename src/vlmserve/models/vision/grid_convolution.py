@@ -1,4 +1,4 @@
-"""Gated depthwise convolutions over the patches of a frame, which replace attention in LFM3-VL."""
+"""Gated depthwise convolutions that replace attention in LFM3-VL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_PATCHES = 2**14
 class GridConvolution(nn.Module):
     """``[patches, 3 * hidden_size]`` to ``[patches, hidden_size]``.
 
-    Inputs are input gates, output gates and values side by side. The patches of a square of ``merge^2`` are adjacent.
+    Inputs: input gates, output gates, values. The patches of a square of ``merge^2`` are adjacent.
     """
 
     attention = None
@@ -40,7 +40,7 @@ class GridConvolution(nn.Module):
         return length * len(self.weight) * self._kernel**2
 
     def in_stages(self, rows: Tensor, frames: Sequence[Shape], budget: StageBudget) -> Stages[Tensor]:
-        """frames: the shape of each frame. A stage has adjacent frames of one shape, up to `_MOST_PATCHES` patches."""
+        """A stage has adjacent frames of one shape, up to `_MOST_PATCHES` patches."""
         results, first = [], 0
         for (down, across), group in groupby(frames):
             length, left = down * across, len(list(group))

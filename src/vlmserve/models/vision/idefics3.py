@@ -1,8 +1,4 @@
-"""Vision of Idefics3 (https://arxiv.org/abs/2408.12637) and SmolVLM (https://arxiv.org/abs/2504.05299).
-
-A SigLIP tower over square tiles, and a connector that makes one embedding of each square of patches. Implements
-`VisionEncoder`.
-"""
+"""Vision of Idefics3 (https://arxiv.org/abs/2408.12637) and SmolVLM (https://arxiv.org/abs/2504.05299)."""
 
 from __future__ import annotations
 

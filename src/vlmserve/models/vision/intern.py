@@ -1,7 +1,7 @@
 """Vision of InternVL 3 (https://arxiv.org/abs/2504.10479) and 3.5 (https://arxiv.org/abs/2508.18265).
 
-InternViT over square tiles (https://arxiv.org/abs/2312.14238), and a projector of squares of patches. InternViT has
-CLIP's layers without first and last norm; a learned vector scales the outputs of each layer.
+InternViT (https://arxiv.org/abs/2312.14238) has CLIP's layers without first and last norm; a learned vector scales each
+layer's outputs.
 """
 
 from __future__ import annotations
@@ -81,8 +81,6 @@ def square_side(value: Any) -> Any:
 
 
 class InternEmbeddings(nn.Module):
-    """Maps images to class token and patches, with positions."""
-
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         size = spec.hidden_size

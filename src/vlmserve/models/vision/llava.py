@@ -1,7 +1,5 @@
-"""Vision of LLaVA (https://arxiv.org/abs/2304.08485, https://arxiv.org/abs/2310.03744) and LLaVA-NeXT.
-
-A projector maps features of the vision tower to the language model's embedding space. LLaVA-NeXT
-(https://arxiv.org/abs/2407.07895) joins the features of an image's tiles. Both implement `VisionEncoder`.
+"""Vision of LLaVA (https://arxiv.org/abs/2304.08485, https://arxiv.org/abs/2310.03744) and LLaVA-NeXT
+(https://arxiv.org/abs/2407.07895).
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from vlmserve.types import Tiling, TowerInputs
 
 
 class Projector(nn.Module):
-    """Two linear layers with an activation between them. inner: size between them; None: `size`."""
+    """inner: size between the linear layers; None: `size`."""
 
     def __init__(
         self,
@@ -113,8 +111,6 @@ class LlavaVision(TileVision):
 
 
 class Newline(nn.Module):
-    """The embedding that ends each row of an image."""
-
     def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = empty_parameter(size, dtype=dtype, device=device)
@@ -123,8 +119,8 @@ class Newline(nn.Module):
 class LlavaNextVision(LlavaVision):
     """LLaVA-NeXT: embeddings of the downscaled image, then of the joined tiles without padding.
 
-    A newline embedding ends each row of tiles. An image of one tile has no tiling, and one newline. Raises
-    UnsupportedModelError like `LlavaVision`, and for features whose tiles cannot be joined.
+    A newline embedding ends each row of tiles. An image of one tile has one newline. Raises UnsupportedModelError like
+    `LlavaVision`, and for features whose tiles cannot be joined.
     """
 
     def __init__(
@@ -141,7 +137,6 @@ class LlavaNextVision(LlavaVision):
         self._side = spec.image_size // spec.patch_size
 
     def arranged(self, images: list[Tensor], tilings: Sequence[TowerInputs | None]) -> list[Tensor]:
-        """Each tiled image needs its tiling."""
         return [self._arrange(*image) for image in zip(images, tilings, strict=True)]
 
     def _arrange(self, tiles: Tensor, tiling: TowerInputs | None) -> Tensor:

@@ -19,7 +19,7 @@ _CONVOLVED_NORM_EPS = 1e-5
 def tower_norm(
     spec: QwenVisionSpec, eps: float | None = None, *, dtype: torch.dtype, device: torch.device
 ) -> RMSNorm | LayerNorm:
-    """The tower's kind of norm for patches. eps: None: the layers' epsilon."""
+    """eps: None: the layers' epsilon."""
     kind = RMSNorm if spec.gated else LayerNorm
     return kind(spec.hidden_size, spec.norm_eps if eps is None else eps, dtype=dtype, device=device)
 
@@ -30,7 +30,7 @@ class PatchMerger(nn.Module):
     def __init__(
         self, spec: QwenVisionSpec, *, norms_squares: bool = False, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """norms_squares: norm all patches of a square together instead of each one."""
+        """norms_squares: norm all patches of a square together."""
         super().__init__()
         size = spec.hidden_size * spec.merge**2
         self.post_layernorm = tower_norm(spec, dtype=dtype, device=device) if spec.last_norm else None
@@ -74,7 +74,7 @@ class ProjectingMerger(nn.Module):
 
 
 class SquareConvolution(Linear):
-    """A convolution over squares: ``[embeddings, merge^2, hidden_size]`` to ``[embeddings, output_size]``."""
+    """``[embeddings, merge^2, hidden_size]`` to ``[embeddings, output_size]``."""
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         size = spec.hidden_size
@@ -87,8 +87,7 @@ class SquareConvolution(Linear):
 
 
 class ConvolvingMerger(nn.Module):
-    """`PatchMerger` of GLM-4.1V (https://arxiv.org/abs/2507.01006) and GLM-OCR: a convolution, a projection, a gated
-    MLP."""
+    """`PatchMerger` of GLM-4.1V (https://arxiv.org/abs/2507.01006) and GLM-OCR: convolution, projection, gated MLP."""
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

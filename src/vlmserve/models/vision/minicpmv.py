@@ -1,4 +1,4 @@
-"""Vision of MiniCPM-V 4.6 and 4.7: SigLIP over pieces of several sizes. Implements `VisionEncoder`.
+"""Vision of MiniCPM-V 4.6 and 4.7: SigLIP over pieces of several sizes.
 
 It merges 2 x 2 patches after one of its layers, and 2 x 2 again at the end.
 """
@@ -31,8 +31,6 @@ Grids = Sequence[tuple[int, int]]
 
 
 class PieceEmbeddings(nn.Module):
-    """Pixels to patches with position embeddings in their piece."""
-
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.patch_embedding = PatchEmbedding(spec, bias=True, dtype=dtype, device=device)
@@ -213,7 +211,6 @@ class MiniCPMVision(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Images are computed together if the device has range kernels, else one by one."""
         first = self.vision_tower.runs[0][0]
         together = first.self_attn.attention.range_kernels is not None
         images = [image.to(self.dtype) for image in pixels]
@@ -241,7 +238,7 @@ class MiniCPMVision(StagedVision):
 
 
 def squares(x: Tensor, grids: Grids) -> Tensor:
-    """``[patches, size]`` of pieces to ``[squares, 4, size]``: 2 x 2 neighbors, piece by piece, row by row."""
+    """2 x 2 neighbors, piece by piece, row by row: ``[patches, size]`` to ``[squares, 4, size]``."""
     parts = torch.split(x, [rows * columns for rows, columns in grids])
     return torch.cat(
         [

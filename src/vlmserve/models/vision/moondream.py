@@ -1,7 +1,7 @@
 """The vision tower of Moondream 2 (https://huggingface.co/vikhyatk/moondream2, revisions 2025-01-09 to 2025-04-14).
 
-CLIP's layers encode the whole image and overlapping crops. The crops' features are joined, averaged to the grid of the
-whole image, and projected together with its features.
+CLIP's layers encode the whole image and overlapping crops. The crops' features are joined, averaged to the whole
+image's grid, and projected together with its features.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Vision of Pixtral (https://arxiv.org/abs/2410.07073), for images of any size, and of Mistral Small 3.
-
-Mistral Small 3's projector merges squares of patches.
-"""
+"""Vision of Pixtral (https://arxiv.org/abs/2410.07073) and Mistral Small 3, for images of any size."""
 
 from __future__ import annotations
 
@@ -96,7 +93,7 @@ class PixtralLayer(StagedLayer):
 
 
 class PixtralLayout(NamedTuple):
-    """The arrangement of images' patches. cos, sin: from `patch_angles`. images: the patches of each image."""
+    """cos, sin: from `patch_angles`. images: the patches of each image."""
 
     cos: Tensor
     sin: Tensor
@@ -122,7 +119,7 @@ class PixtralTower(nn.Module):
     def in_stages(self, pixels: Sequence[Tensor], budget: StageBudget) -> Stages[list[Tensor]]:
         """Images ``[channels, height, width]`` to ``[patches, hidden_size]`` each.
 
-        Images are computed together if the device has range kernels, else one by one.
+        Computes them together if the device has range kernels, else one by one.
         """
         together = next(iter(self._layers())).attention.attention.range_kernels is not None
         images: list[Tensor] = []
@@ -141,7 +138,6 @@ class PixtralTower(nn.Module):
         )
 
     def laid_out(self, images: Sequence[Tensor], layout: PixtralLayout, budget: StageBudget) -> Stages[list[Tensor]]:
-        """Compute all images together."""
         spec = self.spec
         size = spec.patch_size
         embedded = []

@@ -1,12 +1,7 @@
 """The vision transformers of Qwen2-VL and similar towers, for images of any size.
 
-- Qwen2-VL: https://arxiv.org/abs/2409.12191
-- Qwen2.5-VL: https://arxiv.org/abs/2502.13923
-- Qwen3-VL: https://arxiv.org/abs/2511.21631
-- PaddleOCR-VL: https://arxiv.org/abs/2510.14528
-- GLM-4.1V to 4.6V, and GLM-OCR
-
-Rotary embeddings depend on row and column; squares of patches are merged to embeddings.
+Qwen2-VL: https://arxiv.org/abs/2409.12191, Qwen2.5-VL: https://arxiv.org/abs/2502.13923, Qwen3-VL:
+https://arxiv.org/abs/2511.21631, PaddleOCR-VL: https://arxiv.org/abs/2510.14528, GLM-4.1V to 4.6V, and GLM-OCR.
 """
 
 from __future__ import annotations
@@ -43,7 +38,7 @@ from vlmserve.types import TowerInputs
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The arrangement of an image's patches in the tower's order, in which merged patches are adjacent."""
+    """The order of an image's patches in the tower; merged patches are adjacent."""
 
     cos: Tensor
     """float32 ``[patches, 1, head_size / 2]``."""
@@ -79,7 +74,7 @@ class Layout:
 
 
 class Layouts(NamedTuple):
-    """The layouts of a call's images. grids: frames, rows and columns of patches. joined: all images concatenated."""
+    """grids: frames, rows and columns of patches. joined: all images concatenated."""
 
     grids: list[tuple[int, int, int]]
     of_images: list[Layout]
@@ -103,10 +98,7 @@ class PatchEmbedding(Linear):
 
 
 class PositionGrid(nn.Module):
-    """Learned position embeddings in a square, resized to each image by bilinear or bicubic interpolation.
-
-    Either corners or edges of both are aligned.
-    """
+    """Learned position embeddings in a square, resized to each image by bilinear or bicubic interpolation."""
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -117,7 +109,7 @@ class PositionGrid(nn.Module):
     def forward(self, rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
         """Return embeddings of patches, ``[patches, hidden_size]``.
 
-        rows, columns: of the patches, int64 ``[patches]``. shape: rows and columns of the image.
+        rows, columns: int64 ``[patches]``. shape: rows and columns of the image.
         """
         result = torch.zeros(len(rows), self.weight.shape[1], device=self.weight.device)
         vertical, horizontal = (self._taps(*axis) for axis in zip((rows, columns), shape, strict=True))
@@ -127,7 +119,7 @@ class PositionGrid(nn.Module):
         return result.to(self.weight.dtype)
 
     def _taps(self, places: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
-        """The two or four nearest positions in the square, and their weights."""
+        """The two or four nearest positions, and their weights."""
         exact = to_device(places, self.weight.device).float()
         if self._corners:
             exact = exact * (self._side - 1) / max(length - 1, 1)
@@ -198,8 +190,6 @@ class VisionMLP(MLP, Layer):
 
 @dataclass(frozen=True, slots=True)
 class Frames(Ranges):
-    """The patches of frames. shapes: rows and columns."""
-
     shapes: list[tuple[int, int]]
 
 
@@ -239,7 +229,7 @@ class QwenVisionTower(StagedVision):
         self.spec = spec
         self.dtype = dtype
         self._device = device
-        # The dict matches the name in checkpoints, "patch_embed.proj".
+        # Matches the name in checkpoints.
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(spec, dtype=dtype, device=device)})
         self.blocks = nn.ModuleList(
             VisionLayer(spec, index, dtype=dtype, device=device) for index in range(spec.num_layers)
@@ -301,7 +291,7 @@ class QwenVisionTower(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Images or videos are computed together if the device has range kernels, else one by one."""
+        """Compute images or videos together if the device has range kernels, else one by one."""
         together = any(block.attn.attention and block.attn.attention.range_kernels for block in self._layers())
         images: list[Tensor] = []
         for some in [pixels] if together else [[image] for image in pixels]:
@@ -399,7 +389,7 @@ class QwenVisionTower(StagedVision):
         )
 
     def _windows(self, grid: tuple[int, int, int]) -> list[Tensor]:
-        """The merged patches of each window: frame by frame, window by window, row by row."""
+        """The merged patches of each window, by frame, window and row."""
         spec = self.spec
         deep, rows, columns = grid[0], grid[1] // spec.merge, grid[2] // spec.merge
         places = torch.arange(deep * rows * columns).view(deep, rows, columns)
@@ -407,7 +397,6 @@ class QwenVisionTower(StagedVision):
         return [window.flatten() for frame in places for band in frame.split(side) for window in band.split(side, 1)]
 
     def _rows_and_columns(self, down: int, across: int) -> tuple[Tensor, Tensor]:
-        """Rows and columns of a frame's patches, in the order of `_patches`."""
         merge = self.spec.merge
         row, column = torch.meshgrid(torch.arange(down), torch.arange(across), indexing="ij")
         shape = (down // merge, merge, across // merge, merge)

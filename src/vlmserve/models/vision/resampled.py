@@ -1,8 +1,4 @@
-"""Vision of the first Qwen-VL (https://arxiv.org/abs/2308.12966). Implements `VisionEncoder`.
-
-OpenCLIP's ViT-bigG, for larger images than it was trained on. Cross-attention with learned queries reduces the patches
-to a fixed number.
-"""
+"""Vision of the first Qwen-VL (https://arxiv.org/abs/2308.12966): OpenCLIP's ViT-bigG and a `Resampler`."""
 
 from __future__ import annotations
 
@@ -75,7 +71,7 @@ def interpolated(positions: Tensor, count: int) -> Tensor:
 
 
 class TowerAttention(nn.Module):
-    """Full self-attention within each image. Each head's queries, keys and values are adjacent."""
+    """Full self-attention within each image. A head's queries, keys and values are adjacent."""
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -171,7 +167,7 @@ class ResampledVision(StagedVision):
         self.positional_embedding = empty_parameter(TRAINED_POSITIONS, tower.hidden_size, dtype=dtype, device=device)
         self.ln_pre = LayerNorm(tower.hidden_size, NORM_EPS, dtype=dtype, device=device)
         layers = nn.ModuleList(TowerLayer(tower, dtype=dtype, device=device) for _ in range(tower.num_layers))
-        # The dict matches the names in checkpoints, "transformer.resblocks".
+        # Matches the names in checkpoints.
         self.transformer = nn.ModuleDict({"resblocks": layers})
         self.attn_pool = Resampler(spec, dtype=dtype, device=device)
         self.ln_post = LayerNorm(size, NORM_EPS, dtype=dtype, device=device)

@@ -32,7 +32,7 @@ def rotated(attention: EncoderAttention, qkv: Tensor, cos: Tensor, sin: Tensor) 
 
 
 def rotate_heads(qkv: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate queries and keys in place. qkv: ``[patches, 3 * size]``: queries, keys, values.
+    """Rotate queries and keys in ``[patches, 3 * size]`` in place.
 
     Element ``i`` of a head pairs with ``i + head_size / 2``.
     """

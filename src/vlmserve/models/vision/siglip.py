@@ -1,7 +1,4 @@
-"""The vision transformer of SigLIP (https://arxiv.org/abs/2303.15343): CLIP's layers without a class token.
-
-Idefics3 and SmolVLM also use it for images of other sizes than its position table.
-"""
+"""SigLIP's vision transformer (https://arxiv.org/abs/2303.15343): CLIP's layers without a class token."""
 
 from __future__ import annotations
 
@@ -34,12 +31,11 @@ IDEFICS3_DEFAULTS = {**SIGLIP_DEFAULTS, "hidden_size": 1152, "num_attention_head
 
 
 def patch_positions(down: int, across: int, side: int, *, exact: bool = False) -> Tensor:
-    """The position in a ``side * side`` table for each patch, int64 ``[down * across]``, row by row.
+    """Place each patch in a ``side * side`` table: int64 ``[down * across]``, row by row.
 
-    The image is stretched over the table. exact: divide by the number of patches, as MiniCPM-V does. Idefics3
-    multiplies by the rounded inverse.
+    exact: divide by the number of patches, as MiniCPM-V does. Idefics3 multiplies by the rounded inverse.
     """
-    # In float32 as in transformers: rounding decides for patches between two positions.
+    # In float32 as in transformers: rounding decides between two positions.
     boundaries = torch.arange(1 / side, 1.0, 1 / side)
 
     def places(count: int) -> Tensor:
@@ -62,7 +58,7 @@ class SiglipEmbeddings(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         positions: Tensor = self.position_embedding.weight
         if self._stretched:
-            # Also for images of the table's own size: rounding moves some patches.
+            # Also for images of the table's size: rounding moves some patches.
             down, across = (edge // self._patch_size for edge in pixels.shape[2:])
             places = to_device(patch_positions(down, across, self._side), pixels.device)
             positions = positions[places]
@@ -73,7 +69,7 @@ class SiglipEmbeddings(nn.Module):
 class SiglipTower(nn.Module):
     """Images to states of their patches. Module names match checkpoints.
 
-    stretched: positions from `patch_positions`; else all images must have the size of the table.
+    stretched: positions from `patch_positions`; else all images must have the table's size.
     """
 
     def __init__(self, spec: ClipSpec, *, stretched: bool = False, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,7 +1,4 @@
-"""LFM2-VL's vision: SigLIP 2 NaFlex (https://arxiv.org/abs/2502.14786). Implements `VisionEncoder`.
-
-Position embeddings are resized to each grid of patches. A projector makes an embedding of each square of patches.
-"""
+"""LFM2-VL's vision: SigLIP 2 NaFlex (https://arxiv.org/abs/2502.14786)."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ class SquareEmbeddings(nn.Module):
         weight, merge = self.position_embedding.weight, self._merge
         table = weight.float().T.view(1, -1, self._side, self._side)
         size = rows * merge, columns * merge
-        # In float32 as in transformers on CPUs, because antialiasing supports no shorter dtype.
+        # In float32 as in transformers: antialiasing supports no shorter dtype on CPUs.
         resized = F.interpolate(table, size, mode="bilinear", align_corners=False, antialias=True)[0]
         squares = resized.view(-1, rows, merge, columns, merge).permute(1, 3, 2, 4, 0)
         return squares.reshape(rows * columns * merge**2, -1).to(weight.dtype)
@@ -105,7 +102,7 @@ class SquareTower(nn.Module):
     def in_stages(self, squares: Tensor, grids: Sequence[Grid], budget: StageBudget) -> Stages[Tensor]:
         """``[squares, channels, side, side]`` of parts with these grids to ``[squares * merge^2, hidden_size]``.
 
-        The patches of a part attend to each other.
+        A part's patches attend to each other.
         """
         patches = yield from by_rows(self.embeddings, self.embeddings.products, budget, squares)
         positions = torch.cat([self.embeddings.positions(grid) for grid in grids])

@@ -61,7 +61,6 @@ class StagedLayer(nn.Module):
 
     @cached_property
     def _token_products(self) -> tuple[int, int]:
-        """MACs for each token before and after attention."""
         return self.parts.qkv.products, self.parts.output.products + self.parts.mlp.products
 
     def products(self, *lengths: int) -> int:
@@ -85,7 +84,7 @@ class StagedLayer(nn.Module):
     ) -> Stages[ResidualStream]:  # fmt: skip
         """Compute the layer for ``[tokens, size]``.
 
-        images: number of equal images, or ranges of images. following: a norm that the layer may also compute. angles:
+        images: number of equal images, or their ranges. following: a norm that the layer may also compute. angles:
         cosines and sines of tokens, for rotary embeddings.
         """
         before, behind = self._token_products
@@ -134,7 +133,7 @@ class StagedVision(nn.Module):
 
 
 class TileVision(StagedVision):
-    """Base of towers whose images consist of independent tiles of one size. A `TileEncoder`."""
+    """Base of towers whose images consist of independent tiles of one size."""
 
     dtype: torch.dtype
 
@@ -142,13 +141,11 @@ class TileVision(StagedVision):
         raise NotImplementedError
 
     def arranged(self, images: list[Tensor], tilings: Sequence[TowerInputs | None]) -> list[Tensor]:
-        """Concatenates the tiles' embeddings."""
         return [tiles.flatten(0, 1) for tiles in images]
 
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Compute the tiles of all images together."""
         embeddings = yield from self.tiles_in_stages(torch.cat(pixels).to(self.dtype), budget)
         return self.arranged(list(torch.split(embeddings, [len(image) for image in pixels])), tilings)
 
