@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from vlmserve.cli.fields import flag
 from vlmserve.cli.options import Models, command
 from vlmserve.errors import ConfigurationError
 from vlmserve.scaleout.settings import ModelsConfig
@@ -18,6 +19,11 @@ COMMON_FIELDS = (
     "chat_template", "max_images", "allowed_media_path", "log_prompts"
 )  # fmt: skip
 """Flags that `vlmserve serve --help` shows."""
+
+_OF_THE_SERVER = (
+    "host", "port", "api_key", "api_keys_file", "protect_metrics", "cors_origins", "allowed_hosts", "allowed_origins",
+)  # fmt: skip
+"""Settings that hold for all models."""
 
 Model = Annotated[str, typer.Argument(help=str(EngineConfig.model_fields["model"].description))]
 
@@ -41,6 +47,9 @@ def serve(
     if described or models.models_dir is not None:
         _serve_models(engine, media, server, models, described)
         return
+    if models.model_fields_set:
+        names = " and ".join(flag(name) for name in sorted(models.model_fields_set))
+        raise ConfigurationError(f"{names}: add --models-dir, or sections [model.NAME] to the settings file")
     from vlmserve.server import run
 
     run.serve(engine, media, server)
@@ -55,7 +64,8 @@ def _serve_models(
 ) -> None:
     """Serve the models of --models-dir and of the sections [model.NAME]. described: settings of those sections.
 
-    Raises ConfigurationError for a section without a model, and for a model that is named besides.
+    Raises ConfigurationError for a section without a model or with settings of all models, and for a model that is
+    named besides.
     """
     from vlmserve.scaleout.ondemand.catalogue import Listed, find_models
     from vlmserve.scaleout.ondemand.run import serve as serve_listed
@@ -68,6 +78,11 @@ def _serve_models(
     for model in listed:
         if "model" not in model.engine.model_fields_set:
             raise ConfigurationError(f'[model.{model.name}] names no model; write model = "PATH or name" below it')
+        for name in _OF_THE_SERVER:
+            if getattr(model.server, name) != getattr(server, name):
+                raise ConfigurationError(
+                    f"[model.{model.name}] {name} would hold for all models; write it below [server]"
+                )
     if models.models_dir is not None:
         listed += find_models(models.models_dir, engine, media, server)
     serve_listed(listed, models, server)

@@ -204,12 +204,18 @@ class _Forker:
         if len(files) != 3:
             connection.close()
             return
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # no memory or process left, which its owner learns from the closed connection
+            pid = -1
         if not pid:
             connection.close()
             self._become(message.decode(), files)
         for file in files:
             os.close(file)
+        if pid < 0:
+            connection.close()
+            return
         self._connections[pid] = connection
         self._tell(pid, pid)
 

@@ -95,8 +95,8 @@ class Gateway:
         self.models: dict[str, Model] = {}
         self.adapters = ClusterAdapters(self.id, self.change_of_worker)
         self.num_in_flight = 0
-        self.patience: float | None = ADAPTER_PATIENCE
-        """Maximum seconds that a request waits for a worker to load its adapter; None: no limit."""
+        self.patience = ADAPTER_PATIENCE
+        """Maximum seconds that a request waits for a worker to load its adapter."""
         self.lost = LostResponses(lambda: self.heard, self.admit)
         self._names: dict[str, str] = {}
         self._absences = Absences()
@@ -194,8 +194,8 @@ class Gateway:
 
     def lacking(self, name: object) -> Collection[str]:
         """Ids of the workers that lack the requested adapter."""
-        own = self._names.get(name) if isinstance(name, str) else None
-        return () if own is None else self.models[own].lacking.get(str(name), ())
+        model = self.models.get(self._names.get(name, "")) if isinstance(name, str) else None
+        return () if model is None else model.lacking.get(str(name), ())
 
     def members_of(self, model: str) -> list[Member]:
         """Workers that answer and do not drain."""
@@ -279,7 +279,7 @@ class Gateway:
         while True:
             try:
                 await self._hear_all(member)
-                pause = _FIRST_RETRY
+                pause = _LAST_RETRY  # it is leaving
             except (UpstreamError, TimeoutError, msgspec.MsgspecError) as error:
                 if member.is_heard:
                     logger.warning("The worker at %s does not respond: %s", member.url, error)

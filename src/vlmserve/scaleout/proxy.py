@@ -200,24 +200,28 @@ class Proxy:
     async def _send(self, excluded: set[str]) -> tuple[int, Route] | None:
         """Wait if the model's last worker has just left, or if no worker has the adapter yet."""
         gateway, account = self.gateway, account_of(self._request)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(gateway.patience):
-                while True:
-                    lacking = gateway.lacking(self._name)
-                    sent = gateway.send(self._router, self._key, {*excluded, *lacking}, account)
-                    if sent is not None:
-                        return sent
-                    if self._may_be_absent:
-                        await self._hear_of_failed()
-                    if gateway.absent(self._name):
-                        await gateway.await_worker(self._name, self.held)
-                        excluded.clear()
-                        self._find_model()
-                    elif excluded or not lacking:
-                        return None
-                    else:
+        now = asyncio.get_running_loop().time
+        until = now() + gateway.patience
+        while True:
+            lacking = gateway.lacking(self._name)
+            sent = gateway.send(self._router, self._key, {*excluded, *lacking}, account)
+            if sent is not None:
+                return sent
+            if self._may_be_absent:
+                await self._hear_of_failed()
+            if gateway.absent(self._name):
+                await gateway.await_worker(self._name, self.held)
+                excluded.clear()
+                self._find_model()
+                until = now() + gateway.patience
+            elif excluded or not lacking:
+                return None
+            else:
+                try:
+                    async with asyncio.timeout_at(until):
                         await gateway.change_of_worker()
-        return None
+                except TimeoutError:
+                    return None
 
     async def _hear_of_failed(self) -> None:
         """Wait `_NEWS` seconds at most until a failed worker is known to be leaving."""

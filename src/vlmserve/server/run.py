@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from vlmserve.frontend.client import EngineClient
     from vlmserve.frontend.requests import RequestPreparer
+    from vlmserve.server.front import Front
     from vlmserve.server.service import Service
     from vlmserve.server.web import WebServer
 
@@ -81,14 +82,20 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig, member
         app: ASGIApp = create_app(service)
         if membership is not None:
             app = membership.wrap(app, service)
-        elif service.keys is None and server.host not in LOOPBACK:
-            logger.warning("Everybody who reaches %s may use this server; --api-key requires a key", server.host)
+        else:
+            warn_of_strangers(service)
         web = WebServer(app, server, listener)
         announce = _announce_server if membership is None else membership.announce
         if membership is not None:
             service.on_load_progress = membership.on_progress
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             runner.run(_serve(service, web, launcher, media, lambda url: announce(url, service)))
+
+
+def warn_of_strangers(front: Front) -> None:
+    """Warn that others reach a server without keys."""
+    if front.keys is None and front.config.host not in LOOPBACK:
+        logger.warning("Everybody who reaches %s may use this server; --api-key requires a key", front.config.host)
 
 
 def _announce_server(url: str, service: Service) -> None:
@@ -194,6 +201,7 @@ async def _serve(
             await _supervise(service, client, launcher, load_time, stopping, batches)
     finally:
         await batches.aclose()
+        await service.drain(0)  # a dead engine's worker leaves its gateways at once
         await web.stop()
         service.close()
 

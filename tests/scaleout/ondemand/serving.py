@@ -47,7 +47,7 @@ class Serving:
 
     async def __aenter__(self) -> Serving:
         self.gateway = OnDemandGateway(self._front, TOKEN)
-        self.pool = Pool(self._listed, self.shelf, self.start, self.gateway.connect, TOKEN)
+        self.pool = Pool(self._listed, self.shelf, self.start, self.gateway.set_workers, TOKEN)
         self.gateway.open(self.pool)
         self._web = WebServer(create_app(self.gateway), self._front, bind(self._front))
         self._web.start()

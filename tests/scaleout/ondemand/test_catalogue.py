@@ -50,6 +50,13 @@ def test_names_are_unique():
         check_names(models)
 
 
+def test_served_names_are_unique():
+    server = ServerConfig(served_model_name=("c",))
+    models = [Listed(name, EngineConfig(), MediaConfig(), server) for name in "ab"]
+    with pytest.raises(ConfigurationError, match="two models are called c"):
+        check_names(models)
+
+
 def test_names_of_adapters_are_known():
     engine = EngineConfig(model="base", lora_modules=("poems=/adapters/poems",))
     model = Listed("a", engine, MediaConfig(), ServerConfig(served_model_name=("b",)))
@@ -102,3 +109,18 @@ def test_section_without_a_model_is_an_error(tmp_path, served):
     answer = CliRunner().invoke(app, ["serve", "--config", str(path)])
     assert answer.exit_code == 2
     assert "[model.small]" in answer.output
+
+
+def test_keys_of_one_model_are_an_error(tmp_path, served):
+    path = tmp_path / "vlmserve.toml"
+    path.write_text('[model.small]\nmodel = "pixie"\napi_key = "secret"\n')
+    answer = CliRunner().invoke(app, ["serve", "--config", str(path)])
+    assert (answer.exit_code, served) == (2, [])
+    assert "[server]" in answer.output
+    assert "secret" not in answer.output
+
+
+def test_memory_of_one_model_is_an_error(served):
+    answer = CliRunner().invoke(app, ["serve", "pixie", "--models-memory", "1GiB"])
+    assert (answer.exit_code, served) == (2, [])
+    assert "--models-dir" in answer.output

@@ -7,14 +7,20 @@ import json
 import os
 import random
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.scaleout.ondemand.serving import SIZE, Serving, list_models, make_models
 from tests.waiting import until
+from vlmserve.scaleout.ondemand import pool
+from vlmserve.scaleout.ondemand.catalogue import Expected, Listed, expect
 from vlmserve.server import streams
+from vlmserve.server.keys import add_key
 
 NAMES = ("a", "b", "c")
 MESSAGES = [{"role": "user", "content": "What is"}]
@@ -116,6 +122,70 @@ async def test_crashed_model_loads_again(folder):
         os.kill(serving.started[0].pid, signal.SIGKILL)
         assert (await serving.ask("a")).status_code == 200
         assert serving.model("a").crashes == 1
+
+
+async def test_request_survives_a_crash(folder):
+    async with Serving(list_models(folder, mock_tpot=0.05)) as serving:
+        asking = asyncio.ensure_future(serving.ask("a", max_tokens=40))
+        await until(lambda: serving.model("a").slot and serving.model("a").slot.users)
+        os.kill(serving.started[0].pid, signal.SIGKILL)
+        assert (await asking).status_code == 200
+        assert len(serving.started) == 2
+
+
+async def test_own_name_beats_names_of_loaded_models(folder):
+    first, second, _ = list_models(folder)
+    namesake = replace(first, name=second.engine.model)
+    async with Serving([second, namesake]) as serving:
+        assert (await serving.ask(second.name)).json()["model"] == second.name
+        assert (await serving.ask(namesake.name)).json()["model"] == namesake.name
+
+
+async def test_unloaded_model_lacks_no_adapters(folder):
+    async with Serving(list_models(folder)) as serving:
+        assert not serving.gateway.lacking("a")
+
+
+async def test_tokens_count_although_the_model_unloads(folder, tmp_path):
+    keys = tmp_path / "keys.jsonl"
+    key = add_key(keys, "alice", tokens_per_minute=1000)
+    async with Serving(list_models(folder), room=1, api_keys_file=str(keys)) as serving:
+        serving.client.headers["x-api-key"] = key
+        answers = await asyncio.gather(*(serving.ask(name) for name in "abcabc"))
+        total = sum(answer.json()["usage"]["total_tokens"] for answer in answers)
+        assert serving.gateway.keys is not None
+        account = serving.gateway.keys.find(key)
+        assert account is not None
+        await until(lambda: account.buckets["tokens"].taken == total)
+
+
+async def test_loads_do_not_wait_for_downloads(folder, monkeypatch):
+    arrived = threading.Event()
+
+    def expect_slowly(listed: Listed) -> Expected:
+        if listed.name == "b":
+            arrived.wait(60)
+        return expect(listed)
+
+    monkeypatch.setattr(pool, "expect", expect_slowly)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    async with Serving(list_models(folder)) as serving:
+        asking = asyncio.ensure_future(serving.ask("b"))
+        await until(lambda: serving.model("b").estimating is not None)
+        assert (await serving.ask("a")).status_code == 200
+        arrived.set()
+        assert (await asking).status_code == 200
+
+
+async def test_close_fails_requests_that_wait_for_downloads(folder, monkeypatch):
+    arrived = threading.Event()
+    monkeypatch.setattr(pool, "expect", lambda listed: arrived.wait(60))
+    async with Serving(list_models(folder)) as serving:
+        asking = asyncio.ensure_future(serving.ask("a"))
+        await until(lambda: serving.model("a").estimating is not None)
+        await serving.pool.close()
+        assert (await asking).status_code == 503
+        arrived.set()
 
 
 async def test_waiting_ends_with_the_client(folder):

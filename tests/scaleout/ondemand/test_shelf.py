@@ -114,6 +114,18 @@ def test_growth_over_the_budget_unloads_idle_models():
     assert shelf.plan() == [Unload(shelf.slots["a"])]
 
 
+def test_model_that_outgrows_the_budget_loads_again():
+    shelf, clock = shelf_of(4, a=2, b=2)
+    serve(shelf, clock, "a", "b")
+    shelf.resize(shelf.slots["a"], 5)
+    assert shelf.plan() == [Unload(shelf.slots["a"])]
+    shelf.gone(shelf.slots["a"])
+    assert not shelf.arrive(shelf.slots["a"])
+    assert shelf.plan() == [Unload(shelf.slots["b"])]
+    shelf.gone(shelf.slots["b"])
+    assert shelf.plan() == [Load(shelf.slots["a"])]
+
+
 class Machine(RuleBasedStateMachine):
     """Random requests, loads, failures and crashes."""
 

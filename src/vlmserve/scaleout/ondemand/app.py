@@ -82,9 +82,8 @@ async def list_for_ollama(request: Request) -> Response:
 
 async def list_loaded_for_ollama(request: Request) -> Response:
     """List the loaded models in the form of Ollama's API."""
-    return _local_models(
-        _gateway(request), [name for name, model in _gateway(request).pool.models.items() if model.url]
-    )
+    models = _gateway(request).pool.models
+    return _local_models(_gateway(request), [name for name, model in models.items() if model.state == "loaded"])
 
 
 def _local_models(gateway: OnDemandGateway, names: Iterable[str]) -> Response:

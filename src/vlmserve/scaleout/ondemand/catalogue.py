@@ -74,9 +74,10 @@ def check_names(models: Collection[Listed]) -> None:
     """Raises ConfigurationError if two models have one name."""
     seen: set[str] = set()
     for model in models:
-        if model.name in seen:
-            raise ConfigurationError(f"two models are called {model.name}; rename the folder or the section of one")
-        seen.add(model.name)
+        for name in dict.fromkeys((model.name, *model.server.served_model_name)):
+            if name in seen:
+                raise ConfigurationError(f"two models are called {name}; rename the folder or the section of one")
+            seen.add(name)
 
 
 def expect(model: Listed) -> Expected:

@@ -29,29 +29,22 @@ class OnDemandGateway(Gateway):
 
     def __init__(self, server: ServerConfig, token: str) -> None:
         super().__init__(server, read_settings(GatewayConfig, {"max_attempts": _ATTEMPTS}), token)
-        self.patience = None
         self.created = int(time.time())
         self.pool: Pool
         self.facts: dict[str, ModelFacts] = {}
         """Facts about each model that was loaded once, by name."""
+        self._fixed: dict[str, str] = {}
+        """Models by the names in their settings. A loaded model's other names never replace these."""
         self._learned: dict[str, str] = {}
-        """Models by all their names, also while they are not loaded."""
+        """Models by names that they had while loaded."""
 
     def open(self, pool: Pool) -> None:
         self.pool = pool
         for name, model in pool.models.items():
             for alias in model.listed.names:
-                self._learned.setdefault(alias, name)
-        self._learned |= {name: name for name in pool.models}
+                self._fixed.setdefault(alias, name)
+        self._fixed |= {name: name for name in pool.models}
         self.update_models()
-
-    async def connect(self, urls: list[str]) -> None:
-        """Send requests to these workers only, once all of them have reported."""
-        self.set_workers(urls)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SILENCE):
-                while any(url in self.members and not self.members[url].is_heard for url in urls):
-                    await self.change_of_worker()
 
     @property
     def known_models(self) -> Collection[str]:
@@ -99,7 +92,7 @@ class OnDemandGateway(Gateway):
     def waiting_comment(self, name: object) -> bytes | None:
         """The state of the request's model; None while it is loaded."""
         model = self.pool.models.get(self._names.get(name, "") if isinstance(name, str) else "")
-        if model is None or model.url is not None:
+        if model is None or model.state == "loaded":
             return None
         state = "loading" if model.state == "loading" else "waiting"
         news = {"state": state, "model": model.listed.name, **({"progress": model.progress} if model.progress else {})}
@@ -107,8 +100,8 @@ class OnDemandGateway(Gateway):
 
     def update_models(self) -> None:
         super().update_models()
-        self._learned |= {alias: own for alias, own in self._names.items() if alias not in self._learned}
-        self._names = self._learned | self._names
+        self._learned |= self._names
+        self._names = self._learned | self._fixed
         self.facts |= {name: model.facts for name, model in self.models.items()}
 
     def _needed(self, name: object) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -61,7 +62,7 @@ class Model:
     process: WorkerProcess | None = None
     pids: tuple[int, ...] = ()
     url: str | None = None
-    """Its address; None unless it is loaded."""
+    """The address of its process, also while it unloads: it still reports the tokens of its last answers."""
     run: int = 0
     """Number of the current or next process."""
     progress: str = ""
@@ -89,7 +90,7 @@ class Model:
 class Pool:
     """Starts and ends workers. Use it from one event loop.
 
-    start: starts a worker; called in a thread. connect: sends requests to these URLs only, after hearing from all.
+    start: starts a worker; called in a thread. connect: tells the gateway the URLs of all workers.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Pool:
         listed: Iterable[Listed],
         shelf: Shelf,
         start: Callable[[WorkerLaunch], WorkerProcess],
-        connect: Callable[[list[str]], Awaitable[None]],
+        connect: Callable[[list[str]], None],
         token: str,
     ) -> None:
         self.models = {one.name: Model(one) for one in listed}
@@ -189,14 +190,18 @@ class Pool:
         """Raises UnavailableError if the model can never be loaded."""
         if model.estimating is None:
             model.estimating = self._run(self._expect(model))
-        await asyncio.shield(model.estimating)
+        estimating = model.estimating
+        await asyncio.wait((estimating,))
+        if self._closing:
+            raise UnavailableError("The server is shutting down")
+        estimating.result()
         if model.slot is None:
             raise UnavailableError(f"{model.listed.name} could not be loaded: {model.failure}")
 
     async def _expect(self, model: Model) -> None:
         try:
-            expected = await asyncio.to_thread(expect, model.listed)
-        except (VLMServeError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            expected = await _in_thread(lambda: expect(model.listed))
+        except (VLMServeError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             self._note_failure(model, str(error))
         else:
             if expected.total > self.shelf.budget:
@@ -238,10 +243,8 @@ class Pool:
     def _unload(self, model: Model) -> None:
         assert model.process is not None
         logger.info("Unloading %s: another model needs its memory", model.listed.name)
-        process, model.url = model.process, None
-        self._run(self._connect_all())
+        process, run = model.process, model.run
         process.terminate()
-        run = model.run
         self._loop.call_later(_STOP_SECONDS, lambda: process.kill() if model.run == run else None)
 
     def _launch(self, model: Model) -> WorkerLaunch:
@@ -292,15 +295,18 @@ class Pool:
                 self._run(self._open(model, model.run))
 
     async def _open(self, model: Model, run: int) -> None:
-        await self._connect_all()
+        self._connect_all()
         taken = await asyncio.to_thread(private_memory, model.pids)
         if model.run != run or model.slot is None or model.expected is None:
             return
         seconds = time.monotonic() - model.began
         model.loads, model.failures, model.load_seconds = model.loads + 1, 0, model.load_seconds + seconds
         is_measured = taken and loads_into_main_memory(model.listed.engine)
-        self.shelf.loaded(model.slot, taken + model.expected.growth if is_measured else model.slot.size)
-        logger.info("Loaded %s in %.1f s; it may take %.2f GB", model.listed.name, seconds, model.slot.size / 1e9)
+        size = taken + model.expected.growth if is_measured else model.slot.size
+        self.shelf.loaded(model.slot, size)
+        logger.info("Loaded %s in %.1f s; it may take %.2f GB", model.listed.name, seconds, size / 1e9)
+        if size > self.shelf.budget:
+            logger.warning("--models-memory leaves only %.2f GB for models", self.shelf.budget / 1e9)
         self._act()
 
     def _gone(self, model: Model, reason: str) -> None:
@@ -314,8 +320,8 @@ class Pool:
             self._fail(model, UnavailableError(f"{name} could not be loaded: {model.failure}"))
         elif state == "loaded" and not self._closing:
             model.crashes += 1
-            logger.error("%s has crashed: %s; the next request loads it again", name, reason)
-            self._run(self._connect_all())
+            logger.error("%s has crashed: %s; the next request loads it again", name, model.failure or reason)
+        self._connect_all()
         self._changed.set()
         self._act()
 
@@ -333,8 +339,8 @@ class Pool:
                 ticket.admitted.set_exception(error)
         model.waiting.clear()
 
-    async def _connect_all(self) -> None:
-        await self._connect([model.url for model in self.models.values() if model.url is not None])
+    def _connect_all(self) -> None:
+        self._connect([model.url for model in self.models.values() if model.url is not None])
 
     async def _measure_all(self) -> None:
         """Correct the sizes of models that take more than expected."""
@@ -344,7 +350,7 @@ class Pool:
                 if model.state == "loaded" and loads_into_main_memory(model.listed.engine):
                     run, taken = model.run, await asyncio.to_thread(private_memory, model.pids)
                     if model.run == run and model.slot is not None:
-                        model.slot.size = max(model.slot.size, taken)
+                        self.shelf.resize(model.slot, max(model.slot.size, taken))
             self._act()
 
     def _run(self, work: Awaitable[None]) -> asyncio.Task[None]:
@@ -353,6 +359,23 @@ class Pool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _in_thread(work: Callable[[], Expected]) -> Expected:
+    """Download a model in a thread that neither keeps other work waiting nor the server from ending."""
+    result: concurrent.futures.Future[Expected] = concurrent.futures.Future()
+    result.set_running_or_notify_cancel()  # the server's end does not cancel it
+
+    def run() -> None:
+        try:
+            made = work()
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(made)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(result)
 
 
 def _inner(listed: Listed) -> str:

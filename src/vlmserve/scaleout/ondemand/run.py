@@ -23,7 +23,7 @@ from vlmserve.scaleout.ondemand.gateway import OnDemandGateway
 from vlmserve.scaleout.ondemand.pool import Pool, WorkerProcess
 from vlmserve.scaleout.ondemand.shelf import Shelf
 from vlmserve.scaleout.settings import ModelsConfig
-from vlmserve.server.run import bind, event_loop_factory, raise_file_limit, stop_on_signals
+from vlmserve.server.run import bind, event_loop_factory, raise_file_limit, stop_on_signals, warn_of_strangers
 from vlmserve.server.web import WebServer
 from vlmserve.settings.config import ServerConfig
 
@@ -54,6 +54,7 @@ def serve(listed: Sequence[Listed], config: ModelsConfig, server: ServerConfig) 
             fork_children_from(preloader.address)
         token = secrets.token_hex(16)
         gateway = OnDemandGateway(server, token)
+        warn_of_strangers(gateway)
         web = WebServer(create_app(gateway), server, listener)
         freeze_loaded_objects()
         shelf = Shelf(budget, config.models_patience)
@@ -69,7 +70,7 @@ async def run(
     token: str,
     start: Callable[[WorkerLaunch], WorkerProcess] = MemberProcess,
 ) -> None:
-    pool = Pool(listed, shelf, start, gateway.connect, token)
+    pool = Pool(listed, shelf, start, gateway.set_workers, token)
     gateway.open(pool)
     stop = stop_on_signals(pool.kill)
     web.start()

@@ -91,8 +91,13 @@ class Shelf:
 
     def loaded(self, slot: Slot, size: int) -> None:
         """`plan` admits waiting requests. size: in bytes."""
-        slot.state, slot.size = "loaded", size
+        slot.state = "loaded"
+        self.resize(slot, size)
         slot.loaded_at = slot.last_use = self._clock()
+
+    def resize(self, slot: Slot, size: int) -> None:
+        """Correct a model's size. One that takes more than the whole budget counts as all of it, so it loads again."""
+        slot.size = min(size, self.budget)
 
     def gone(self, slot: Slot) -> None:
         """The model was unloaded, has crashed, or could not be loaded."""

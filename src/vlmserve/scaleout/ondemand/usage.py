@@ -9,7 +9,7 @@ import psutil
 
 def private_memory(pids: Iterable[int]) -> int:
     """Bytes that would be free without these processes and their children; 0: unknown."""
-    return sum(_private(process) for pid in pids for process in _family(pid))
+    return sum(map(_private, {process for pid in pids for process in _family(pid)}))
 
 
 def _family(pid: int) -> list[psutil.Process]:
