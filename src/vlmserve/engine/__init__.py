@@ -34,8 +34,7 @@ def create_engine(config: EngineConfig, folder: Path | None = None) -> VLMEngine
 def check_settings(config: EngineConfig, folder: Path) -> None:
     """Check settings against a checkpoint's headers before torch is imported, which takes seconds.
 
-    Raises CapacityError for impossible contexts, ModelLoadError for weights larger than free memory. `create_engine`
-    reports other errors.
+    Raises CapacityError for impossible contexts, ModelLoadError for weights larger than free memory.
     """
     if config.engine == "mock":
         return

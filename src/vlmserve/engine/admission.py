@@ -11,11 +11,10 @@ from vlmserve.types import EngineRequest, ImageSpan, ModelInfo, Prompt, Sampling
 
 
 def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container[str], *, max_logprobs: int) -> None:
-    """Check that a request can run on a model.
+    """Check a request. unfinished: ids in use. max_logprobs: maximum alternatives.
 
-    unfinished: ids in use. max_logprobs: maximum alternatives. Raises PromptTooLongError, TooManyImagesError, or
-    InvalidRequestError for an id in use, an empty prompt, a token id outside the vocabulary, too many alternatives, or
-    images outside the prompt.
+    Raises PromptTooLongError, TooManyImagesError, or InvalidRequestError for an id in use, an empty prompt, a token id
+    outside the vocabulary, too many alternatives, or images outside the prompt.
     """
     if request.request_id in unfinished:
         raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")

@@ -1,8 +1,4 @@
-"""A cache of calibrated checkpoints, which creates missing ones.
-
-The package `calibration`, a higher layer, runs in its own process, so its memory is free when the model loads. It does
-what `vlmserve quantize` does.
-"""
+"""A cache of calibrated checkpoints. Another process creates missing ones, so that its memory is free at load."""
 
 from __future__ import annotations
 
@@ -50,7 +46,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def calibrated_copy(config: EngineConfig, folder: Path) -> Path:
-    """Return the checkpoint, quantized as configured. Creates it if the cache lacks it.
+    """Return the checkpoint, quantized as configured.
 
     Raises ConfigurationError for invalid settings, a full disk, or a read-only cache.
     """

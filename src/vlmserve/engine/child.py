@@ -1,4 +1,4 @@
-"""Code of the engine and rank processes: environment, socket folder, exit with the parent."""
+"""Code of the engine and rank processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def socket_directory() -> Path:
 
 
 def child_environment() -> dict[str, str]:
-    """Return the child's environment: the parent's vlmserve package, and bounded caches."""
     root = str(Path(__file__).parents[2])
     environment = {**_LARGE_PAGES, **_PRODUCT_CACHES, **os.environ}
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):

@@ -22,7 +22,7 @@ from vlmserve.settings.config import EngineConfig
 class DiskCache:
     """Stores an engine's embeddings and KV blocks on disk.
 
-    It stores no blocks with several ranks, which hold shards, or for models with states, which need more than blocks.
+    It stores no blocks with several ranks, which hold shards, or for models with states.
     """
 
     def __init__(self, config: EngineConfig, tier: DiskTier, runner: ModelRunner, memory: KVMemory) -> None:
@@ -37,7 +37,7 @@ class DiskCache:
 
     @classmethod
     def open(cls, config: EngineConfig, model: LoadedModel, runner: ModelRunner, memory: KVMemory) -> DiskCache | None:
-        """Open the configured cache. None: not configured or not usable."""
+        """None: not configured or not usable."""
         if not config.disk_cache:
             return None
         entries = Entries.at(config.disk_cache, config.disk_cache_memory)
@@ -65,6 +65,6 @@ class DiskCache:
 
 
 def _identity(config: EngineConfig, model: LoadedModel) -> bytes:
-    """Return a digest of everything that entries depend on, except their keys (images, tokens, adapters, salts)."""
+    """Digest what entries depend on, except their keys (images, tokens, adapters, salts)."""
     parts = [model.identity.hex(), str(model.dtype), config.tensor_parallel_size, code_digest()]
     return blake3(json.dumps(parts).encode()).digest()

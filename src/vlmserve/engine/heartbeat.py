@@ -1,8 +1,4 @@
-"""The engine process's heartbeat: every second, it reports the duration of the current step.
-
-A thread sends it, since steps of large models take long. A stopped process sends none. The message also has the longest
-silence of another rank.
-"""
+"""The engine process's heartbeat: every second, a thread reports the duration of the current step."""
 
 from __future__ import annotations
 

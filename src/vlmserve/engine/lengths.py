@@ -1,4 +1,4 @@
-"""Checks that contexts fit the model and the KV cache, without torch, so that impossible settings fail at once."""
+"""Checks that contexts fit the model and the KV cache, before torch is imported."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def context_length(config: EngineConfig, max_position: int) -> int:
-    """Return the maximum context. max_position: of the model. All in tokens. Raises CapacityError if the settings
-    exceed the model."""
+    """max_position: of the model. All in tokens. Raises CapacityError if the settings exceed the model."""
     if config.max_model_len is None:
         return max_position
     if config.max_model_len > max_position:
@@ -53,7 +52,7 @@ def check_lengths(config: EngineConfig, of_tokens: CacheBytes, max_position: int
 
 
 def check_configuration(config: EngineConfig, folder: Path) -> None:
-    """Run `check_lengths` on the checkpoint's configuration, before torch is imported, which takes seconds.
+    """Run `check_lengths` on the checkpoint's configuration.
 
     folder: or a GGUF file. The loader reports unreadable configurations.
     """

@@ -48,8 +48,9 @@ KV_TO_CHECKPOINTS = 10
 
 
 def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None = None) -> LoadedModel:
-    """Load the configured model. folder: the checkpoint, if already resolved. ranks: load this rank's shard. Raises
-    ConfigurationError if the settings need several ranks and `ranks` is None."""
+    """folder: the checkpoint, if already resolved. ranks: load this rank's shard. Raises ConfigurationError if the
+    settings need several ranks and `ranks` is None.
+    """
     if ranks is None and config.tensor_parallel_size > 1:
         raise ConfigurationError("--tensor-parallel-size is not supported here: leave it out to use one device")
     set_threads(config.num_threads, config.tensor_parallel_size)
@@ -91,8 +92,7 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def set_threads(wanted: int | None, num_ranks: int = 1) -> None:
-    """Set torch's threads as configured, divided among ranks. By default, keep the program's or environment's choice,
-    up to the cores."""
+    """Divide configured threads among ranks. By default, keep the program's or environment's, up to the cores."""
     if wanted is not None:
         torch.set_num_threads(max(1, wanted // num_ranks))
     elif "OMP_NUM_THREADS" not in os.environ:
@@ -122,7 +122,7 @@ class CacheSizes(NamedTuple):
 
 
 def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
-    """Return the cache sizes. All ranks have the same number of pages.
+    """All ranks have the same number of pages.
 
     Raises CapacityError if no block fits, or if the settings exceed the model's context.
     """
@@ -156,7 +156,7 @@ def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
 def state_slots(config: EngineConfig, state_bytes: int, budget: int) -> int:
     """Return the state slots of each rank, without the padding slot.
 
-    state_bytes: of a slot, 0 without states. budget: bytes of the caches. Raises CapacityError if no request fits.
+    state_bytes: of a slot. budget: bytes of the caches. Raises CapacityError if no request fits.
     """
     if not state_bytes:
         return 0
@@ -212,7 +212,7 @@ def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) 
 
 
 def _later_bytes(config: EngineConfig, model: LoadedModel) -> int:
-    """Bytes that are allocated after the measurement: for images, adapters, and blocks to copy from and to the host."""
+    """Bytes allocated after the measurement: for images, adapters, and blocks to copy from and to the host."""
     later = 0 if model.vision is None else config.encoder_cache_memory
     if config.enable_lora:
         later += config.lora_memory
@@ -227,8 +227,7 @@ def _state_bytes(model: LoadedModel) -> int:
 
 
 def _graph_bytes(config: EngineConfig, model: LoadedModel) -> int:
-    """Return the bytes of graphs captured at start: inputs, activations and result of the largest. Other graphs reuse
-    its memory."""
+    """Return the bytes of the largest graph captured at start. Other graphs reuse its memory."""
     sizes = model.device.decode_sizes(config.max_num_seqs) if model.ranks is None and config.max_warm_up_seconds else []
     if not sizes:
         return 0

@@ -1,4 +1,4 @@
-"""Messages between the frontend and the engine process, sent over ZeroMQ as `frames`. Pixels are sent as raw memory."""
+"""Messages between the frontend and the engine process, sent over ZeroMQ as `frames`. Pixels are raw memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Queue requests. Each is answered with `Accepted` or `Failed`. Shared arrays are sent once."""
+    """Each request is answered with `Accepted` or `Failed`. Shared arrays are sent once."""
 
     requests: list[EngineRequest]
 
@@ -42,15 +42,15 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):
-    """Request the engine's state. Answered with `Inspected`, in order."""
+    """Answered with `Inspected`, in order."""
 
 
 class MapBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Request the map of KV blocks. Answered with `Mapped`, in order."""
+    """Answered with `Mapped`, in order."""
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Load and serve an adapter. Answered with `AdapterDone`. pool: see `VLMEngine.load_adapter`."""
+    """Answered with `AdapterDone`. pool: see `VLMEngine.load_adapter`."""
 
     number: int
     name: str
@@ -59,7 +59,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Stop serving an adapter. Answered with `AdapterDone`."""
+    """Answered with `AdapterDone`."""
 
     number: int
     name: str
@@ -69,7 +69,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True): ...
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """Loading progress as text. Sent before `Ready`."""
+    """Progress as text. Sent before `Ready`."""
 
     text: str
 
@@ -84,8 +84,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """These requests are queued."""
-
     request_ids: list[str]
 
 
@@ -97,8 +95,6 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine rejected a request."""
-
     request_id: str
     failure: Failure
 
@@ -133,18 +129,17 @@ _from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
 
 
 def encode(message: ToEngine | FromEngine) -> Frames:
-    """Only `Add` has several frames."""
     return pack(message) if isinstance(message, Add) else [_plain_encoder.encode(message)]
 
 
 def decode_to_engine(frames: Sequence[Buffer]) -> ToEngine:
-    """Decode a message to the engine. Arrays are views of `frames`. Raises msgspec.ValidationError."""
+    """Arrays are views of `frames`. Raises msgspec.ValidationError."""
     # mypy does not accept a union as a type.
     message: ToEngine = unpack(frames, ToEngine)  # type: ignore[arg-type]
     return message
 
 
 def decode_from_engine(frame: Buffer) -> FromEngine:
-    """Decode a message from the engine, which has no arrays. Raises msgspec.ValidationError."""
+    """Raises msgspec.ValidationError."""
     message: FromEngine = _from_engine_decoder.decode(frame)
     return message

@@ -1,4 +1,4 @@
-"""An engine without a model: deterministic text at a configured speed, for tests and load tests."""
+"""An engine without a model: deterministic text at a configured speed, for tests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _MAX_SLEEP = 0.01
 
 
 class _Answer:
-    """One unfinished request. due: earliest time of its first token, by `time.monotonic`."""
+    """due: earliest time of its first token, by `time.monotonic`."""
 
     __slots__ = (
         "added", "added_at", "bad_words", "closing", "compiled", "digest", "due", "first", "length", "matcher",

@@ -1,7 +1,7 @@
 """Fork processes from one that has imported vlmserve's libraries: a fork takes milliseconds, the imports take seconds.
 
-The preloader computes nothing and starts no threads, so its forks are safe. It listens on a Unix socket in a private
-folder. A connection stands for one process: its module, standard streams and exit status go over it.
+The preloader starts no threads, so forks are safe. It listens on a Unix socket. A connection stands for one process:
+its module, standard streams and exit status go over it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ class Preloader:
         return self._process.pid
 
     def close(self) -> None:
-        """End the process; its forks stay."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -108,7 +107,7 @@ class ForkedProcess:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the exit code. Raises subprocess.TimeoutExpired."""
+        """Raises subprocess.TimeoutExpired."""
         if self._code is None:
             watched = select.poll()
             watched.register(self._news, select.POLLIN)
@@ -129,7 +128,7 @@ class ForkedProcess:
 
     def _read_code(self) -> int:
         code = self._read_number()
-        if code is None:  # the preloader has ended, so nobody would report this process
+        if code is None:  # the preloader has ended
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             return -signal.SIGKILL
@@ -156,7 +155,7 @@ def fork_children_from(address: str) -> None:
 
 
 def start_module(module: str, stdout: int | None = None) -> Process:
-    """Start a process that runs a module, in its own process group, with a pipe as its standard input.
+    """Run a module in a process with its own process group and a pipe as standard input.
 
     stdout: the descriptor to write to; None: a pipe.
     """
@@ -173,8 +172,6 @@ def start_module(module: str, stdout: int | None = None) -> Process:
 
 
 class _Forker:
-    """The preloader's loop."""
-
     def __init__(self, listener: socket.socket, address: str) -> None:
         self._listener, self._address = listener, address
         self._woken, self._wakes = socket.socketpair()
@@ -220,7 +217,6 @@ class _Forker:
         self._tell(pid, pid)
 
     def _become(self, module: str, files: Collection[int]) -> NoReturn:
-        """Run a module in a forked process."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,7 +1,7 @@
 """The engine process: the parent's handle, and the child's main loop.
 
-The child reads its settings from standard input and exits when this pipe closes, even if the parent crashes. Messages
-use a ZeroMQ PAIR socket in a private folder.
+The child exits when its standard input closes, even if the parent crashes. Messages use a ZeroMQ PAIR socket in a
+private folder.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _STDERR = 2
 
 
 class _Launch(msgspec.Struct, frozen=True):
-    """The child's settings, one line of JSON."""
+    """One line of JSON."""
 
     endpoint: str
     config: str
@@ -86,7 +86,7 @@ class EngineProcess:
 
     @classmethod
     def launch(cls, config: EngineConfig, folder: Path | None = None) -> EngineProcess:
-        """Start the child and return. It connects to `endpoint` and loads the model.
+        """Start the child, which connects to `endpoint` and loads the model.
 
         folder: the checkpoint, if `config.model` is already resolved.
         """
@@ -129,7 +129,6 @@ class EngineProcess:
         self._process.kill()
 
     def close(self) -> None:
-        """Kill the child if it still runs, and remove its files."""
         if self.returncode is None:
             self.kill()
         self.wait()
@@ -150,8 +149,7 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock 
         wakes.register(one, zmq.POLLIN)
     while True:
         clock.end()
-        # Blocks while idle, without polling; the parent's death ends the process from another thread. Threads that read
-        # adapters and compile grammars have no socket, so they are polled.
+        # Blocks while idle. Threads that read adapters and compile grammars have no socket, so they are polled.
         idle = _COMPILE_POLL_MS if compiling else _LOAD_POLL_MS if engine.is_loading else None
         awake = wakes.poll(0 if engine.has_work() else idle)
         clock.begin()
@@ -261,7 +259,7 @@ def load_and_serve(
 ) -> int:
     """Load an engine and serve it over a socket that is connected to `endpoint`, with a heartbeat.
 
-    model: its name in errors. Returns the exit code. Errors were sent to the listener.
+    model: its name in errors. Returns the exit code; the listener gets errors.
     """
     began = time.monotonic()
     listener.set(lambda text: _send(socket, Loading(text)))

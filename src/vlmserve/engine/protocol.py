@@ -11,7 +11,7 @@ from vlmserve.types import AdapterInfo, BlockMap, EngineOutput, EngineRequest, E
 
 
 class FinishedLoad(NamedTuple):
-    """A load of an adapter that has ended. number: the caller's. error: None on success."""
+    """number: the caller's. error: None on success."""
 
     number: int
     error: VLMServeError | None = None
@@ -45,21 +45,21 @@ class VLMEngine(Protocol):
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
 
-        Raises PromptTooLongError if it could never run, TooManyImagesError if the model cannot take its images,
-        OverloadedError if batch and queue are full, InvalidRequestError for an id in use or an unknown token id.
+        Raises PromptTooLongError if it could never run, TooManyImagesError if the model cannot take its images.
+        Raises OverloadedError if batch and queue are full, InvalidRequestError for an id in use or an unknown token id.
         """
         ...
 
     def step(self) -> list[EngineOutput]:
         """Run one batch. Returns at most one output per request.
 
-        Every request that is not aborted ends with exactly one output that has a finish_reason. Failures of single
-        requests end them with "error".
+        Unless aborted, a request ends with exactly one output that has a finish_reason. Its own failure ends it with
+        "error".
         """
         ...
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drop requests immediately, without output. Ignores unknown ids."""
+        """Drop requests without output. Ignores unknown ids."""
         ...
 
     def has_work(self) -> bool:
@@ -76,7 +76,7 @@ class VLMEngine(Protocol):
     def adapters(self) -> list[AdapterInfo]: ...
 
     def load_adapter(self, number: int, name: str, path: str, pool: Mapping[str, str] | None = None) -> None:
-        """Begin to load an adapter under a name. `finished_loads` returns the result.
+        """Begin to load an adapter; `finished_loads` returns the result.
 
         pool: the adapters that an X-LoRA checkpoint mixes, see `adapters.xlora.read_xlora`. None: its own. Raises
         AdapterError if adapters are disabled or the name is invalid.
@@ -89,9 +89,9 @@ class VLMEngine(Protocol):
     def is_loading(self) -> bool: ...
 
     def unload_adapter(self, name: str) -> None:
-        """Stop serving an adapter. Running requests keep it. Raises UnknownModelError."""
+        """Running requests keep the adapter. Raises UnknownModelError."""
         ...
 
     def map_blocks(self) -> BlockMap:
-        """Return the use of KV blocks for the live view, in at most `MAX_MAP_CELLS` cells."""
+        """Return the use of KV blocks, in at most `MAX_MAP_CELLS` cells."""
         ...

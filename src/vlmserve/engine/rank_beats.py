@@ -1,4 +1,4 @@
-"""Heartbeats of ranks: each writes a byte to a pipe every second. Rank 0 counts the seconds without one."""
+"""Heartbeats of ranks: each writes a byte to a pipe every second, and rank 0 counts seconds without one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_BYTES = 4096
 
 
 def beat(pipe: int) -> None:
-    """Write beats until the reader is gone. pipe: must not block."""
+    """Write until the reader is gone. pipe: must not block."""
     with contextlib.suppress(BrokenPipeError):
         while True:
             with contextlib.suppress(BlockingIOError):  # the reader is stopped and has unread beats
@@ -38,7 +38,7 @@ class RankBeats:
         except BlockingIOError:
             beats = b""
         self._has_begun = self._has_begun or bool(beats)
-        # Not measured by the clock: no heartbeat arrives while this process itself is suspended.
+        # Not measured by the clock: no heartbeat arrives while this process is suspended.
         self.silence = 0.0 if beats or not self._has_begun else self.silence + INTERVAL
 
     def close(self) -> None:

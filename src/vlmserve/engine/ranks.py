@@ -173,7 +173,7 @@ class _Process:
         return EngineDeadError(f"rank {self.rank} ended {how}")
 
     def _is_ending(self) -> bool:
-        """Return whether the process sent a `Failure` or closed its channel. It may run for seconds after that."""
+        """Return whether the process sent a `Failure` or closed its channel. It may still run for seconds."""
         if not select.select([self.channel], [], [], 0)[0]:
             return False
         try:

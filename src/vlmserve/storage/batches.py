@@ -1,7 +1,4 @@
-"""Batches: files of requests, their progress and their results.
-
-One server works on a batch at a time. It holds the batch until `held_until`, and keeps extending that time.
-"""
+"""Batches of requests. One server at a time holds a batch, until `held_until`."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ JSON_LINES = "application/jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The state of a batch. Times are seconds since 1970."""
+    """Times are seconds since 1970."""
 
     id: str
     owner: str
@@ -66,8 +63,6 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """The result of a row."""
-
     row: int
     """Index, from 0."""
     succeeded: bool
@@ -79,10 +74,8 @@ class BatchResult:
 
 
 class Batches:
-    """All batches.
-
-    Methods with `owner` see only its batches, and raise NotFoundError for other ids. Methods with `holder` change only
-    batches that this server holds.
+    """Methods with `owner` see only its batches, and raise NotFoundError for other ids. Methods with `holder` change
+    only batches that this server holds.
     """
 
     def __init__(self, database: Database, files: Files, clock: Callable[[], float]) -> None:
@@ -104,7 +97,7 @@ class Batches:
         metadata: dict[str, str],
         most: int,
     ) -> Batch:
-        """Create a batch of the requests in a file. seconds: until it expires.
+        """seconds: until the batch expires.
 
         Raises InvalidRequestError for a file with another purpose, OverloadedError if the owner has `most` unfinished
         batches.
@@ -137,7 +130,7 @@ class Batches:
             return _batch(_find(connection, owner, id))
 
     def cancel(self, owner: str, id: str) -> Batch:
-        """Cancel a batch; it keeps the results that it has. Raises InvalidRequestError if it has ended."""
+        """Cancel a batch but keep its results. Raises InvalidRequestError if it has ended."""
 
         def work(connection: Connection) -> Batch:
             batch = _batch(_find(connection, owner, id))
@@ -153,7 +146,7 @@ class Batches:
         return self._database.write(work)
 
     def claim(self, holder: str, seconds: float, most: int, busy: Sequence[str] = ()) -> list[Batch]:
-        """Hold the `most` oldest unfinished batches that no other server holds, for `seconds`. busy: ids to skip."""
+        """Hold the `most` oldest unfinished batches without a holder, for `seconds`. busy: ids to skip."""
 
         def work(connection: Connection) -> list[Batch]:
             now = self._clock()
@@ -165,7 +158,7 @@ class Batches:
             connection.execute(update(batches).where(mine).values(holder=holder, held_until=now + seconds))
             return found
 
-        with self._database.read() as connection:  # usually there is nothing to write
+        with self._database.read() as connection:
             if (
                 connection.execute(select(batches.c.id).where(batches.c.status.in_(UNFINISHED)).limit(1)).first()
                 is None
@@ -189,7 +182,7 @@ class Batches:
         self._database.write(lambda connection: connection.execute(mine))
 
     def requests(self, batch: Batch) -> bytes:
-        """The content of the batch's input file, which stays even if the client deletes the file."""
+        """Return the content of the input file, even if the client deleted the file."""
         with self._database.read() as connection:
             query = select(blobs.c.data).where(blobs.c.digest == batch.input_digest)
             return bytes(connection.execute(query).scalar_one())
@@ -215,7 +208,7 @@ class Batches:
         return self._database.write(work)
 
     def add(self, holder: str, id: str, results: Sequence[BatchResult]) -> Status | None:
-        """Store results. Returns the batch's status; None: another server holds it, and nothing was stored."""
+        """Return the batch's status; None: another server holds it, and nothing was stored."""
 
         def work(connection: Connection) -> Status | None:
             succeeded = sum(result.succeeded for result in results)
@@ -298,7 +291,8 @@ class Batches:
 
     def list(self, owner: str, page: Page) -> tuple[list[Batch], bool]:
         """A page of batches, newest first, and whether there are more. Raises InvalidRequestError for an unknown
-        `page.after`."""
+        `page.after`.
+        """
         with self._database.read() as connection:
             query = select(batches).where(batches.c.owner == owner)
             if page.after is not None:
@@ -314,7 +308,7 @@ class Batches:
 
 
 def delete_batch(connection: Connection, id: str) -> int:
-    """Delete a batch and data that only it uses; returns bytes. Its files stay."""
+    """Return deleted bytes. The batch's files stay."""
     mine = batch_results.c.batch_id == id
     deleted = sizes_of(connection, delete(batch_results).where(mine).returning(batch_results.c.num_bytes))
     digests = connection.execute(delete(batches).where(batches.c.id == id).returning(batches.c.input_digest))

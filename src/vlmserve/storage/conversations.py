@@ -27,7 +27,7 @@ from vlmserve.storage.tables import conversations, items, responses
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation without its items. created_at: seconds since 1970."""
+    """created_at: seconds since 1970."""
 
     id: str
     created_at: float
@@ -35,7 +35,7 @@ class Conversation:
 
 
 class Conversations:
-    """All conversations. Methods see only the owner's conversations, and raise NotFoundError for other ids."""
+    """Methods see only the owner's conversations, and raise NotFoundError for other ids."""
 
     def __init__(self, database: Database, clock: Callable[[], float], max_blob_bytes: int) -> None:
         self._database = database
@@ -43,7 +43,7 @@ class Conversations:
         self._max_blob_bytes = max_blob_bytes
 
     def create(self, owner: str, id: str, metadata: dict[str, str], new: Sequence[PackedItem]) -> Conversation:
-        """Create a conversation with these items. Raises StorageFullError."""
+        """Raises StorageFullError."""
 
         def work(connection: Connection) -> Conversation:
             now = self._clock()
@@ -68,8 +68,6 @@ class Conversations:
         return self._database.write(work)
 
     def delete(self, owner: str, id: str) -> None:
-        """Delete a conversation with its items and responses."""
-
         def work(connection: Connection) -> None:
             _find(connection, owner, id)
             delete_conversation(connection, id)
@@ -89,7 +87,7 @@ class Conversations:
         more: Sequence[dict[str, Any]] = (),
     ) -> None:
         """`add` within the caller's transaction. more: extra columns of each item."""
-        # The update locks the row: concurrent appends wait for this transaction.
+        # The update locks the row: concurrent appends wait.
         places = (
             update(conversations)
             .where(conversations.c.id == id, conversations.c.owner == owner)
@@ -139,7 +137,7 @@ class Conversations:
             return item
 
     def delete_item(self, owner: str, id: str, item_id: str) -> Conversation:
-        """Delete an item, also from the response that it is part of."""
+        """Delete an item, also from its response."""
 
         def work(connection: Connection) -> Conversation:
             row = _find(connection, owner, id)
@@ -153,7 +151,7 @@ class Conversations:
 
 
 def delete_conversation(connection: Connection, id: str) -> int:
-    """Delete a conversation with its items and responses; returns bytes."""
+    """Return deleted bytes."""
     made_in_it = select(responses.c.id).where(responses.c.conversation_id == id)
     deleted = delete_items(connection, or_(items.c.conversation_id == id, items.c.response_id.in_(made_in_it)))
     sizes = delete(responses).where(responses.c.conversation_id == id).returning(responses.c.num_bytes)

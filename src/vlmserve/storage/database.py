@@ -66,7 +66,7 @@ class Database:
             raise _failed(error) from error
 
     def write(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` in a transaction; its result returns after the commit is on disk.
+        """Run `work` in a transaction; return its result after the commit is on disk.
 
         Calls `work` again if another transaction collided with it. Raises StorageError; then nothing was written.
         """
@@ -82,7 +82,7 @@ class Database:
         raise AssertionError("unreachable")
 
     def delete(self, work: Callable[[Connection], Result]) -> Result:
-        """`write` for work that deletes. It succeeds on a full disk as well: it uses the reserved space."""
+        """Like `write`, but succeeds on a full disk: it uses the reserved space."""
         try:
             return self.write(work)
         except StorageError as error:
@@ -97,7 +97,7 @@ class Database:
             self._reserve.take()
 
     def _delete_leanly(self, work: Callable[[Connection], Result]) -> Result:
-        """Delete with small writes to SQLite's log: without overwriting, and freeing 256 pages at a time."""
+        """Keep SQLite's log small: delete without overwriting, and free 256 pages at a time."""
         try:
             with self._engine.connect() as connection:
                 cursor: sqlite3.Cursor = connection.connection.cursor()  # type: ignore[assignment]
@@ -122,8 +122,7 @@ class Database:
     def _collided(self, error: SQLAlchemyError) -> bool:
         """Return whether a failed transaction may have collided with another one.
 
-        SQLite's transactions wait instead. After a broken connection nobody knows whether the transaction was
-        committed.
+        SQLite's transactions wait instead. After a broken connection nobody knows whether the commit succeeded.
         """
         if isinstance(error, IntegrityError):
             return True
@@ -194,10 +193,10 @@ def _make_engine(url: URL, num_connections: int) -> Engine:
 
 
 def _make_file(path: Path) -> None:
-    """Create the file so that other users of this machine cannot read it."""
+    """Create the file so that other users cannot read it."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Closing a file drops every POSIX lock that this process has on it, so SQLite's connections lose theirs.
+        # Closing a file drops every POSIX lock that this process has on it, also SQLite's:
         # https://www.sqlite.org/howtocorrupt.html, section 2.2
         if not path.exists():
             with contextlib.suppress(FileExistsError):
@@ -215,7 +214,7 @@ def _prepare_sqlite(connection: Any, _: object) -> None:
 
 
 def set_sqlite(cursor: sqlite3.Cursor, setting: str) -> None:
-    # Changes of the journal mode ignore SQLite's busy timeout and fail at once, so retry here.
+    # Changes of the journal mode ignore SQLite's busy timeout and fail at once.
     deadline = time.monotonic() + SQLITE_TIMEOUT
     while True:
         try:
@@ -228,6 +227,6 @@ def set_sqlite(cursor: sqlite3.Cursor, setting: str) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # SQLite cannot upgrade a read transaction to a write transaction while another one writes.
+    # SQLite cannot upgrade a read transaction while another one writes.
     writes = connection.get_execution_options().get("writes")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

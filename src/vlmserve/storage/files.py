@@ -17,7 +17,7 @@ from vlmserve.storage.tables import blobs, files
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file without its content. media_type: such as ``image/png``, detected. Times are seconds since 1970."""
+    """media_type: such as ``image/png``, detected. Times are seconds since 1970."""
 
     id: str
     filename: str
@@ -29,7 +29,7 @@ class File:
 
 
 class Files:
-    """All files. Methods see only the owner's files, and raise NotFoundError for other ids."""
+    """Methods see only the owner's files, and raise NotFoundError for other ids."""
 
     def __init__(self, database: Database, clock: Callable[[], float], max_blob_bytes: int) -> None:
         self._database = database
@@ -39,7 +39,7 @@ class Files:
     def create(
         self, owner: str, id: str, data: bytes, filename: str, purpose: str, media_type: str, lifetime: float | None
     ) -> File:
-        """Store a file. lifetime: seconds until it is deleted. Raises StorageFullError."""
+        """lifetime: seconds until the file is deleted. Raises StorageFullError."""
 
         def work(connection: Connection) -> File:
             return self.insert(connection, owner, id, data, filename, purpose, media_type, lifetime)
@@ -77,7 +77,7 @@ class Files:
     def list(self, owner: str, page: Page, purpose: str | None) -> tuple[list[File], bool]:
         """A page of files by age, and whether there are more.
 
-        purpose: list only files with this purpose. Raises InvalidRequestError for an unknown `page.after`.
+        Raises InvalidRequestError for an unknown `page.after`.
         """
         order = tuple_(files.c.created_at, files.c.id)
         with self._database.read() as connection:
@@ -115,7 +115,7 @@ class Files:
 
 
 def delete_file(connection: Connection, id: str) -> int:
-    """Delete a file, and its bytes unless something else uses them; returns deleted bytes."""
+    """Keep bytes that something else uses. Returns deleted bytes."""
     digests = connection.execute(delete(files).where(files.c.id == id).returning(files.c.digest)).scalars().all()
     return delete_orphans(connection, digests)
 

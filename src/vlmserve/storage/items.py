@@ -21,7 +21,7 @@ _MANY = 500
 
 @dataclass(frozen=True, slots=True)
 class PackedItem:
-    """An item before it is stored. blobs: bytes of its images by digest."""
+    """blobs: bytes of its images by digest."""
 
     id: str
     body: str
@@ -34,7 +34,7 @@ class PackedItem:
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """An item in the database. blobs: sizes of its images in bytes, by digest."""
+    """blobs: sizes of its images in bytes, by digest."""
 
     id: str
     body: str
@@ -47,7 +47,7 @@ class StoredItem:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Query of a list. after: list items after this id."""
+    """after: list items after this id."""
 
     after: str | None = None
     limit: int = 20
@@ -98,7 +98,7 @@ def _known(connection: Connection, digests: Iterable[str]) -> set[str]:
 def insert_items(
     connection: Connection, new: Sequence[PackedItem], rows: Iterable[dict[str, Any]], max_bytes: int
 ) -> None:
-    """Add items. rows: extra columns of each. Raises StorageFullError."""
+    """rows: extra columns of each item. Raises StorageFullError."""
     if not new:
         return
     insert_blobs(connection, {digest: data for item in new for digest, data in item.blobs.items()}, max_bytes)
@@ -117,7 +117,7 @@ def read_page(
 ) -> tuple[list[StoredItem], bool]:
     """Items of a series in the order of `position`, and whether there are more.
 
-    A page ends early before it exceeds `max_bytes`, but has at least one item. Raises InvalidRequestError if
+    A page has at least one item, and otherwise ends before it exceeds `max_bytes`. Raises InvalidRequestError if
     `page.after` is not in the series.
     """
     query = select(items.c.id, items.c.body).where(series)
@@ -174,8 +174,8 @@ def delete_orphans(connection: Connection, digests: Iterable[str]) -> int:
     """Delete unused blobs among `digests`; returns bytes."""
     deleted = 0
     for some in batches(sorted(digests)):
-        # Lock the blobs: two transactions that delete the last references at the same time would each still see the
-        # other's reference. The second one waits here and then sees what the first one deleted.
+        # Lock the blobs: else two transactions that delete the last references would each still see the other's
+        # reference.
         connection.execute(
             select(blobs.c.digest).where(blobs.c.digest.in_(some)).order_by(blobs.c.digest).with_for_update()
         )

@@ -18,7 +18,7 @@ _FORGOTTEN = 24 * 3600.0
 
 
 class Taken(NamedTuple):
-    """An amount to take from a limit. name: of the limit, the same on all servers."""
+    """name: of the limit, the same on all servers."""
 
     name: str
     per_minute: int
@@ -26,8 +26,6 @@ class Taken(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Concurrent requests that a server wants to run."""
-
     name: str
     """Name of the limit, the same on all servers."""
     most: int
@@ -43,14 +41,14 @@ class Limits:
         self._clock = clock
 
     def take(self, taken: Sequence[Taken]) -> dict[str, float]:
-        """Take amounts from different limits in one transaction. Returns the used amount of each limit by name.
+        """Take amounts in one transaction. Returns the used amount of each limit by name.
 
-        Servers whose clocks differ by some seconds refill that many seconds' amount too early, once. Raises
-        StorageError; then nothing was taken.
+        If clocks differ by some seconds, servers refill that many seconds' amount too early, once. Raises StorageError;
+        then nothing was taken.
         """
         if not taken:
             return {}
-        # All servers sort alike, so that no two of them deadlock.
+        # Sorted, so that servers do not deadlock.
         now = self._clock()
         rows = [
             {"name": name, "per_minute": per_minute, "used": amount, "updated_at": now}
@@ -78,15 +76,15 @@ class Limits:
     def hold(self, server: str, places: Sequence[Places], seconds: float) -> dict[str, int]:
         """Replace a server's leases; they last for `seconds`. Returns the leased requests of each limit by name.
 
-        A server gets what it wants, or what the other servers leave. Servers whose clocks differ by more than `seconds`
-        do not see each other's leases. Raises StorageError; then nothing changed.
+        A server gets what it wants, or what other servers leave. Servers whose clocks differ by more than `seconds` do
+        not see each other's leases. Raises StorageError; then nothing changed.
         """
         now = self._clock()
         own = running_requests.c
 
         def work(connection: Connection) -> dict[str, int]:
             is_sqlite = connection.dialect.name == "sqlite"
-            for one in sorted(places):  # all servers sort alike, so that no two of them deadlock
+            for one in sorted(places):  # so that servers do not deadlock
                 if not is_sqlite:  # SQLite has one writer at a time
                     connection.execute(select(func.pg_advisory_xact_lock(_lock(one.name))))
             names = [one.name for one in places]

@@ -17,7 +17,7 @@ _BLOB = "$blob"
 
 
 def digest_of(data: bytes) -> str:
-    """The hexadecimal blake3 digest of `data`, the key of a blob."""
+    """The hexadecimal blake3 digest, the key of a blob."""
     return blake3(data).hexdigest()
 
 
@@ -44,7 +44,7 @@ def _taken_out(value: Any, found: dict[str, bytes]) -> Any:
     except (msgspec.ValidationError, UnicodeEncodeError):
         return value
     if binascii.b2a_base64(data, newline=False) != encoded.encode():
-        return value  # re-encoding would not give the same text, so keep it
+        return value  # re-encoding would give other text
     digest = digest_of(data)
     found[digest] = data
     return {_BLOB: [head[0], digest]}

@@ -1,7 +1,4 @@
-"""Reserved disk space, so that deletions succeed on a full disk.
-
-SQLite writes the changes of a deletion into its log before it frees any space.
-"""
+"""Reserved disk space, so that deletions succeed on a full disk: SQLite first writes them to its log."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ class Reserve:
         self._path = database.with_name(f"{database.name}-reserve")
 
     def take(self) -> None:
-        """Reserve the space if the disk has it and it is not reserved yet."""
+        """Reserve the space if the disk has it."""
         with contextlib.suppress(OSError):
             if self._path.stat().st_size == NUM_BYTES:
                 return

@@ -1,4 +1,4 @@
-"""Responses: their inputs and outputs, and the response that each one follows."""
+"""Responses, their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vlmserve.storage.tables import files, items, responses
 
 
 class Responses:
-    """All responses. Methods see only the owner's responses, and raise NotFoundError for other ids."""
+    """Methods see only the owner's responses, and raise NotFoundError for other ids."""
 
     def __init__(
         self, database: Database, conversations: Conversations, clock: Callable[[], float], max_blob_bytes: int
@@ -54,13 +54,12 @@ class Responses:
         previous_id: str | None = None,
         file_ids: Sequence[str] = (),
     ) -> None:
-        """Store a response and append its items to a conversation, if there is one, in one transaction.
+        """Store a response and append its items to its conversation, if any, in one transaction.
 
         A failed response changes neither its conversation nor a stored response with its id.
 
         response: a JSON object with an ``id``, without output; None stores only the conversation's items. file_ids:
-        files that it shows; they count as used at this moment. Raises StorageFullError, and NotFoundError for a deleted
-        conversation.
+        files that it shows, and so uses. Raises StorageFullError, and NotFoundError for a deleted conversation.
         """
 
         has_failed = response is not None and response.get("status") == "failed"
@@ -101,7 +100,7 @@ class Responses:
             return {**msgspec.json.decode(row.body), "output": list(unpack_items(connection, stored))}
 
     def delete(self, owner: str, id: str) -> None:
-        """Delete a response. Its items stay in its conversation."""
+        """Keep the response's items in its conversation."""
 
         def work(connection: Connection) -> None:
             _find(connection, owner, id)
@@ -154,7 +153,7 @@ class Responses:
             return with_sizes(connection, rows)
 
     def find_items(self, owner: str, ids: Sequence[str]) -> dict[str, StoredItem]:
-        """The existing items with these ids, by id, of all responses and conversations."""
+        """Return existing items by id."""
         rows: list[tuple[str, str]] = []
         with self._database.read() as connection:
             for some in batches(dict.fromkeys(ids)):
@@ -163,7 +162,7 @@ class Responses:
             return {item.id: item for item in with_sizes(connection, rows)}
 
     def unpack(self, stored: Sequence[StoredItem]) -> list[dict[str, Any]]:
-        """Decode items, with their images. Raises NotFoundError for an item that was deleted meanwhile."""
+        """Decode items, with their images. Raises NotFoundError for items deleted meanwhile."""
         with self._database.read() as connection:
             return list(unpack_items(connection, stored))
 
@@ -180,7 +179,7 @@ class Responses:
             query = select(responses.c.thread).where(responses.c.id == previous_id, responses.c.owner == owner)
             thread = connection.execute(query).scalar_one_or_none()
         if conversation_id is not None:
-            # Check first: a deleted conversation raises NotFoundError here, not a foreign key error below.
+            # A deleted conversation raises NotFoundError here, not a foreign key error below.
             self._conversations.append(connection, owner, conversation_id, ())
         body = msgspec.json.encode(response)
         values = {
@@ -197,7 +196,7 @@ class Responses:
 
 
 def delete_thread(connection: Connection, thread: str) -> int:
-    """Delete all responses of a thread; returns bytes."""
+    """Return deleted bytes."""
     mine = select(responses.c.id).where(responses.c.thread == thread)
     deleted = delete_items(connection, items.c.response_id.in_(mine))
     sizes = delete(responses).where(responses.c.thread == thread).returning(responses.c.num_bytes)

@@ -28,8 +28,8 @@ _AT_ONCE = 32
 class Retention:
     """Limits the age and size of a database. 0: no limit.
 
-    max_age: seconds since the last use of a conversation, a file, an ended batch or a thread of responses. max_bytes:
-    for everything; the oldest go first.
+    max_age: seconds since the last use of a conversation, file, ended batch or thread of responses. max_bytes: the
+    least recently used go first.
     """
 
     def __init__(self, database: Database, clock: Callable[[], float], max_age: float, max_bytes: int) -> None:
@@ -39,10 +39,8 @@ class Retention:
         self._max_bytes = max_bytes
 
     def sweep(self) -> int:
-        """Delete what exceeds the limits, and remaining traces of what clients deleted. Returns the number of
-        deletions.
-
-        Raises StorageError.
+        """Delete what exceeds the limits, and traces of what clients deleted. Returns the number of deletions. Raises
+        StorageError.
         """
         deleted = 0
         for delete_some in (self._delete_expired, self._delete_old, self._delete_surplus):
@@ -84,7 +82,7 @@ def stored_bytes(connection: Connection) -> int:
 
 
 def _oldest(count: int) -> Select[Any]:
-    """The least recently used entries: kind, id and time of last use."""
+    """Return kind, id and time of last use."""
     last = func.max(responses.c.created_at)
     threads = select(literal("thread").label("kind"), responses.c.thread.label("id"), last.label("used_at"))
     all_kinds = union_all(

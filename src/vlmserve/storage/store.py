@@ -36,13 +36,10 @@ Result = TypeVar("Result")
 
 
 class Store:
-    """Conversations, responses, files, batches and rate limits. Their methods block: call them through `run`."""
+    """Methods of the attributes block: call them through `run`."""
 
     def __init__(self, url: str, config: ServerConfig, clock: Callable[[], float] = time.time) -> None:
-        """Open or create the database at a URL. Raises ConfigurationError.
-
-        clock: seconds since 1970.
-        """
+        """Raises ConfigurationError. clock: seconds since 1970."""
         threads = 1 if url == _MEMORY else _THREADS
         database = self.database = Database(url, threads)
         self.conversations = Conversations(database, clock, config.max_stored_bytes)
@@ -58,7 +55,7 @@ class Store:
         self._sweeper.start()
 
     async def run(self, work: Callable[Params, Result], /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
-        """Run `work` in a thread. Raises what it raises, and OverloadedError if too much waits.
+        """Run `work` in a thread. Raises its errors, and OverloadedError if too much waits.
 
         Work that has started finishes even if the caller is cancelled.
         """
@@ -79,7 +76,7 @@ class Store:
 
     def _sweep(self, interval: float) -> None:
         while not self._closing.wait(interval):
-            # The error is logged, and the next sweep tries again.
+            # Logged; the next sweep tries again.
             with contextlib.suppress(StorageError, OverloadedError):
                 if deleted := self._submit(self.retention.sweep).result():
                     logger.info("Deleted %d old entries of the history", deleted)
@@ -87,10 +84,9 @@ class Store:
 
 
 def open_store(config: ServerConfig) -> Store | None:
-    """Open the configured store.
+    """Return None if the configuration says "none", or nothing and the default folder is not writable.
 
-    None: the configuration says "none", or nothing, and the default folder is not writable. Raises ConfigurationError
-    if a configured store does not open.
+    Raises ConfigurationError if a configured store does not open.
     """
     if config.storage_url is not None and config.storage_path is not None:
         raise ConfigurationError("give --storage-url or --storage-path, not both")
@@ -112,8 +108,7 @@ def open_store(config: ServerConfig) -> Store | None:
 
 
 def has_history(config: ServerConfig, owner: str) -> bool:
-    """Return whether the configured history exists and has data of an owner. Raises ConfigurationError and
-    StorageError."""
+    """Return whether the configured history has data of an owner. Raises ConfigurationError and StorageError."""
     match config.storage_url:
         case "none" | "memory":
             return False
