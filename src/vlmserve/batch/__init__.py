@@ -1,1 +1,1 @@
-"""Answer many rows of a file or folder, with results that survive an interruption."""
+"""Answers many rows of a file or folder; continues after interruptions."""

@@ -25,7 +25,7 @@ Conversation = list[dict[str, Any]]
 
 
 class Chat(NamedTuple):
-    """The conversation of a row without its own request."""
+    """The conversation of a row without a request."""
 
     messages: Conversation
     params: SamplingParams
@@ -35,12 +35,10 @@ Ask = Chat | BatchLine
 
 
 class BatchAnswers(Protocol):
-    """Answers many rows."""
-
     name: str
 
     def answer(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Result]]:
-        """Yield the index and the result of each ask, in any order.
+        """Yield index and result of each ask, in any order.
 
         Raises VLMServeError if no more answers can be expected.
         """
@@ -48,8 +46,6 @@ class BatchAnswers(Protocol):
 
 
 class LocalAnswers:
-    """Answers with an engine in this process."""
-
     def __init__(self, engine: EngineConfig, media: MediaConfig) -> None:
         from vlmserve.offline.llm import LLM
 
@@ -88,7 +84,7 @@ class LocalAnswers:
             yield number, Result(output.text, output.finish_reason, "", *tokens)
 
     def _read(self, line: BatchLine) -> tuple[Chat, dict[str, Any]]:
-        """The conversation of a request and its options. Raises InvalidRequestError."""
+        """A request's conversation and options. Raises InvalidRequestError."""
         from vlmserve.server.schema.base import validate
         from vlmserve.server.schema.chat import ChatRequest
         from vlmserve.server.schema.content import conversation
@@ -110,14 +106,14 @@ class LocalAnswers:
 
 
 def check_body(body: Mapping[str, Any]) -> None:
-    """Raise InvalidRequestError for a request whose answer is not one text."""
+    """Raise InvalidRequestError unless the answer is one text."""
     for field, neutral in (("n", 1), ("best_of", 1), ("stream", False), ("use_beam_search", False), ("tools", [])):
         if body.get(field) not in (None, neutral):
             raise InvalidRequestError(f"{field} is not supported here, because an answer is one text; use /v1/batches")
 
 
 class ServerAnswers:
-    """Answers with a server (see `connect`). model: replaces the model in requests. concurrency: requests in flight."""
+    """Answers with a server (see `connect`). model: replaces requests'. concurrency: in flight."""
 
     def __init__(self, url: str, model: str | None, concurrency: int) -> None:
         self._client, self.name = connect(url, model, concurrency)
@@ -192,8 +188,6 @@ def _response_format(grammar: Grammar) -> dict[str, Any]:
 
 
 class _Usage(msgspec.Struct):
-    """Token counts, by the names of both APIs."""
-
     prompt_tokens: int = 0
     completion_tokens: int = 0
     input_tokens: int = 0
@@ -211,7 +205,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Completion(msgspec.Struct):
-    """An answer of ``/v1/chat/completions`` or ``/v1/completions``."""
+    """Answer of ``/v1/chat/completions`` or ``/v1/completions``."""
 
     choices: list[_Choice]
     usage: _Usage | None = None
@@ -232,7 +226,7 @@ class _Item(msgspec.Struct):
 
 
 class _Response(msgspec.Struct):
-    """An answer of ``/v1/responses``."""
+    """Answer of ``/v1/responses``."""
 
     output: list[_Item]
     status: str
@@ -246,7 +240,6 @@ class _Response(msgspec.Struct):
 
 
 def _result(path: str, response: Any) -> Result:
-    """Read the body of a response with status 200."""
     kind: type[_Response] | type[_Completion] = _Response if path == "/responses" else _Completion
     try:
         return msgspec.json.decode(response.content, type=kind).result()

@@ -1,4 +1,4 @@
-"""Store results as they come, so that an interrupted batch can continue."""
+"""Stores results as they come, so that an interrupted batch can continue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmserve.errors import ConfigurationError
 
 
 class Result(msgspec.Struct, omit_defaults=True):
-    """The result of a question. finish_reason: "stop" or "length". error: why there is no answer."""
+    """finish_reason: "stop" or "length". error: why there is no answer."""
 
     answer: str = ""
     finish_reason: str = ""
@@ -30,8 +30,8 @@ class _Line(msgspec.Struct):
 class Journal:
     """Results by the digests of their questions. `add` returns after a result is on disk.
 
-    An incomplete last line, from a killed process, is dropped. Raises ConfigurationError if another process
-    writes to the file.
+    Drops an incomplete last line, from a killed process. Raises ConfigurationError if another process writes to the
+    file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,7 +42,7 @@ class Journal:
         self._file.truncate(self._read())
 
     def _read(self) -> int:
-        """Read the results of the file. Returns the bytes of its complete lines."""
+        """Read the file. Returns the bytes of complete lines."""
         self._file.seek(0)
         whole = 0
         for line in _lines(self._file.read()):
@@ -57,14 +57,13 @@ class Journal:
         return whole
 
     def add(self, question: bytes, result: Result) -> None:
-        """Store a result; it replaces an earlier one of the same question."""
+        """Store a result, replacing an earlier one."""
         self.results[question] = result
         self._file.write(msgspec.json.encode(_Line(question.hex(), result)) + b"\n")
         self._file.flush()
         os.fdatasync(self._file.fileno())
 
     def remove(self) -> None:
-        """Delete the file, after the results were stored elsewhere."""
         self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:

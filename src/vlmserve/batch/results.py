@@ -22,7 +22,7 @@ RESERVED = ("id", "answer", "error", "finish_reason")
 
 
 def check_output(path: Path, rows: Sequence[Row]) -> None:
-    """Raise ConfigurationError for an unsuitable output file, or for input columns with reserved names."""
+    """Raise ConfigurationError for an unsuitable file or reserved column names."""
     if path.suffix.lower() not in FORMATS:
         raise ConfigurationError(f"--output {path}: the name must end in {', '.join(FORMATS)}")
     if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
@@ -33,10 +33,10 @@ def check_output(path: Path, rows: Sequence[Row]) -> None:
 
 
 def write_results(path: Path, rows: Sequence[Row], results: Sequence[Result], *, parsed: bool) -> None:
-    """Write one record for each row, in order: its id and columns, the answer, and any error.
+    """Write one record per row, in order, atomically: id, columns, answer, any error.
 
-    parsed: all answers are JSON; otherwise only answers to requests for JSON are. Tables get a column for each property
-    of JSON answers. The file is written atomically.
+    parsed: all answers are JSON; otherwise only answers to requests for JSON are. Tables get a column for each
+    property of JSON answers.
     """
     records = [
         _record(row, result, parsed=parsed or _asks_for_json(row)) for row, result in zip(rows, results, strict=True)
@@ -52,7 +52,6 @@ def write_results(path: Path, rows: Sequence[Row], results: Sequence[Result], *,
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with unfinished.open("wb") as file:
         file.write(data)
@@ -108,7 +107,6 @@ def _parquet(records: Sequence[dict[str, Any]]) -> bytes:
 
 
 def _columns(flat: Sequence[dict[str, Any]]) -> list[str]:
-    """The column names of a table, in order."""
     names = dict.fromkeys(name for record in flat for name in record)
     for name in ("finish_reason", "error"):
         names.pop(name, None)
@@ -118,7 +116,7 @@ def _columns(flat: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    """Split an answer that is an object into a column for each property."""
+    """Split an object answer into columns."""
     answer = record["answer"]
     if not isinstance(answer, dict):
         return record

@@ -47,15 +47,15 @@ class Row:
 def read_rows(source: str) -> list[Row]:
     """Read rows from one of these sources:
 
-    - a folder of images and documents, or a pattern like ``photos/*.jpg``: one row for each file
-    - a document: one row for each page
-    - a .txt file of paths or URLs, or a .csv or .jsonl file with columns: one row for each line
-    - a .jsonl file in which all lines are requests in OpenAI's batch form
+    - a folder of images and documents, or a pattern like ``photos/*.jpg``: a row per file
+    - a document: a row per page
+    - a .txt file of paths or URLs, or a .csv or .jsonl file with columns: a row per line
+    - a .jsonl file in OpenAI's batch form
 
-    Paths in a file are relative to it. The column "id" or "custom_id" is the row's id (default: its number, from 1);
-    "image" or "images" names its images. Capitals in column names do not matter.
+    Paths are relative to the file. Column "id" or "custom_id" is the row's id (default: its number, from 1), "image"
+    or "images" names images; capitals do not matter.
 
-    Raises ConfigurationError for a source that cannot be read, or that has two rows with the same id.
+    Raises ConfigurationError for an unreadable source or a repeated id.
     """
     path = expanded(source)
     if path.is_dir():
@@ -134,7 +134,7 @@ def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The numbers and bytes of lines that are not empty. Skips a byte order mark."""
+    """Numbers and bytes of non-empty lines, without a byte order mark."""
     for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         if line.strip():
             yield number, line
@@ -149,7 +149,7 @@ def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _holds_requests(path: Path) -> bool:
-    """Return whether the first object has the fields of a batch request."""
+    """Return whether the first object is a batch request."""
     first = next(_read_jsonl(path), {})
     return isinstance(first.get("body"), dict) and {"custom_id", "method", "url"} <= first.keys()
 
@@ -177,19 +177,19 @@ def _row(path: Path, number: int, columns: dict[str, Any]) -> Row:
 
 
 def _named(columns: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """Columns with these names, ignoring capitals and surrounding blanks, in the order of `names`."""
+    """Find columns in the order of `names`, ignoring capitals and blanks."""
     return [column for name in names for column in columns if column.strip().lower() == name]
 
 
 @dataclass(frozen=True)
 class Question:
-    """The question to all rows. prompt: may have column names in braces. system: the system message."""
+    """The question to all rows. prompt: may name columns in braces. system: message."""
 
     prompt: str
     system: str | None = None
 
     def check(self, rows: Iterable[Row]) -> None:
-        """Raise ConfigurationError for an invalid prompt, or for one that names a column that a row lacks."""
+        """Raise ConfigurationError for an invalid prompt or a column that a row lacks."""
         try:
             names = {name for _, name, _, _ in _FIELDS.parse(self.prompt) if name is not None}
         except ValueError as error:
@@ -202,7 +202,7 @@ class Question:
                 )
 
     def messages(self, row: Row) -> list[dict[str, Any]]:
-        """The conversation of a row. Raises InvalidImageError for a missing image file."""
+        """The conversation of a row. Raises InvalidImageError for a missing file."""
         text = _FIELDS.vformat(self.prompt, (), {"id": row.id, **row.columns})
         content = [*(medium_part(place, row.pages) for place in row.images), {"type": "text", "text": text}]
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -210,9 +210,9 @@ class Question:
 
 
 def digest(row: Row, messages: list[dict[str, Any]], settings: bytes) -> bytes:
-    """A digest of everything that determines the answer: texts, image contents, and the settings of the batch.
+    """Identify a question by texts, image contents and the batch's settings.
 
-    messages: of a row without a request. Raises OSError for an image that cannot be read.
+    messages: of a row without a request. Raises OSError for an unreadable image.
     """
     whole = blake3(settings)
     if row.request is not None:

@@ -1,4 +1,4 @@
-"""Answer all rows of a batch, each question once."""
+"""Answers all rows of a batch, each question once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ READERS = 4
 
 @dataclass(frozen=True)
 class Summary:
-    """Counts of a finished batch."""
-
     rows: int
     asked: int
     """Questions that this run answered."""
@@ -36,17 +34,16 @@ class Summary:
 
 
 class Progress:
-    """Receives the progress of a batch; these methods do nothing."""
+    """Ignores the progress of a batch; override its methods."""
 
     def begin(self, total: int, done: int) -> None:
-        """total: questions. done: questions that an earlier run answered."""
+        """done: questions that an earlier run answered."""
 
     def advance(self, result: Result) -> None:
         """One more question has its answer."""
 
 
 def journal_path(output: Path) -> Path:
-    """The file with the results of an unfinished batch."""
     return output.with_name(f"{output.name}.progress")
 
 
@@ -61,14 +58,14 @@ def run_batch(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Summary:
-    """Ask the question of each row, and write the results to `output` when all are there.
+    """Ask each row's question; write `output` when all answers are there.
 
-    question, params: for rows without their own request; question is None if all rows have one.
+    question, params: for rows without a request; question is None if all have one.
 
-    Results go to `journal_path` first, and an interrupted run continues from there. Failed rows keep the journal, for a
-    run with `retry`. Equal questions are asked once, unless answers are sampled at random.
+    An interrupted run continues from `journal_path`. Failed rows keep it, for a run with `retry`. Equal questions are
+    asked once, unless answers are random.
 
-    Raises ConfigurationError for input that cannot be run, and VLMServeError if answers stop coming.
+    Raises ConfigurationError for invalid input, VLMServeError if answers stop coming.
     """
     progress = progress or Progress()
     check_output(output, rows)
@@ -123,7 +120,7 @@ def _settings(row: Row, model: str, params: SamplingParams) -> bytes:
 def _questions(
     rows: Sequence[Row], question: Question | None, params: SamplingParams, model: str
 ) -> Sequence[tuple[bytes, Result | None]]:
-    """The key of each row's question, and an error if it cannot be asked."""
+    """Key of each row's question, and an error if it cannot be asked."""
 
     def read(numbered: tuple[int, Row]) -> tuple[bytes, Result | None]:
         number, row = numbered

@@ -25,14 +25,14 @@ COLUMNS = ("id", "vector", "error")
 
 
 class Vector(NamedTuple):
-    """The vector of a row, float32 ``[dimensions]``, or the error."""
+    """A row's vector, float32 ``[dimensions]``, or its error."""
 
     data: npt.NDArray[np.float32] | None
     error: str | None = None
 
 
 def check_vectors(path: Path, rows: Sequence[Row], question: Question) -> None:
-    """Raise ConfigurationError for an unsuitable output file, or for rows that have nothing to embed."""
+    """Raise ConfigurationError for an unsuitable output file or rows without content."""
     if path.suffix.lower() not in FORMATS:
         raise ConfigurationError(f"--output {path}: the name must end in {' or '.join(FORMATS)}")
     if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
@@ -56,7 +56,7 @@ def embed_rows(
     dimensions: int | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Vector]:
-    """Return the vector of each row's images and prompt. advance: called after each row."""
+    """Embed each row's images and prompt. advance: called after each row."""
 
     vectors: list[Vector] = []
     prompts: list[Embeddable] = []
@@ -90,7 +90,7 @@ def _prompt(row: Row, question: Question) -> Embeddable:
 
 
 def write_vectors(path: Path, rows: Sequence[Row], vectors: Sequence[Vector]) -> None:
-    """Write one record for each row, in order: id, image and columns, vector, error. The file is written atomically."""
+    """Write one record per row, in order, atomically: id, columns, vector, error."""
     records = []
     for row in rows:
         image = {"image": row.images[0]} if len(row.images) == 1 and not row.columns else {}
@@ -119,5 +119,5 @@ def _parquet(records: Sequence[dict[str, Any]], vectors: Sequence[Vector]) -> by
 
 
 def _cell(value: Any) -> str | None:
-    """Convert a value to text, so that a column has one type."""
+    """Convert to text, so that a column has one type."""
     return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()

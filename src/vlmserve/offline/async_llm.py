@@ -1,8 +1,4 @@
-"""Offline use from asyncio: `LLM`'s methods as coroutines and asynchronous iterators. The engine has its own process.
-
-async with AsyncLLM("pixie") as llm:
-    [result] = await llm.chat([{"role": "user", "content": "Hello"}])
-"""
+"""Offline use from asyncio. The engine has its own process."""
 
 from __future__ import annotations
 
@@ -185,7 +181,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
             raise VLMServeError(generation.error)
 
     async def decide(self, *args: Any, **options: Any) -> Any:
-        """See `OfflineModel.decide`. Makes prompts in a worker thread, once the engine's limits are known."""
+        """See `OfflineModel.decide`. Makes prompts in a worker thread."""
         await self._client()
         return await (await run_in_thread(self._threads, partial(super().decide, *args, **options)))
 
@@ -198,7 +194,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
     async def _results(
         self, call: Call, wanted: Iterator[tuple[Any, SamplingParams, LoRARequest | None]], *, stream: bool
     ) -> AsyncGenerator[Any, None]:
-        """Yield results in order. Closing aborts all requests. Raises the first error if the call asks for errors."""
+        """Yield results in order. Closing aborts all."""
         await self._client()
         if call.before is not None:
             await self._answer(call.before, stream=False, use_tqdm=False)
@@ -228,7 +224,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
     async def _one(
         self, call: Call, number: int, item: Any, params: SamplingParams, adapter: LoRARequest | None
     ) -> Outcome:
-        """Answer one item. Raises its error if the call asks for errors."""
+        """Answer an item, or raise its error if the call asks for errors."""
         try:
             async with self._ahead.place() as place:
                 name = await self._load_adapter(adapter)
@@ -260,7 +256,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
             raise
 
     def _check(self) -> None:
-        """Raise ForkError in a forked process, UnavailableError after `close` and in another event loop."""
+        """Raise ForkError after a fork, UnavailableError after `close` or in another event loop."""
         if self._closed:
             raise UnavailableError("the AsyncLLM is closed")
         if self._starting is None:
@@ -288,7 +284,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
 
     @contextlib.asynccontextmanager
     async def _streams(self, request: OfflineRequest) -> AsyncGenerator[list[EngineStream], None]:
-        """The outputs of all answers. At the end of the block, unfinished answers are aborted."""
+        """Outputs of all answers. Leaving the block aborts unfinished ones."""
         streams = await (await self._client()).submit_together(request.requests)
         try:
             yield streams
@@ -297,7 +293,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
                 stream.close()
 
     async def _load_adapter(self, wanted: LoRARequest | None) -> str:
-        """Load an adapter; return its name, "" for the model itself. Raises AdapterError, UnknownModelError."""
+        """Return the served name; "" is the model itself. Raises AdapterError, UnknownModelError."""
         if wanted is None:
             return ""
         client = await self._client()
@@ -312,9 +308,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
 
 
 class _Ahead:
-    """Limits requests that are prepared and have no token yet, by number and by bytes of prompts and images. A larger
-    request is prepared alone.
-    """
+    """Bounds requests without a token by number and bytes. Prepares a larger one alone."""
 
     def __init__(self, most: int, max_bytes: int) -> None:
         self._places = asyncio.Semaphore(most)
@@ -324,7 +318,7 @@ class _Ahead:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncGenerator[_Place, None]:
-        """Hold a place until the block ends or gives it up."""
+        """Hold a place until the block ends or leaves it."""
         await self._places.acquire()
         place = _Place(self)
         try:
@@ -349,19 +343,17 @@ class _Place:
         self._ahead, self._bytes, self._left = ahead, 0, False
 
     async def fill(self, num_bytes: int) -> None:
-        """Wait until there is memory for a prompt."""
         await self._ahead.take(num_bytes)
         self._bytes = num_bytes
 
     async def leave(self) -> None:
-        """Give up the place. Later calls have no effect."""
         if not self._left:
             self._left = True
             await self._ahead.give(self._bytes)
 
 
 async def _taken(stream: EngineStream, generation: Generation) -> AsyncIterator[None]:
-    """Yield after each output of an answer, until it ends."""
+    """Yield after each output of an answer."""
     async for output in stream:
         generation.take(output)
         yield

@@ -1,4 +1,4 @@
-"""Answers lists of requests: prepares a bounded number ahead, batches them, returns results in order."""
+"""Answers lists of requests in order, and prepares a bounded number ahead."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ class _Job:
 
 
 class OfflineBatch:
-    """Answers a list, and prepares at most `bounds` ahead.
+    """Answers a list; worker threads prepare at most `bounds` ahead.
 
-    items: each with parameters and adapter name; worker threads prepare them. window: maximum items in flight or
-    waiting for an earlier item; None: no limit. advance: called after each step with the numbers of finished requests
-    and of new tokens.
+    window: maximum items in flight or waiting for an earlier one; None: no limit. advance: called after each step
+    with finished requests and new tokens.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class OfflineBatch:
         self._errors: list[InvalidRequestError] = []
 
     def results(self) -> Generator[Outcome, None, None]:
-        """Yield results in order, each once it and all earlier ones have ended. Closing aborts all requests.
+        """Yield results in order. Closing aborts all requests.
 
         Raises InvalidRequestError, or InvalidRequestsError for several, if the call asks for errors.
         """
@@ -85,12 +84,11 @@ class OfflineBatch:
             executor.shutdown(wait=True, cancel_futures=True)
 
     def _fill(self, executor: ThreadPoolExecutor) -> None:
-        """Prepare as many items as the bounds allow."""
         while not self._exhausted:
             ahead = [job for job, _ in self._preparing] + [job for job in self._running if job.is_ahead]
             known = [job.num_bytes for job in ahead if job.num_bytes is not None]
             self._largest = max([self._largest, *known])
-            # Assume that unprepared items are as large as the largest so far.
+            # Assume that unprepared items equal the largest so far.
             num_bytes = sum(known) + self._largest * (len(ahead) - len(known))
             most = self._bounds.prepare_ahead if self._largest else self._num_threads
             if ahead and (len(ahead) >= most or num_bytes >= self._bounds.prepare_ahead_memory):
@@ -118,9 +116,9 @@ class OfflineBatch:
         return prepared
 
     def _admit(self, *, wait: bool) -> None:
-        """Add prepared requests to the engine in order, so that seeds do not depend on preparation time.
+        """Add prepared requests in order, so that seeds do not depend on preparation time.
 
-        wait: wait for the first one.
+        wait: for the first.
         """
         while self._preparing and (wait or self._preparing[0][1].done()):
             job, future = self._preparing.popleft()
@@ -152,7 +150,7 @@ class OfflineBatch:
         self._advance(num_finished, num_tokens)
 
     def _fail(self, executor: ThreadPoolExecutor) -> None:
-        """Find errors in the remaining items, and raise them all."""
+        """Raise all errors of the remaining items."""
         while True:
             self._engine.forget([job.request for job in self._running if job.request is not None])
             self._running.clear()

@@ -44,7 +44,7 @@ Embeddable: TypeAlias = TextPrompt | Conversation
 
 
 class ChatOptions(TypedDict, total=False):
-    """More options of `OfflineModel.chat`, which documents them."""
+    """Options that `OfflineModel.chat` documents."""
 
     add_generation_prompt: bool
     continue_final_message: bool
@@ -55,8 +55,6 @@ class ChatOptions(TypedDict, total=False):
 
 
 class ParsedModel(Protocol):
-    """A pydantic model class."""
-
     @classmethod
     def model_validate_json(cls, json_data: str) -> Any: ...
 
@@ -66,8 +64,6 @@ Model = TypeVar("Model", bound=ParsedModel)
 
 @dataclass(frozen=True)
 class Call:
-    """One use of `chat`, `generate` or `stream`."""
-
     kind: str
     """The word for its items in error messages."""
     items: Iterable[Any]
@@ -100,7 +96,7 @@ class Call:
         return self.prepare(item)._replace(adapter=adapter)
 
     def params_of(self, default: SamplingParams) -> Iterable[SamplingParams]:
-        """Parameters of each item. Raises InvalidRequestError for another number of parameters than items."""
+        """Parameters of each item. Raises InvalidRequestError if the numbers differ."""
         params = default if self.sampling_params is None else self.sampling_params
         if isinstance(params, SamplingParams):
             return repeat(self._with_schema(params))
@@ -121,10 +117,7 @@ class Call:
         return [self._with_schema(one) for one in params]
 
     def adapters(self) -> Sequence[LoRARequest | None] | None:
-        """Adapters of each item; None if one `lora_request` serves all, or none is given.
-
-        Raises InvalidRequestError for another number of adapters than items.
-        """
+        """Adapters of each item; None if all share one. Raises InvalidRequestError if the numbers differ."""
         wanted = self.lora_request
         if wanted is None or isinstance(wanted, LoRARequest):
             return None
@@ -146,7 +139,7 @@ class Call:
         return [self._result_of(outcome, number)] if self.convert is None else self.convert(outcome)
 
     def _result_of(self, outcome: Outcome, number: int) -> Any:
-        """The outcome, or its object. Raises or returns AnswerError if the answer is no object."""
+        """The outcome, or its object. Raises or returns AnswerError without an object."""
         if self.schema is None or not isinstance(outcome, RequestOutput):
             return outcome
         try:
@@ -159,10 +152,7 @@ class Call:
             return error
 
     def check_all(self) -> None:
-        """Check what is possible without preparing.
-
-        Items of an iterator, and of a call that returns errors, are checked in their turn.
-        """
+        """Check without preparing, unless items come from an iterator or errors are returned."""
         if self.on_error != "raise" or not isinstance(self.items, Sequence):
             return
         errors: list[InvalidRequestError] = []
@@ -184,7 +174,6 @@ class Call:
 
 
 def object_in(output: RequestOutput, schema: Any) -> Any:
-    """Parse an answer. Raises AnswerError."""
     [answer] = output.outputs
     if answer.finish_reason == "error":
         raise AnswerError(answer.error or "the request failed", output)
@@ -199,8 +188,6 @@ def object_in(output: RequestOutput, schema: Any) -> Any:
 
 
 class Prompts:
-    """Makes prompts from callers' arguments."""
-
     def __init__(self, preparer: RequestPreparer) -> None:
         self.preparer = preparer
 
@@ -214,7 +201,7 @@ class Prompts:
         cache_salt: str | None = None,
         **options: Any,
     ) -> Call:
-        """The call of `OfflineModel.chat`. options: of `RequestPreparer.chat`. Raises InvalidRequestError."""
+        """options: of `RequestPreparer.chat`. Raises InvalidRequestError."""
         from vlmserve.frontend.messages import check_conversations, with_kwargs
 
         check_conversations(messages)
@@ -252,7 +239,6 @@ class Prompts:
         on_error: OnError,
         lora_request: Adapters,
     ) -> Call:
-        """The call of `OfflineModel.generate`."""
         is_one = is_prompt(prompts)
         return Call(
             "prompts",
@@ -277,7 +263,6 @@ class Prompts:
         add_generation_prompt: bool | None,
         **options: Any,
     ) -> Call:
-        """The call of `OfflineModel.embed`. options: of `RequestPreparer.chat`."""
         vectors, salt = self.preparer.vectors, _checked(cache_salt)
         task = vectors.embed(dimensions)
         begins = vectors.begins_answers if add_generation_prompt is None else add_generation_prompt
@@ -316,7 +301,6 @@ class Prompts:
         cache_salt: str | None,
         **options: Any,
     ) -> Call:
-        """The call of `OfflineModel.score`. options: of `RequestPreparer.chat`."""
         from vlmserve.frontend.scoring import make_scorer, shortened
 
         scorer, preparer, salt = make_scorer(self.preparer), self.preparer, _checked(cache_salt)
@@ -358,7 +342,6 @@ class Prompts:
         cache_salt: str | None,
         **options: Any,
     ) -> Call:
-        """The call of `OfflineModel.decide`. options: of `RequestPreparer.chat`."""
         from vlmserve.frontend.conversations import thinking_settings
         from vlmserve.frontend.deciding import Decider, probabilities, with_shared
         from vlmserve.frontend.requests import chats_of
@@ -435,7 +418,7 @@ class Prompts:
         return Prepared(Prompt(list(prompt["prompt_token_ids"])), salt)
 
     def _media_of(self, prompt: object) -> tuple[list[Any], list[Any]]:
-        """Images and videos of a prompt dict. Raises InvalidRequestError for an invalid prompt."""
+        """Images and videos of a prompt. Raises InvalidRequestError."""
         if not isinstance(prompt, Mapping):
             raise InvalidRequestError(
                 f"a prompt is a text, a dict or a list of token ids, not {type(prompt).__name__}", param="prompt"

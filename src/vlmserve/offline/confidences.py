@@ -41,9 +41,9 @@ def confidence(answer: Any) -> Any:
 
 
 def json_confidence(text: str, tokens: Sequence[tuple[str | bytes, float]]) -> Any:
-    """Like `confidence`, for a text and its tokens: each token's text or bytes, and its logprob.
+    """Like `confidence`, for a text and each token's text or bytes and logprob.
 
-    Raises InvalidRequestError for text that is not JSON, or that the tokens do not produce.
+    Raises InvalidRequestError unless the tokens produce the text and it is JSON.
     """
     spans = _places(text, tokens)
     token_starts = [one.start for one in spans]
@@ -106,7 +106,7 @@ def _text_and_tokens(answer: Any) -> tuple[str, list[tuple[str | bytes, float]]]
 
 
 def _places(text: str, tokens: Sequence[tuple[str | bytes, float]]) -> list[_Token]:
-    """Locate tokens in the answer. Tokens that share a character all cover its bytes."""
+    """Locate tokens; those sharing a character all cover its bytes."""
     data = text.encode()
     placed: list[_Token] = []
     unknown: list[float] = []
@@ -133,7 +133,7 @@ Probability = Callable[[int, int], float]
 
 
 def _value(text: str, start: int, probability: Probability) -> tuple[Any, int]:
-    """Confidences of the value at a place, and the value's end. Raises ValueError or IndexError if there is none."""
+    """A value's confidences and end. Raises ValueError or IndexError without a value."""
     start = _after_space(text, start)
     if text[start] == '"':
         _, end = _DECODER.raw_decode(text, start)
@@ -156,7 +156,7 @@ def _value(text: str, start: int, probability: Probability) -> tuple[Any, int]:
 
 
 class _Members:
-    """The places of an object's or array's members. end: set by the reader of a member, finally the end of all."""
+    """Places of an object's or array's members. end: the last member's, finally the whole's."""
 
     def __init__(self, text: str, start: int, bracket: str) -> None:
         self._text, self._bracket, self.end = text, bracket, start + 1

@@ -1,4 +1,4 @@
-"""An `LLM`'s engine, shared by threads: one thread steps it while the others wait."""
+"""Shares an `LLM`'s engine among threads: one steps it while the others wait."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ _LOAD_INTERVAL = 0.002
 
 
 class SharedEngine:
-    """An engine, and the requests that this process's threads have in it.
+    """An engine that batches the requests of all threads.
 
-    A thread adds its requests and calls `step` until they have finished. One call at a time steps the engine; the
-    others return when that step has ended. So requests of all threads are batched.
+    A thread adds requests and calls `step` until they finish. One call at a time steps the engine; the others wait.
 
-    Garbage collection may end an abandoned generator inside any call, even inside a step. So `forget` never waits, but
-    leaves the requests to the thread that holds the turn.
+    Garbage collection may call `forget` even inside a step, so it never waits: the thread in the turn aborts
+    requests.
     """
 
     def __init__(self, config: EngineConfig, folder: Path, preparer: RequestPreparer) -> None:
@@ -63,7 +62,7 @@ class SharedEngine:
 
     @property
     def engine(self) -> VLMEngine:
-        """The engine, loaded on first use. Raises what `create_engine` and `check` raise."""
+        """The engine, loaded on first use. Raises like `create_engine` and `check`."""
         self.check()
         engine = self._engine
         if engine is None:
@@ -73,7 +72,7 @@ class SharedEngine:
         return engine
 
     def check(self) -> None:
-        """Raise ForkError in a process forked after loading, UnavailableError after `close`."""
+        """Raise ForkError after a fork, UnavailableError after `close`."""
         if self._engine is not None and self._process_id != os.getpid():
             raise ForkError(
                 f"process {self._process_id} loaded this LLM and cannot share it with its fork {os.getpid()}; "
@@ -85,14 +84,13 @@ class SharedEngine:
     def _load(self) -> VLMEngine:
         from vlmserve.engine import create_engine
 
-        gc.collect()  # a deleted model may be in garbage cycles, and its memory is needed
+        gc.collect()  # a deleted model may be in garbage cycles
         engine = create_engine(self._config, self._folder)
         self.preparer.fit(engine.info)
         self._process_id = os.getpid()
         return engine
 
     def close(self) -> None:
-        """Free the model's memory. Running calls raise UnavailableError."""
         if self._closed or (self._engine is not None and self._process_id != os.getpid()):
             return
         with interrupts_held_back(), self._loading, self._arriving(), self._turn:
@@ -103,10 +101,10 @@ class SharedEngine:
         gc.collect()
 
     def add(self, prepared: Prepared, params: SamplingParams) -> OfflineRequest:
-        """Queue all answers to a prompt, or none if the engine rejects one. Raises what the engine does."""
+        """Queue all answers to a prompt, or none if the engine rejects one."""
         prepared = fitted(prepared, params, self.engine.info)
         if params.grammar is not None:
-            self.engine.grammars.check(params.grammar)  # compile without the turn, so other threads proceed
+            self.engine.grammars.check(params.grammar)  # compiles while other threads proceed
         request = OfflineRequest(f"offline-{next(self._ids)}", prepared, params, self.preparer)
         try:
             with interrupts_held_back(), self._change() as engine:
@@ -119,10 +117,7 @@ class SharedEngine:
         return request
 
     def step(self) -> None:
-        """Step the engine, or wait for another thread's step.
-
-        Delivers outputs to all threads' unfinished requests and suspended streams.
-        """
+        """Step the engine for all threads, or wait for another's step."""
         self.check()
         with interrupts_held_back():
             with self._changed:
@@ -142,7 +137,7 @@ class SharedEngine:
                     self._changed.notify_all()
 
     def _deliver(self, engine: VLMEngine) -> list[str]:
-        """Deliver a step's outputs. Returns the ids of requests that a stop string ended."""
+        """Deliver outputs. Returns requests that a stop string ended."""
         stopped = []
         for output in engine.step():
             generation = self._generations.get(output.request_id)
@@ -150,7 +145,7 @@ class SharedEngine:
                 continue
             try:
                 generation.take(output)
-            except Exception as error:  # it concerns one request; deliver the others' outputs
+            except Exception as error:  # deliver the others' outputs
                 logger.exception("the text of a request cannot be made")
                 generation.fail(f"its text cannot be made: {type(error).__name__}: {error}")
             if generation.finish_reason is not None and output.finish_reason is None:
@@ -158,13 +153,13 @@ class SharedEngine:
         return stopped
 
     def forget(self, requests: Sequence[OfflineRequest]) -> None:
-        """Abort unfinished requests and drop all. Never waits."""
+        """Abort and drop requests. Never waits."""
         self._forgotten.extend(request.generations for request in requests)
         with interrupts_held_back():
             self._abort_if_free()
 
     def _abort_if_free(self) -> None:
-        """The holder of the turn calls this again at its end, so no forgotten request remains."""
+        """The turn's holder repeats this at its end, so no forgotten request remains."""
         while self._forgotten and self._turn.acquire(blocking=False):
             try:
                 self._abort_forgotten()
@@ -200,12 +195,11 @@ class SharedEngine:
 
     @contextmanager
     def _change(self) -> Iterator[VLMEngine]:
-        """The engine, before its next step."""
         with self._arriving(), self._own_turn() as engine:
             yield engine
 
     def load_adapter(self, wanted: LoRARequest) -> str:
-        """Load an adapter; return the engine's name for it. Raises AdapterError, UnknownModelError."""
+        """Return the engine's name for an adapter. Raises AdapterError, UnknownModelError."""
         with self._adapters_lock:
             with self._change() as engine:
                 name, is_served = self._adapters.find(wanted, {one.name: one.path for one in engine.adapters})
@@ -224,10 +218,9 @@ class SharedEngine:
 
 
 class AdapterNames:
-    """Names under which the engine serves adapters.
+    """Names of served adapters.
 
-    A known name with another path is another adapter and gets its own name, so concurrent callers never get each
-    other's adapter.
+    A known name with another path gets its own, so concurrent callers never get each other's adapter.
     """
 
     def __init__(self) -> None:
@@ -262,7 +255,7 @@ class AdapterNames:
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """Handle SIGINT after the block: an interrupted step would leave the engine unusable."""
+    """Delay SIGINT: an interrupted step would leave the engine unusable."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

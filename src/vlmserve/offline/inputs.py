@@ -18,12 +18,12 @@ TextPrompts: TypeAlias = TextPrompt | Iterable[TextPrompt]
 
 
 def is_conversation(messages: object) -> TypeGuard[Conversation]:
-    """True for one conversation, False for a list of them."""
+    """True for a conversation, False for a list of them."""
     return isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
 
 
 def sides_of(given: Any) -> list[Side]:
-    """List queries or documents: one text, parts of one, vLLM's ``{"content": parts}``, or a list of these."""
+    """List queries or documents: a text, its parts, vLLM's ``{"content": parts}``, or a list of these."""
     if isinstance(given, str | Mapping) or (isinstance(given, Sequence) and given and _is_part(given[0])):
         given = [given]
     sides: list[Side] = []
@@ -41,17 +41,16 @@ def _is_part(value: object) -> bool:
 
 
 def has_roles(messages: object) -> TypeGuard[Conversation]:
-    """True for one conversation, False for a list of prompts."""
+    """True for a conversation, False for a list of prompts."""
     return is_conversation(messages) and "role" in messages[0]
 
 
 def is_prompt(prompts: object) -> TypeGuard[TextPrompt]:
-    """True for one prompt, False for a list of them."""
+    """True for a prompt, False for a list of them."""
     return isinstance(prompts, str | bytes | Mapping) or are_token_ids(prompts)
 
 
 def are_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:
-    """True for a non-empty list of token ids."""
     return (
         isinstance(prompt, Sequence)
         and not isinstance(prompt, str | bytes)

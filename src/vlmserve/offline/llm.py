@@ -1,11 +1,4 @@
-"""Offline use: the engine in your own process, lists in, lists out.
-
-from vlmserve import LLM, SamplingParams
-
-llm = LLM("pixie")
-[result] = llm.generate({"prompt": "...", "multi_modal_data": {"image": "photo.png"}})
-print(result.text)
-"""
+"""Offline use: the engine in your own process, lists in, lists out."""
 
 from __future__ import annotations
 
@@ -47,7 +40,7 @@ class LLM(OfflineModel[Iterator[str]]):
     """
 
     def __init__(self, model: str = BUILT_IN_MODEL, **options: Unpack[LLMOptions]) -> None:
-        # Callers wait for whole answers: with images first, requests generate together.
+        # Callers wait for whole answers, so encode all images first.
         super().__init__(model, options, {"encoder_step_share": math.inf, "step_seconds": math.inf})
         self._engine = SharedEngine(self.config, self._setup.folder, self.preparer)
         if self.config.load == "eager":
@@ -215,7 +208,7 @@ class LLM(OfflineModel[Iterator[str]]):
             self._engine.forget([request])
 
     def _load_adapter(self, wanted: LoRARequest | None) -> str:
-        """Load an adapter; return its name, "" for the model itself. Raises AdapterError, UnknownModelError."""
+        """Return the served name; "" is the model itself. Raises AdapterError, UnknownModelError."""
         return "" if wanted is None else self._engine.load_adapter(wanted)
 
     def _answer(self, call: Call, *, stream: bool, use_tqdm: bool) -> Any:
@@ -251,9 +244,7 @@ class LLM(OfflineModel[Iterator[str]]):
 
 @contextmanager
 def _progress(total: int | None, enabled: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr. Yields a function to call after each step with the numbers of finished requests and new
-    tokens.
-    """
+    """A progress bar on stderr. Yields its update: finished requests, new tokens."""
     if not enabled:
         yield lambda num_finished, num_tokens: None
         return

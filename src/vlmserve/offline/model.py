@@ -32,14 +32,10 @@ _OF_VLLM = "encode classify reward beam_search apply_model collective_rpc sleep 
 
 
 class OfflineModel(ABC, Generic[Texts]):
-    """A model that answers callers in this process.
-
-    `default_sampling_params` has the checkpoint's sampling parameters, for calls without any. `Texts` is the iterator
-    that `stream` returns.
-    """
+    """A model that answers callers in this process. `Texts` is the iterator that `stream` returns."""
 
     def __init__(self, model: str, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-        """defaults: option defaults that differ from the settings'."""
+        """defaults: override the settings' defaults."""
         self._setup = set_up(model, options, defaults)
         self.config, self.preparer = self._setup.engine, self._setup.preparer
         self.default_sampling_params = self._setup.params
@@ -57,7 +53,6 @@ class OfflineModel(ABC, Generic[Texts]):
         raise AttributeError(f"{kind} has no attribute {name!r}{did_you_mean(name, dir(type(self)))}")
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The checkpoint's sampling parameters, for calls without any."""
         return self.default_sampling_params
 
     def get_tokenizer(self) -> Any:
@@ -97,23 +92,23 @@ class OfflineModel(ABC, Generic[Texts]):
 
         Arguments:
 
-        - sampling_params: one for all conversations, or a list with one for each.
+        - sampling_params: one for all, or a list with one for each.
         - use_tqdm: show a progress bar (only `LLM`).
-        - stream: return an iterator that yields results in order, each once it and all earlier ones have finished. It
-          prepares as many ahead as `OfflineConfig` says. Conversations may be an iterator. Closing it aborts all.
-        - on_error: "raise" answers nothing and raises the errors of all conversations. "return" answers the valid
-          conversations and returns an InvalidRequestError in place of each other result.
-        - schema: a JSON schema (dict) or pydantic model. Results are parsed JSON or instances of the model. An answer
-          cut off by the token limit is an AnswerError, raised or returned as `on_error` says.
+        - stream: return an iterator of results in order. It prepares as many ahead as `OfflineConfig` says.
+          Conversations may be an iterator. Closing it aborts all.
+        - on_error: "raise" answers nothing and raises all errors. "return" answers the valid conversations and returns
+          an InvalidRequestError for each other one.
+        - schema: a JSON schema (dict) or pydantic model. Results are parsed JSON or instances of the model; for an
+          answer cut off by the token limit, an AnswerError, raised or returned as `on_error` says.
         - add_generation_prompt: end the prompt with the beginning of an answer.
-        - continue_final_message: continue the last message, which is the assistant's and has text.
+        - continue_final_message: continue the assistant's last message.
         - chat_template_kwargs: variables of the chat template, such as ``enable_thinking``.
         - cache_salt: requests share caches only with requests of equal salt.
         - mm_processor_kwargs: budget of images, such as ``{"max_pixels": 500_000}``, and ``fps`` of videos.
         - lora_request: the adapter for all, or a list with an adapter or None for each; needs ``enable_lora=True``.
 
-        Raises InvalidRequestError for an invalid conversation, naming its place and its file or URL, and
-        InvalidRequestsError for several. A request that fails while running has finish_reason "error"; others continue.
+        Raises InvalidRequestError, naming place and file or URL, or InvalidRequestsError for several conversations. A
+        request that fails while running has finish_reason "error"; others continue.
         """
         check_arguments(OfflineModel.chat, others)
         call = self._prompts.chat_call(

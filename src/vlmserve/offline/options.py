@@ -47,7 +47,7 @@ ByteCount: TypeAlias = int | str
 
 
 class VLLMOptions(TypedDict, total=False):
-    """Common options by vLLM's names; `vlmserve.settings.vllm_flags` has all."""
+    """Common options by vLLM's names; `settings.vllm_flags` has all."""
 
     gpu_memory_utilization: float
     swap_space: float
@@ -182,9 +182,7 @@ class LLMOptions(VLLMOptions, total=False):
 
 
 class Setup(NamedTuple):
-    """A model's settings and request preparer. folder: the checkpoint's. params: the checkpoint's sampling
-    parameters.
-    """
+    """A model's settings and request preparer. params: the checkpoint's."""
 
     engine: EngineConfig
     media: MediaConfig
@@ -195,12 +193,12 @@ class Setup(NamedTuple):
 
     @property
     def window(self) -> int:
-        """Results of a stream in flight or waiting for an earlier one."""
+        """Maximum results in flight or waiting for an earlier one."""
         return WINDOWS * (self.engine.max_num_seqs + self.offline.prepare_ahead)
 
 
 def set_up(model: str, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Setup:
-    """Read the options of `LLM`. Raises CheckpointNotFoundError and what `check_settings` raises."""
+    """Read the options of `LLM`. Raises CheckpointNotFoundError, and like `check_settings`."""
     from vlmserve.models.hub import resolve_model
 
     read = _Options(model, options)
@@ -223,9 +221,9 @@ def set_up(model: str, options: Mapping[str, Any], defaults: Mapping[str, Any] |
 
 
 class _Options:
-    """Options as fields of the settings. None means an option's default, as in vLLM.
+    """Options as settings. None means the default, as in vLLM.
 
-    Raises ConfigurationError for unknown names and unsupported options.
+    Raises ConfigurationError for unknown or unsupported options.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any]) -> None:
@@ -243,7 +241,6 @@ class _Options:
                 self._translate(name, value, entry, known)
 
     def spelling(self, field: str) -> str:
-        """The caller's name for a field."""
         return self._written.get(field, field)
 
     def _set(self, field: str, name: str, value: Any) -> None:

@@ -163,7 +163,7 @@ def _short(text: str) -> str:
 
 
 def logprobs_by_id(logprobs: TokenLogprobs, token_bytes: Callable[[int], bytes]) -> dict[int, Logprob]:
-    """A token and its alternatives by token id, the token first. token_bytes: returns the bytes of a token id."""
+    """A token and its alternatives by id, the token first."""
     others = [(token_id, score, rank) for rank, (token_id, score) in enumerate(logprobs.top, start=1)]
     return {
         token_id: Logprob(score, rank, token_bytes(token_id).decode(errors="replace"))

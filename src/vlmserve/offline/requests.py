@@ -48,8 +48,6 @@ class LoRARequest(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A prompt that is ready for the engine."""
-
     prompt: Prompt
     cache_salt: str = ""
     text: str | None = None
@@ -67,7 +65,7 @@ class Prepared(NamedTuple):
 class Generation:
     """One answer in the engine, and its text so far.
 
-    The stepping thread writes it while the caller's thread reads it, so `finish_reason` is set last.
+    The stepping thread sets `finish_reason` last, because the caller's thread reads meanwhile.
     """
 
     request_id: str
@@ -87,7 +85,7 @@ class Generation:
     result: TaskResult | None = None
 
     def take(self, output: EngineOutput) -> None:
-        """Add a step's output. Text after a stop string is dropped."""
+        """Add a step's output. Drop text after a stop string."""
         self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         self.said.append(self.answer_text.push(output.token_ids))
@@ -108,7 +106,7 @@ class Generation:
         return self.num_taken < len(self.said)
 
     def take_text(self, on_thought: Callable[[str], None]) -> Iterator[str]:
-        """Return new text. on_thought: called with the reasoning's text."""
+        """Return new text; pass new reasoning to `on_thought`."""
         while self.has_text:
             said = self.said[self.num_taken]
             self.num_taken += 1
@@ -118,12 +116,11 @@ class Generation:
                 yield said.text
 
     def fail(self, error: str) -> None:
-        """End the answer because its outputs cannot be used."""
         self.error, self.finish_reason = error, "error"
 
     @property
     def likelihood(self) -> float:
-        """Ranks samples; reasoning does not count."""
+        """Ranks samples, without reasoning."""
         return mean_logprob(self.logprobs[self.answer_text.num_reasoning_tokens :])
 
     @property
@@ -168,7 +165,6 @@ class OfflineRequest:
         return all(one.finish_reason is not None for one in self.generations)
 
     def result(self) -> RequestOutput | PoolingRequestOutput:
-        """The result, once finished."""
         prompt, task = self.requests[0].prompt, self.requests[0].task
         first = self.generations[0]
         if not isinstance(task, Generate):
@@ -219,7 +215,7 @@ class OfflineRequest:
 
 
 def fitted(prepared: Prepared, params: SamplingParams, info: ModelInfo) -> Prepared:
-    """Truncate the prompt as the parameters say. Raises InvalidRequestError if the answer does not fit."""
+    """Truncate the prompt as requested. Raises InvalidRequestError if the answer does not fit."""
     prompt = truncate(prepared.prompt, params.truncate_prompt_tokens, info.max_prompt_len)
     check_min_tokens(params.min_tokens, prompt, info)
     return prepared._replace(prompt=prompt)

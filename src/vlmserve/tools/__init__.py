@@ -1,1 +1,1 @@
-"""The work of commands other than serving: benchmarks, verification, perplexity, routing plots, advice."""
+"""Benchmarks, verification, perplexity, routing plots and advice."""

@@ -1,8 +1,4 @@
-"""Measures a model's speed on this machine, relative to the machine's limits.
-
-All figures come from steps of the real engine. The limits are measured in the same run: the bandwidth of summing a
-large tensor, and the rate of a large matmul in the model's type.
-"""
+"""Measures a model in the real engine, relative to this machine's measured limits."""
 
 from __future__ import annotations
 
@@ -40,8 +36,6 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """One measurement."""
-
     weights: str
     kernels: str
     """"torch" or an instruction set."""
@@ -81,7 +75,7 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_limits(model: LoadedModel) -> Limits:
-    """Measure the model's device, in the model's type or the type that a CPU computes it in."""
+    """Measure the device, in the type it computes."""
     device = model.device.torch_device
     return Limits(memory_bandwidth(device), product_rate(device, type_for_torch(device, model.dtype)))
 
@@ -107,24 +101,23 @@ def bench(
     steps: int = 16,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Report:
-    """Measure a checkpoint with each quantization scheme and each kind of kernels.
+    """Measure a checkpoint with each quantization scheme and kind of kernels.
 
-    kernels: "torch" and instruction sets; default: as the settings choose. prompt_len: cached tokens of each decoding
-    request. long_prompt_len: tokens of the prefill, at most the context. steps: measured steps of each kind; medians
-    are reported.
-    Raises ConfigurationError for unsupported combinations.
+    kernels: "torch" and instruction sets (default: by the settings). prompt_len: cached tokens per decoding request.
+    long_prompt_len: tokens of the prefill. steps: measured per kind; medians are reported. Raises ConfigurationError
+    for unsupported combinations.
     """
     figures: list[Figure] = []
     limits = info = None
     for scheme, kind in itertools.product(schemes, kernels or (config.kernels,)):
         progress(f"{scheme}: loading")
-        # With a time limit for prompts, the first requests would end before the last begin.
+        # A time limit would end the first requests before the last begin.
         plain = {"enable_prefix_caching": False, "speculation": "off", "step_seconds": math.inf}
         settings = config.model_copy(update={"quantize": scheme, "kernels": kind, **plain})
         model = load(settings, folder)
         if model.cross is not None:
             raise ConfigurationError("bench measures models that read their images as part of the prompt")
-        # So that all schemes compute in the same type.
+        # Let all schemes compute in the same type.
         config = config.model_copy(update={"dtype": str(model.dtype).removeprefix("torch.")})
         limits = limits or measure_limits(model)
         engine = Engine.from_model(settings, model)
@@ -150,7 +143,7 @@ def bench(
 
 
 def answer_length(config: EngineConfig, count: int, prompt_len: int, steps: int) -> int:
-    """Tokens per answer, so that `count` requests decode together for `steps` steps after the warm-up."""
+    """Tokens per answer, so that `count` requests decode together for `steps` steps."""
     # While others prefill, each decoding request takes a token of the budget.
     prompt_steps = math.ceil(count * prompt_len / max(config.max_num_batched_tokens - count, 1))
     return prompt_steps + WARM_UP_STEPS + steps
@@ -158,7 +151,7 @@ def answer_length(config: EngineConfig, count: int, prompt_len: int, steps: int)
 
 class Rounds:
     def __init__(self, engine: Engine, model: LoadedModel, limits: Limits, scheme: str) -> None:
-        """scheme: quantization of the weights, for the figures."""
+        """scheme: for the figures."""
         self._engine, self._model, self._limits, self._scheme = engine, model, limits, scheme
         self._kernels = model.device.kernels
         self._random = random.Random(0)
@@ -175,7 +168,7 @@ class Rounds:
         self._cache_bytes = language_model.cache_bytes(16)
 
     def prefill(self, length: int) -> Figure:
-        """Prefill one long prompt, in as many steps as the token budget requires."""
+        """Prefill one long prompt in steps of the token budget."""
         seconds = []
         for _ in range(3):
             self._add(1, length, 1)
@@ -187,7 +180,7 @@ class Rounds:
         return self._figure("prefill", 1, length, statistics.median(seconds), self._weight_bytes, length, pairs)
 
     def decode(self, count: int, length: int, answer: int) -> Figure:
-        """Measure steps in which `count` requests decode. length, answer: tokens of each prompt and answer."""
+        """Measure steps in which `count` requests decode. length, answer: tokens per request."""
         self._add(count, length, answer)
         seconds = []
         before = time.perf_counter()
@@ -229,7 +222,7 @@ class Rounds:
             self._engine.add(EngineRequest(str(number), Prompt(tokens), params))
 
     def _outputs(self) -> Iterator[int]:
-        """Yield the number of requests with a new token for each step, until all are done."""
+        """Yield requests with a new token, step by step."""
         while self._engine.has_work():
             yield len(self._engine.step())
 

@@ -34,7 +34,7 @@ BESIDE_EXPERTS = 6 * 10**9
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One check. problem: what is wrong and how to fix it; empty if nothing."""
+    """problem: what is wrong and how to fix it, if anything."""
 
     topic: str
     text: str
@@ -42,7 +42,6 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def examine() -> list[Finding]:
-    """All findings, in reading order."""
     checks: list[Callable[[], Iterator[Finding]]] = [_software, _processor, _memory, _gpus, _extras, _folders]
     return [finding for check in checks for finding in check()]
 
@@ -149,7 +148,7 @@ def _folders() -> Iterator[Finding]:
 
 
 def largest_models(free: int) -> dict[str, float]:
-    """Billions of parameters that fit into `free` bytes with a KV cache, by weight type."""
+    """Billions of parameters that fit, with a KV cache, by weight type."""
     return {name: free * (1 - KV_SHARE) / size / 1e9 for name, size in BYTES.items()}
 
 
@@ -164,7 +163,7 @@ def _models(free: int) -> str:
 
 
 def mixtures(total: int) -> str:
-    """Short names of mixtures of experts whose 4-bit weights fit `total` bytes, smallest first."""
+    """Mixtures of experts that fit `total` bytes with 4-bit weights, smallest first."""
     sizes = sorted((model.memory("int4"), model) for model in MODELS if model.active)
     fitting = [(size, model) for size, model in sizes if size <= total - BESIDE_EXPERTS]
     if not fitting:

@@ -1,7 +1,4 @@
-"""Measures a model's perplexity on a text: e to the mean loss per token.
-
-The text is cut into windows. Each token is predicted from the earlier tokens of its window.
-"""
+"""Measures perplexity: e to the mean loss per token. Each token sees the earlier ones of its window."""
 
 from __future__ import annotations
 
@@ -50,10 +47,9 @@ def perplexity(
     window: int = 1024,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Perplexity:
-    """Measure a model on a text. window: tokens per window, limited by the model's positions.
+    """window: tokens, limited by the model's positions. progress: called with tokens done and total.
 
-    progress: called with the number of tokens done, and of all tokens. Raises InvalidRequestError for fewer than two
-    tokens.
+    Raises InvalidRequestError for fewer than two tokens.
     """
     window = min(window, model.max_position)
     if len(token_ids) < 2:

@@ -25,7 +25,7 @@ _CELL, _ROW, _LEFT, _TOP, _TEXT = 14, 22, 130, 40, 110
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Tokens of one kind: "prompt", "image" or "answer". means: mean scaling of each adapter."""
+    """Tokens of one kind: "prompt", "image" or "answer". means: of each adapter's scalings."""
 
     kind: str
     num_tokens: int
@@ -55,7 +55,6 @@ class Routing(msgspec.Struct, frozen=True):
         return found
 
     def to_markdown(self) -> str:
-        """A table with a row for each kind of tokens."""
         lines = [
             f"| Tokens | Number | {' | '.join(self.adapters)} |",
             "| --- | ---: |" + " ---: |" * len(self.adapters),
@@ -66,9 +65,7 @@ class Routing(msgspec.Struct, frozen=True):
         return "\n".join(lines)
 
     def to_svg(self) -> str:
-        """A heatmap: a row per adapter, a column per token. Adjacent image tokens share one wide column with their
-        mean.
-        """
+        """A heatmap: a row per adapter, a column per token or run of image tokens."""
         columns = _columns(self)
         width = _LEFT + sum(size for *_, size in columns) + 20
         height = _TOP + _ROW * len(self.adapters) + _TEXT
@@ -121,8 +118,7 @@ def _columns(routing: Routing) -> list[tuple[str, str, list[float], int]]:
 class Router:
     """Answers one conversation at a time with an X-LoRA checkpoint.
 
-    Raises what `Engine` raises, AdapterError for an unusable checkpoint, ConfigurationError for an adapter without
-    X-LoRA.
+    Raises like `Engine`, AdapterError for an unusable checkpoint, ConfigurationError for one without X-LoRA.
     """
 
     def __init__(self, config: EngineConfig, adapter: Path) -> None:

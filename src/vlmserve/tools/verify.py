@@ -1,7 +1,4 @@
-"""Compares a checkpoint with Transformers: logits and greedy tokens for the same conversations.
-
-Transformers prepares its own inputs, so this also compares templates, tokenizers and images.
-"""
+"""Compares a checkpoint with Transformers: templates, tokens, images, logits, greedy answers."""
 
 from __future__ import annotations
 
@@ -99,10 +96,9 @@ class Ours:
 
 
 class Theirs:
-    """Transformers in the same type on the same device, or in float32 if the device computes that type slowly.
+    """Transformers in the same type, or float32 if the device computes that type slowly.
 
-    Raises UnsupportedModelError for a checkpoint that Transformers cannot load, or that takes images but no
-    conversations.
+    Raises UnsupportedModelError if Transformers cannot load it, or it takes images but no conversations.
     """
 
     def __init__(self, folder: Path, *, takes_images: bool, dtype: torch.dtype, device: torch.device) -> None:
@@ -176,14 +172,13 @@ def compare(ours: Answer, theirs: Answer, tolerance: float) -> Comparison:
 
 
 def supports_images(folder: Path) -> bool:
-    """True if Transformers knows the checkpoint as a vision model."""
     config = {} if folder.is_file() else read_json(folder / "config.json")
     return any(name in config for name in ("vision_config", "visual"))
 
 
 @contextmanager
 def record_logits(model: Any) -> Iterator[list[Tensor]]:
-    """Record copies of all logits that a language model computes, float32 ``[rows, vocabulary]`` each."""
+    """Record copies of all logits, float32 ``[rows, vocabulary]`` each."""
     rows: list[Tensor] = []
     compute: Callable[..., Tensor] = model.logits
 
