@@ -1,4 +1,4 @@
-"""Chooses the GGUF files of a model by name."""
+"""Chooses a model's GGUF files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Choice(NamedTuple):
 
 
 def choose_files(paths: Collection[str], wanted: str | None, name: str) -> Choice:
-    """Choose the files of one model among `paths`, which use slashes.
+    """Choose one model's files. paths: with slashes.
 
     wanted: a precision like ``Q4_K_M``, or a folder or file; None: expect one model. name: for errors. Raises
     CheckpointNotFoundError unless exactly one model matches.
@@ -54,7 +54,7 @@ def _fits(path: str, wanted: str) -> bool:
 
 
 def _best(projectors: Sequence[str], model: str) -> str | None:
-    """Prefer the model's folder to its parent."""
+    """Prefer a file in the model's folder to its parent's."""
     folders = [str(folder) for folder in PurePosixPath(model).parents]
 
     def rank(path: str) -> tuple[int, int, str]:

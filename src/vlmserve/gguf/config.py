@@ -34,9 +34,7 @@ def text_family(header: Header) -> tuple[LanguageFamily, GGUFText]:
 
 
 def read_config(header: Header) -> Config:
-    """Make the config.json of a file.
-
-    Raises ModelLoadError for missing or invalid values, UnsupportedModelError for an unsupported architecture or
+    """Raises ModelLoadError for missing or invalid values, UnsupportedModelError for an unsupported architecture or
     option.
     """
     try:
@@ -83,7 +81,7 @@ def _config(header: Header) -> Config:
 
 @lru_cache(maxsize=4)
 def end_token_ids(header: Header) -> frozenset[int]:
-    """Include control tokens with a known text."""
+    """Tokens that the file names, and control tokens with a known text."""
     named = (header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     types = header.array("tokenizer.ggml.token_type")
     tokens = header.texts("tokenizer.ggml.tokens", {id_ for id_, kind in enumerate(types) if kind == CONTROL})

@@ -139,7 +139,7 @@ def _take_blocks(
     keeps_superblocks: bool,
     input_bits: int | None,
 ) -> bool:
-    """Return whether the layer can store all blocks of its weights, and so took them."""
+    """Give a layer its blocks. Returns False if it cannot store all of them."""
     slots, cuts = dict(module_slots(path, module)), module_cuts(path, module)
     weights = []
     for name in names:

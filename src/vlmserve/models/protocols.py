@@ -152,9 +152,9 @@ class LanguageModel(Protocol):
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final, normed hidden states.
 
-        Positions begin at `first_position`; beyond `max_short_len` tokens, at `max_short_len`. features: added by
-        images to the outputs of the first layers. wanted: int64, rows to return; None: all. states: one for each of
-        `state_specs`; `BatchMetadata.states` has the slots of rows.
+        Positions begin at `first_position`; in sequences over `max_short_len` tokens, at `max_short_len`. features:
+        added by images to the outputs of the first layers. wanted: int64, rows to return; None: all. states: one for
+        each of `state_specs`; `BatchMetadata.states` has the slots of rows.
         """
         ...
 

@@ -155,8 +155,8 @@ def save_quantized(
 ) -> Saving:
     """Write a checkpoint with quantized weights.
 
-    folder, errors: see `QuantizedFolder`. out: a folder; ConfigurationError unless empty. progress: called with the
-    numbers of finished and all tensors. Needs memory for one of the checkpoint's files.
+    folder, errors: see `QuantizedFolder`. out: a new or empty folder, else ConfigurationError. progress: called with
+    the numbers of finished and all tensors. Needs memory for one of the checkpoint's files.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out} must be a new or an empty folder")

@@ -150,6 +150,7 @@ class Attention(Block, Layer):
             yield fold_of_values(self.spec, f"{name}.o_proj", f"{name}.qkv_proj", self.qkv_proj.out_features)
 
     def arrange(self, operations: Operations) -> None:
+        """The norms must have their weights."""
         parts, first = [], 0
         normed = self._normed_parts
         for norm, heads in normed:

@@ -136,6 +136,7 @@ class Experts(Block, Layer):
         return output
 
     def arrange(self, operations: Operations) -> None:
+        """All weights must be loaded."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.arrange(operations)

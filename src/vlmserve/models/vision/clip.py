@@ -1,4 +1,4 @@
-"""CLIP's vision transformer (https://arxiv.org/abs/2103.00020), without pooling or last norm as in LLaVA."""
+"""CLIP's vision transformer (https://arxiv.org/abs/2103.00020) as in LLaVA: without pooling or last norm."""
 
 from __future__ import annotations
 
