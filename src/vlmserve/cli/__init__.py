@@ -1,4 +1,4 @@
-"""The commands. Each imports another package when it runs, and calls it."""
+"""The commands. Each imports what it runs."""
 
 from __future__ import annotations
 

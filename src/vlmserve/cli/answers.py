@@ -1,4 +1,4 @@
-"""Answers for `ask` and `chat`: from an engine in this process or a running server."""
+"""Answers for `ask` and `chat`, from an engine or a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Answers(Protocol):
-    """Streams the answer to a conversation. on_thought: see `LLM.stream`."""
+    """Streams an answer. on_thought: see `LLM.stream`."""
 
     def stream(
         self,
@@ -31,7 +31,7 @@ class Answers(Protocol):
 
 
 class ShownThoughts:
-    """Prints reasoning, dim and on separate lines."""
+    """Prints reasoning, dim, on separate lines."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -42,14 +42,13 @@ class ShownThoughts:
         self._console.out(text, end="", style="dim", highlight=False)
 
     def end(self) -> None:
-        """End the reasoning's line, if any."""
         if self._begun:
             self._console.print()
         self._begun = False
 
 
 def open_answers(engine: EngineConfig, media: MediaConfig, url: str | None) -> Answers:
-    """Connect to `url`, or load an engine in this process. Raises VLMServeError."""
+    """Connect to `url`, or load an engine. Raises VLMServeError."""
     if url is not None:
         return ServerAnswers(url)
     from vlmserve.offline.llm import LLM
@@ -59,7 +58,7 @@ def open_answers(engine: EngineConfig, media: MediaConfig, url: str | None) -> A
 
 
 def describes(engine: EngineConfig) -> bool:
-    """Return whether the local model captions an image without a question."""
+    """True if the local model captions images without a question."""
     from vlmserve.models.hub import resolve_model
     from vlmserve.prompt.files import read_json
     from vlmserve.prompt.one_image import one_image_prompts
@@ -69,7 +68,6 @@ def describes(engine: EngineConfig) -> bool:
 
 
 def status(text: str) -> AbstractContextManager[Any]:
-    """A spinner on a terminal's stderr."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -77,8 +75,6 @@ def status(text: str) -> AbstractContextManager[Any]:
 
 
 class ServerAnswers:
-    """Answers of a running server."""
-
     def __init__(self, url: str) -> None:
         self._client, self._model = connect(url)
         self._url = url
@@ -124,14 +120,14 @@ class _Error(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """A chunk of a chat completion, or the event that ended the stream."""
+    """A chunk of an answer, or an error event."""
 
     choices: list[_Choice] | None = None
     error: _Error | str | None = None
 
 
 def deltas(url: str, lines: Iterator[str], on_thought: Callable[[str], None] | None) -> Iterator[str]:
-    """Yield a stream's text. Raises VLMServeError for an error event and for anything but events."""
+    """Yield a stream's text. Raises VLMServeError for errors and other data."""
     is_stream = False
     for line in lines:
         data = line.removeprefix("data:").strip()
@@ -156,7 +152,7 @@ def deltas(url: str, lines: Iterator[str], on_thought: Callable[[str], None] | N
 
 
 def _error_param(response: Any) -> str:
-    """The request field that an error in OpenAI's form names; empty if none."""
+    """The field that an OpenAI error names, if any."""
     try:
         return str(response.json()["error"]["param"])
     except (ValueError, KeyError, TypeError):
@@ -164,7 +160,7 @@ def _error_param(response: Any) -> str:
 
 
 def _named(text: str, param: str, messages: list[dict[str, Any]]) -> str:
-    """Replace an image's place in a server's error by its file name."""
+    """Replace an image's place in an error by its file name."""
     place = re.match(r"messages\[(\d+)\]\.content\[(\d+)\]\.image_url", param)
     if place is None:
         return text

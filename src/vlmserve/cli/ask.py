@@ -24,17 +24,16 @@ _STDIN = "-"
 
 @dataclass(frozen=True)
 class Question:
-    """Parts of a message with images and documents, and a text, which may be empty."""
+    """Images, documents and a text, which may be empty."""
 
     media: list[dict[str, Any]]
     text: str
 
     @classmethod
     def read(cls, words: list[str], pages: str | None = None) -> Question:
-        """Separate files from the question, which comes first or last.
+        """Separate files and URLs from the text, which comes first or last; ``-`` reads it from stdin.
 
-        words: paths, URLs, and at most one text; ``-`` reads it from standard input. pages: of documents.
-        Raises InvalidImageError for a missing file, ConfigurationError for several texts.
+        pages: of documents. Raises InvalidImageError for a missing file, ConfigurationError for several texts.
         """
         texts = [word for word in words if not _is_medium(word)]
         if len(texts) > 1:
@@ -47,7 +46,6 @@ class Question:
 
 
 def _is_medium(word: str) -> bool:
-    """Return whether a word is a URL, an existing file, or ends like an image, video or document."""
     if word.startswith(URL_SCHEMES) or (len(word) <= _LONGEST_PATH and Path(expanduser(word)).is_file()):
         return True
     kind = mimetypes.guess_type(word)[0] or ""
@@ -57,7 +55,6 @@ def _is_medium(word: str) -> bool:
 def print_answer(
     engine: EngineConfig, media: MediaConfig, url: str | None, question: Question, params: SamplingParams
 ) -> None:
-    """Stream the answer of the server at `url`, or of an engine in this process."""
     from rich.console import Console
 
     if not question.text and (url is not None or not describes(engine)):

@@ -24,7 +24,7 @@ from vlmserve.types import Grammar, SamplingParams
 
 
 class _Bar(BatchProgress):
-    """A progress bar on stderr, with rate and remaining time."""
+    """A progress bar on stderr."""
 
     def __init__(self) -> None:
         self._rate = TextColumn("{task.fields[rate]}")
@@ -68,7 +68,7 @@ def run(
     retry: bool,
     overwrite: bool,
 ) -> bool:
-    """Answer all rows of `source`; False if any failed. Raises ConfigurationError, VLMServeError."""
+    """Answer all rows; False if any failed. Raises ConfigurationError, VLMServeError."""
     rows = read_rows(source)
     question = _question(rows, prompt, system, schema)
     sampling = SamplingParams(**params, grammar=None if schema is None else _grammar(schema))

@@ -41,7 +41,6 @@ def run_bench(
 
 
 def show(report: Report, console: Console) -> None:
-    """Print throughput, as a fraction of the machine's limit and relative to torch."""
     limits = report.limits
     console.print(
         f"[bold]{report.model}[/]: {report.num_parameters / 1e6:.1f} M parameters, {report.dtype}, {report.device}, "

@@ -15,7 +15,6 @@ from vlmserve.settings.config import EngineConfig
 
 
 def show_cache(engine: EngineConfig) -> None:
-    """Print the files of packed weights and the disk cache's size."""
     cache = WeightsCache.at(engine.weights_cache, engine.weights_cache_size)
     console = Console(highlight=False)
     files = cache.files()
@@ -40,7 +39,7 @@ def show_cache(engine: EngineConfig) -> None:
 
 
 def clear_cache(engine: EngineConfig) -> None:
-    """Remove all packed weights and disk cache entries. Raises ConfigurationError on failure."""
+    """Raises ConfigurationError on failure."""
     caches: list[WeightsCache | Entries] = [WeightsCache.at(engine.weights_cache, engine.weights_cache_size)]
     if engine.disk_cache:
         caches.append(Entries.at(engine.disk_cache, engine.disk_cache_memory))

@@ -24,7 +24,6 @@ HELP = """\
 
 
 def run_chat(engine: EngineConfig, media: MediaConfig, url: str | None, params: SamplingParams) -> None:
-    """Chat with the server at `url`, or with an engine in this process, until the person leaves."""
     from rich.console import Console
 
     with contextlib.suppress(ImportError):
@@ -34,8 +33,6 @@ def run_chat(engine: EngineConfig, media: MediaConfig, url: str | None, params: 
 
 
 class TerminalChat:
-    """Reads lines, answers them, and keeps the conversation."""
-
     def __init__(
         self, answers: Answers, params: SamplingParams, console: Console, read_line: Callable[[str], str] = input
     ) -> None:
@@ -47,7 +44,7 @@ class TerminalChat:
         self._images: list[dict[str, Any]] = []
 
     def run(self) -> None:
-        """Run until /quit, the end of input, or Ctrl-C at the prompt."""
+        """Run until /quit, end of input, or Ctrl-C at the prompt."""
         self._say("Ask something; /image PATH sends an image, /help lists all commands.", "dim")
         while True:
             try:
@@ -85,7 +82,7 @@ class TerminalChat:
             self._say("It goes with your next message.", "dim")
 
     def _answer(self, text: str) -> None:
-        """Stream an answer. Drop a rejected message and its images; keep an interrupted answer."""
+        """Stream an answer. Drop a rejected message; keep an interrupted answer."""
         question = {"role": "user", "content": [*self._images, {"type": "text", "text": text}]}
         pieces: list[str] = []
         thoughts = ShownThoughts(self._console)
@@ -113,7 +110,7 @@ class TerminalChat:
 
 
 def _unquoted(place: str) -> str:
-    """Unquote a path that a terminal pasted for a dropped file: quoted, or with escaped spaces."""
+    """Unquote the path of a file dropped on the terminal."""
     if len(place) > 1 and place[0] == place[-1] and place[0] in "'\"":
         return place[1:-1]
     return place.replace("\\ ", " ")

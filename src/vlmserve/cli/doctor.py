@@ -11,7 +11,7 @@ from vlmserve.tools.doctor import examine
 
 
 def run_doctor(*, as_json: bool) -> bool:
-    """Print the findings; False if something needs fixing."""
+    """Print findings; False if something needs fixing."""
     with status("Looking at this machine ..."):
         findings = examine()
     if as_json:

@@ -15,7 +15,6 @@ from vlmserve.models.hub import resolve_model
 
 
 def run_pull(model: str, revision: str | None) -> None:
-    """Download a model with progress bars, and print its folder."""
     place = resolve_model(model, revision)
     size = sum(path.stat().st_size for path in (place.rglob("*") if place.is_dir() else [place]) if path.is_file())
     Console().print(f"{model}: {_gigabytes(size)} GB in {place}", highlight=False, soft_wrap=True)
@@ -23,7 +22,6 @@ def run_pull(model: str, revision: str | None) -> None:
 
 
 def show_downloads() -> None:
-    """Print a line for each cached model."""
     rows = [
         (one.name, _gigabytes(one.num_bytes), time.strftime("%Y-%m-%d %H:%M", time.localtime(one.used)))
         for one in downloads()
@@ -34,7 +32,7 @@ def show_downloads() -> None:
 
 
 def run_rm(models: list[str], *, sure: bool) -> None:
-    """Remove models from the cache. Ask on a terminal unless `sure`."""
+    """Remove models; ask on a terminal unless `sure`."""
 
     def confirm(download: Download) -> bool:
         if not sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""Prints the settings in effect as a table, JSON or a config file. Never prints secrets."""
+"""Prints the settings in effect, without secrets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def as_json(settings: Mapping[str, Settings], origins: Origins) -> str:
 
 
 def as_toml(settings: Mapping[str, Settings], origins: Origins) -> str:
-    """A file with every setting. Settings without a value, and secrets, are comments."""
+    """A file of all settings; unset and secret ones are comments."""
     sections = []
     for section, config in settings.items():
         lines = [f"[{section}]"]

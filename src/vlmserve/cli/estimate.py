@@ -20,7 +20,7 @@ from vlmserve.settings.quantization import QuantizationConfig
 
 
 def show_estimate(engine: EngineConfig, how: QuantizationConfig) -> None:
-    """Print a row for each scheme, and one for the scheme in the flags."""
+    """Print a row per scheme, including the flags' scheme."""
     folder = resolve_model(engine.model, engine.revision, engine.mmproj)
     estimate = MemoryEstimate(folder, find_device("auto"), engine.kernels)
     length = min(USUAL_TOKENS, estimate.max_position)
@@ -42,7 +42,7 @@ def show_estimate(engine: EngineConfig, how: QuantizationConfig) -> None:
 
 
 def _schemes(estimate: MemoryEstimate, asked: QuantizationConfig) -> Iterator[tuple[str, QuantizationConfig | None]]:
-    """All schemes whose group size divides every layer's inputs, and the scheme in the flags."""
+    """All schemes whose group size divides every layer's inputs, and the flags' scheme."""
     check_groups(estimate.model, asked)
     usual = asked.model_copy(update={"layers": (), "weight_memory": None})
     yield "plain", None

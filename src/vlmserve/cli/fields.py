@@ -1,4 +1,4 @@
-"""Names of a setting as flag, variable and key, and how its type and values are written."""
+"""Spellings of a setting's name, type and value."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def variable(name: str) -> str:
 
 
 def section_of(name: str) -> str | None:
-    """The section of a field; None if it is not a setting."""
+    """The section of a setting, if it is one."""
     return next((section for section, kind in SECTIONS.items() if name in kind.model_fields), None)
 
 
 def is_size(field: FieldInfo) -> bool:
-    """Return whether the value is a number of bytes, optionally with a unit."""
+    """True for a number of bytes, with an optional unit."""
     return _is_read_by(field, parse_size)
 
 
 def is_json(field: FieldInfo) -> bool:
-    """Return whether the value is a nested object, written as JSON on a command line."""
+    """True for a nested object, typed as JSON."""
     return _is_read_by(field, parse_json)
 
 
@@ -68,7 +68,7 @@ def is_switch(field: FieldInfo) -> bool:
 
 
 def plain_type(field: FieldInfo) -> Any:
-    """The type that the command line parses; the settings check ranges and patterns."""
+    """The type to parse; the settings check ranges and patterns."""
     if is_size(field) or is_json(field):
         return str
     annotation: Any = field.annotation
@@ -82,7 +82,7 @@ def plain_type(field: FieldInfo) -> Any:
 
 
 def type_name(field: FieldInfo) -> str:
-    """The type in words, with its bounds."""
+    """The type in words, with bounds."""
     kind = plain_type(field)
     if is_size(field):
         return "size"
@@ -98,14 +98,13 @@ def type_name(field: FieldInfo) -> str:
 
 
 def metadata(field: FieldInfo) -> list[Any]:
-    """Metadata from `Annotated` and `Field`."""
     nested = [data for part in get_args(field.annotation) for data in getattr(part, "__metadata__", ())]
     flat = [inner for data in nested for inner in (data.metadata if isinstance(data, FieldInfo) else (data,))]
     return [*field.metadata, *flat]
 
 
 def size_text(size: int) -> str:
-    """Bytes with the largest unit that leaves an integer."""
+    """Bytes in the largest unit that leaves an integer."""
     for unit, factor in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
         if size and size % factor == 0:
             return f"{size // factor}{unit}"
@@ -113,7 +112,7 @@ def size_text(size: int) -> str:
 
 
 def plain_value(field: FieldInfo, value: Any, *, sizes_as_text: bool = False) -> Any:
-    """A setting's value for JSON and TOML; secrets are hidden."""
+    """A value for JSON and TOML, without secrets."""
     if value is None or (is_secret(field) and not _secret_text(value)):
         return None
     if is_secret(field):
@@ -126,14 +125,14 @@ def plain_value(field: FieldInfo, value: Any, *, sizes_as_text: bool = False) ->
 
 
 def toml(value: Any) -> str:
-    """A plain value in TOML. A dict becomes an inline table; its values must not be None."""
+    """TOML of a plain value. A dict, without None, becomes an inline table."""
     if isinstance(value, dict):
         entries = ", ".join(f"{key} = {toml(entry)}" for key, entry in value.items())
         return f"{{ {entries} }}" if entries else "{}"
     if isinstance(value, list):
         return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, str):
-        # JSON strings are TOML strings, except one control character that JSON does not escape.
+        # TOML also escapes DEL, unlike JSON.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
 

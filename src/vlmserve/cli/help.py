@@ -1,8 +1,4 @@
-"""Help pages and usage errors of all commands.
-
-Help is plain text. Long flags have a line of their own, and lines break at spaces only, so that no name is cut. A
-command with many flags shows the common ones; ``--help-all`` shows all. An error is one red line.
-"""
+"""Help pages and usage errors of all commands, as plain text that cuts no names."""
 
 from __future__ import annotations
 
@@ -47,7 +43,7 @@ _UsageError: Any = typer.BadParameter.__base__
 
 @contextmanager
 def usage_errors(context: Any) -> Iterator[None]:
-    """Report a wrong command line in one line, name the help to read, and exit."""
+    """Report a wrong command line in one red line, name the help, and exit."""
     try:
         yield
     except _UsageError as error:
@@ -73,11 +69,11 @@ def _usage_text(error: Any, context: Any) -> str:
 
 
 class Rare(str):
-    """The heading of a flag that only ``--help-all`` shows."""
+    """The heading of a flag in ``--help-all`` only."""
 
 
 class _Page:
-    """The text of a help page. Lines break at spaces only."""
+    """A help page. Lines break at spaces only."""
 
     def __init__(self, usage: str) -> None:
         self._width = min(shutil.get_terminal_size().columns, WIDEST)
@@ -88,7 +84,7 @@ class _Page:
             self.text += f"\n{self._wrap(' '.join(paragraph.split()), indent=2)}\n"
 
     def section(self, heading: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Write names and meanings; a long name gets its own line."""
+        """Write names and meanings; long names get their own lines."""
         column = min(max(len(name) for name, _ in rows) + 4, self._width * 2 // 5)
         self.text += f"\n{heading}:\n"
         for name, meaning in rows:
@@ -105,15 +101,13 @@ class _Page:
 
 
 class HelpfulCommand(typer.core.TyperCommand):
-    """A command whose help groups its flags."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the line. Exits with status 2 if it is wrong."""
+        """Exits with status 2 for a wrong line."""
         with usage_errors(ctx):
             return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write usage, arguments and flags by group. `--help` omits rare flags."""
+        """Write usage, arguments and grouped flags; `--help` omits rare ones."""
         visible: Iterable[Any] = self.get_params(ctx)
         params = [param for param in visible if not getattr(param, "hidden", False)]
         page = _Page(" ".join((ctx.command_path, "[OPTIONS]", *_arguments(params))))
@@ -137,7 +131,6 @@ class HelpfulCommand(typer.core.TyperCommand):
 
 
 def _arguments(params: Iterable[Any]) -> Iterator[str]:
-    """Arguments as usage shows them; optional ones are in brackets."""
     for param in params:
         if param.param_type_name == "argument":
             name = param.metavar or param.name.upper()
@@ -153,15 +146,15 @@ def _flag_text(param: Any) -> str:
 
 
 class HelpfulGroup(typer.core.TyperGroup):
-    """A group of commands whose help shows whole sentences."""
+    """Shows commands with whole sentences."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words before a command. Exits with status 2 if they are wrong."""
+        """Exits with status 2 for a wrong line."""
         with usage_errors(ctx):
             return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command. Exits with status 2 if it is unknown."""
+        """Exits with status 2 for an unknown command."""
         if ctx.parent is None and args[0] not in self.commands and args[0] in OTHER_VERBS:
             report(f"there is no command {args[0]}: {OTHER_VERBS[args[0]]}")
             raise typer.Exit(WRONG_USE)
@@ -169,7 +162,7 @@ class HelpfulGroup(typer.core.TyperGroup):
             return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write each command with the first paragraph of its help."""
+        """Write each command with its first paragraph."""
         page = _Page(f"{ctx.command_path} COMMAND [OPTIONS]")
         page.paragraphs(self.help or "")
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}

@@ -72,7 +72,7 @@ def add(
 
 
 def _warn_of_history(name: str, storage_url: str | None, storage_path: str | None) -> None:
-    """Warn if a removed key of this name left a history: histories belong to names."""
+    """Warn of a history that a removed key of this name left."""
     from vlmserve.cli.messages import note
     from vlmserve.errors import ConfigurationError, StorageError
     from vlmserve.server.accounts import owner_of_key

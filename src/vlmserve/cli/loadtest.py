@@ -1,4 +1,4 @@
-"""Runs a load test on a terminal: progress, then the report."""
+"""Runs a load test on a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def run_loadtest(config: TestConfig, paths: list[Path], *, detailed: bool) -> bool:
-    """Test, print the report and write it. Return whether any request succeeded."""
+    """Print and write the report; False if no request succeeded."""
     check_paths(paths)
     with _bar() as bar, _fast_loop() as runner:
         report = runner.run(perform(config, bar, detailed=detailed))
@@ -52,7 +52,7 @@ def show(report: Report, console: Console) -> None:
 
 
 class _Bar:
-    """A progress bar, drawn when the test reports progress instead of by a thread."""
+    """A progress bar, drawn without a thread."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -1,4 +1,4 @@
-"""Messages to the person at the terminal, and exit statuss."""
+"""Messages to the person at the terminal, and exit statuses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ WRONG_USE = 2
 
 
 def exit_status(error: VLMServeError) -> int:
-    """The exit status after an error: `WRONG_USE` if the command line is wrong on any machine."""
+    """`WRONG_USE` if the command line is wrong on any machine."""
     is_wrong = isinstance(error, ConfigurationError) and not isinstance(error, CapacityError)
     return WRONG_USE if is_wrong else FAILED
 
 
 def report(message: str) -> None:
-    """Print a red line to stderr, or a JSON line if the server logs JSON."""
+    """Print a red line to stderr, or JSON if the server logs JSON."""
     if log_format_in_use() == "json":
         logging.getLogger("vlmserve").critical(message)
         return
@@ -26,7 +26,6 @@ def report(message: str) -> None:
 
 
 def note(message: str) -> None:
-    """Print a yellow line to stderr."""
     _line(f"Note: {message}", "yellow")
 
 

@@ -58,5 +58,4 @@ def _free_memory() -> int:
 
 
 def _say(text: str) -> None:
-    """Print a sentence to stderr, apart from what programs read."""
     Console(stderr=True, highlight=False).print(text, style="dim")

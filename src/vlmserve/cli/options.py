@@ -1,8 +1,4 @@
-"""Makes command line flags from settings, so that each is described once.
-
-A command's parameter with a whole settings class (``engine: EngineConfig``) becomes a flag for each field. `command`
-reads and checks flags, environment and file together, and turns vlmserve's errors into one red line and an exit status.
-"""
+"""Makes command line flags from settings."""
 
 from __future__ import annotations
 
@@ -29,25 +25,22 @@ SHORT = {"model": ("-m",)}
 
 
 class Workers(dict[str, dict[str, Any]]):
-    """Settings of each worker in the config file, by the command's parameter names; empty if ``--worker`` names one."""
+    """Settings of each worker, by the command's parameters; empty if ``--worker`` names one."""
 
 
 class Models(dict[str, dict[str, Any]]):
-    """The same for the models that the file describes."""
+    """Settings of each model, likewise."""
 
 
 def command(
     fields: Collection[str] | None = None,
     common: Collection[str] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a typer command: expand settings into flags, add ``--debug``, report errors.
+    """Decorate a typer command: expand settings into flags, add ``--debug``, report errors in a red line.
 
-    Settings without a section of the config file come from flags only.
-
-    fields: restrict flags, environment and file to these fields (default: all). A field named like another parameter of
-    the command gets that parameter's value instead of a flag. A parameter of type `Origins` gets the settings' sources,
-    one of type `Workers` or `Models` those of every worker or model. common: fields that ``--help`` shows, in this
-    order (default: all); ``--help-all`` shows the others.
+    fields: restrict flags, environment and file (default: all). A field named like another parameter gets its value.
+    Settings outside the config file come from flags only. Parameters of type `Origins`, `Workers` or `Models` get the
+    sources, or the settings of every worker or model. common: fields that ``--help`` shows, in order (default: all).
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -94,7 +87,7 @@ def command(
                 report(str(error))
                 raise typer.Exit(exit_status(error)) from None
             except OSError as error:
-                if debug or error.filename is None:  # it is about a file that nobody named
+                if debug or error.filename is None:  # about a file that nobody named
                     raise
                 report(f"{error.filename}: {error.strerror}")
                 raise typer.Exit(FAILED) from None
@@ -115,7 +108,7 @@ def _all(
     worker: str | None,
     read: Callable[[str | None, str | None], tuple[dict[str, Settings], Origins]],
 ) -> Workers | Models:
-    """The settings of all workers or models in the file. read: reads the settings of one."""
+    """Settings of all workers or models. read: reads one's."""
     if kind is Models:
         return Models((one, read(worker, one)[0]) for one in described(settings_file, os.environ, "model"))
     is_one = worker is not None or bool(os.environ.get(WORKER))
@@ -124,7 +117,7 @@ def _all(
 
 
 def schemes(names: list[str] | None) -> tuple[str, ...]:
-    """The named schemes, or all that keep inputs unrounded. Raises ConfigurationError for an unknown scheme."""
+    """Named schemes, or all that keep inputs unrounded. Raises ConfigurationError."""
     known = get_args(Quantize)
     for name in names or ():
         if name not in known:
@@ -133,7 +126,6 @@ def schemes(names: list[str] | None) -> tuple[str, ...]:
 
 
 def panel(kind: type[Settings]) -> str:
-    """The heading above a section's flags."""
     meaning = (kind.__doc__ or "").partition("\n")[0].rstrip(".")
     return f"{SECTION_OF[kind].capitalize()}: {meaning[:1].lower()}{meaning[1:]}" if kind in SECTION_OF else meaning
 
@@ -150,10 +142,10 @@ def _read(
     written: Mapping[str, str],
     found: Mapping[str, Found],
 ) -> tuple[dict[str, Settings], Origins]:
-    """Return settings by the command's parameter name, and their sources.
+    """Return settings by the command's parameter, and their sources.
 
-    typed: values on the command line. known: the command's fields. written: flags typed in another spelling. found:
-    values from elsewhere.
+    typed: values on the command line. known: the command's fields. written: flags in another spelling. found: values
+    from elsewhere.
     """
     origins, settings = Origins(), {}
     for parameter, kind in kinds.items():
@@ -184,12 +176,11 @@ def _parameter(kind: type[Settings], name: str, field: FieldInfo, *, is_rare: bo
 
 
 def _typed(field: FieldInfo) -> Any:
-    """The type that the command line parses; the settings parse other types from text."""
+    """The type to parse; the settings parse others from text."""
     return bool if is_switch(field) else list[str] if is_list(field) else str
 
 
 def _choices(field: FieldInfo) -> list[str]:
-    """The allowed values of a `Literal` setting."""
     kind = plain_type(field)
     return [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else []
 
@@ -210,7 +201,6 @@ def _help(field: FieldInfo) -> str:
 
 
 def _metavar(field: FieldInfo) -> str | None:
-    """The placeholder of a value in help."""
     if is_size(field) or is_json(field):
         return "SIZE" if is_size(field) else "JSON"
     if choices := _choices(field):
@@ -220,7 +210,7 @@ def _metavar(field: FieldInfo) -> str | None:
 
 
 def _default(field: FieldInfo) -> Any:
-    """The default that help shows; it never reaches the settings."""
+    """Shown in help only; never reaches the settings."""
     if is_list(field) or is_secret(field) or is_json(field):
         return None
     if field.default is None or is_switch(field):

@@ -21,7 +21,6 @@ from vlmserve.tools.perplexity import perplexity, python_manual
 def run_perplexity(
     config: EngineConfig, schemes: Sequence[str], text: Path | None, num_tokens: int | None, window: int
 ) -> None:
-    """Measure a model with each scheme, and print each perplexity relative to the first."""
     words = python_manual() if text is None else _read(text)
     folder = resolve_model(config.model, config.revision, config.mmproj)
     token_ids = Tokenizer.from_folder(folder).encode(words)[:num_tokens]

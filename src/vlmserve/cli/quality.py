@@ -34,8 +34,6 @@ STEPS = 64
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One model in the table."""
-
     model: str
     megabytes: float
     """Of its tensors in files."""
@@ -65,7 +63,7 @@ def run_quality(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Compare models with `against`; print a table or JSON. turns: speed measurements per model."""
+    """Print a table or JSON. turns: speed measurements per model."""
     asked = [] if questions is None else read_questions(questions)
     folder = resolve_model(against, config.revision)
     rows = []
@@ -98,9 +96,7 @@ def run_quality(
 def _speeds(
     config: EngineConfig, names: Sequence[str], turns: int, progress: Progress
 ) -> list[tuple[float, float] | tuple[None, None]]:
-    """Median prompt and answer tokens/s of each model. Measurements are interleaved, so that other load affects all
-    models.
-    """
+    """Median prompt and answer tokens/s of each model, interleaved: other load affects all."""
     if not turns:
         return [(None, None)] * len(names)
     bar = progress.add_task("Speed", total=turns * len(names))

@@ -18,7 +18,6 @@ NOTES_SHOWN = 8
 
 
 def run_quantize(engine: EngineConfig, how: QuantizationConfig, out: Path) -> None:
-    """Write the quantized checkpoint with a progress bar; report savings and problems."""
     folder = resolve_model(engine.model, engine.revision, engine.mmproj)
     set_threads(engine.num_threads)
     started = time.perf_counter()

@@ -17,7 +17,6 @@ from vlmserve.settings.config import EngineConfig, MediaConfig
 
 
 def run_calibration(engine: EngineConfig, media: MediaConfig, per_task: int, plot: Path | None, *, write: bool) -> None:
-    """Ask, print the table, plot and store. Raises ConfigurationError, VLMServeError."""
     from vlmserve.offline.llm import LLM
 
     if plot is not None and plot.suffix not in WRITERS:

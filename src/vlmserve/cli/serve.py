@@ -62,10 +62,9 @@ def _serve_models(
     models: ModelsConfig,
     described: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Serve the models of --models-dir and of the sections [model.NAME]. described: settings of those sections.
+    """Serve the models of --models-dir and of sections [model.NAME]. described: those sections' settings.
 
-    Raises ConfigurationError for a section without a model or with settings of all models, and for a model that is
-    named besides.
+    Raises ConfigurationError for a section without a model, and for a model that is named besides.
     """
     from vlmserve.scaleout.ondemand.catalogue import Listed, find_models
     from vlmserve.scaleout.ondemand.run import serve as serve_listed

@@ -1,11 +1,4 @@
-"""Settings from environment variables and one TOML file. Variables override the file.
-
-vlmserve reads a file only if a flag or variable names it. Unknown variables and keys are errors, so that misspelled
-settings are never ignored.
-
-A file may describe several servers of one machine, called workers. Sections of settings apply to all workers,
-``[worker.NAME]`` to one. Likewise ``[model.NAME]`` describes one of several models of a server.
-"""
+"""Settings from environment variables and one TOML file. Variables override the file."""
 
 from __future__ import annotations
 
@@ -43,14 +36,14 @@ _KUBERNETES_URL = re.compile(r"(tcp|udp|sctp)://")
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of a value. name: as typed, like ``--port``, ``VLMSERVE_PORT`` or a file's key."""
+    """The source of a value. name: as typed, like ``--port``, ``VLMSERVE_PORT`` or a key."""
 
     kind: Literal["default", "flag", "environment", "file"]
     name: str
 
 
 class Origins(dict[str, Origin]):
-    """Sources of the settings that differ from their defaults, by field name."""
+    """Sources of settings that differ from their defaults, by field."""
 
 
 class Found(NamedTuple):
@@ -61,10 +54,11 @@ class Found(NamedTuple):
 def read_sources(
     path: Path | None, worker: str | None, environ: Mapping[str, str], model: str | None = None
 ) -> dict[str, Found]:
-    """Read the environment and the file at `path` or named by `CONFIG`; return settings by field name.
+    """Read the environment and the file at `path` or in `CONFIG`; return settings by field.
 
-    worker: whose section to apply; None: the worker that `WORKER` names, if any. model: whose section to apply too.
-    Raises ConfigurationError for an unreadable file, unknown variables or keys, and an unknown worker.
+    Sections apply to all workers, ``[worker.NAME]`` and ``[model.NAME]`` to one. worker: default from `WORKER`.
+    Raises ConfigurationError for an unreadable file, an unknown worker, and unknown variables or keys, so that
+    misspelled settings are never ignored.
     """
     path, named = _file(path, environ)
     called = "--worker"
@@ -83,20 +77,20 @@ def read_sources(
 
 
 def described(path: Path | None, environ: Mapping[str, str], group: Group) -> list[str]:
-    """Names of the workers or models in the file, in its order. Raises ConfigurationError as `read_sources` does."""
+    """Workers or models in the file, in order. Raises like `read_sources`."""
     path, named = _file(path, environ)
     return [] if path is None else list(_from_file(path, named)[1][group])
 
 
 def _file(path: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:
-    """The config file, if any, and what names it."""
+    """The config file and what names it, if any."""
     if path is None and environ.get(CONFIG):
         return expanded(environ[CONFIG]), CONFIG
     return path, "--config"
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Found]:
-    """All variables with our prefix. Empty ones count as unset: compose files pass missing variables as empty."""
+    """Variables with our prefix. Compose files pass missing ones as empty: skip these."""
     settings = {variable(name): name for name in _names()}
     found, problems = {}, []
     for key, text in environ.items():
@@ -113,7 +107,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Found]:
 
 
 def _is_kubernetes(key: str, text: str) -> bool:
-    """Return whether Kubernetes made this variable for a Service called vlmserve: its ``VLMSERVE_PORT`` is a URL."""
+    """True for a variable that Kubernetes makes for a Service called vlmserve: ``VLMSERVE_PORT`` is a URL."""
     rest = key.removeprefix(PREFIX)
     is_url = rest.endswith("PORT") and _KUBERNETES_URL.match(text) is not None
     return is_url or _KUBERNETES.fullmatch(rest) is not None
@@ -127,7 +121,7 @@ def _from_file(path: Path, named: str) -> tuple[dict[str, Found], dict[Group, di
 
     def read(section: str, table: Mapping[str, Any], known: Collection[str]) -> Iterator[tuple[str, Found]]:
         for key, value in table.items():
-            # A section below a worker's. Only tables: a setting is also called "engine".
+            # A section below a worker's; "engine" is also a setting.
             is_nested = section not in SECTIONS and key in SECTIONS and isinstance(value, dict)
             place = f"{path} [{section}] {key}"
             if key in known and not is_nested:
@@ -155,7 +149,7 @@ def _from_file(path: Path, named: str) -> tuple[dict[str, Found], dict[Group, di
 
 
 def _of_worker(name: str, workers: Mapping[str, dict[str, Found]], place: str) -> dict[str, Found]:
-    """The settings of one worker. Raises ConfigurationError, starting with `place`, for an unknown worker."""
+    """Settings of one worker. Raises ConfigurationError, starting with `place`."""
     if name in workers:
         return workers[name]
     if not workers:

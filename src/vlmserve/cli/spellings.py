@@ -1,8 +1,4 @@
-"""Translates flags of vLLM and llama.cpp into vlmserve's before they are parsed.
-
-Also accepts ``--max_model_len`` for ``--max-model-len``, several words after a list flag (``--served-model-name a b``),
-and single keys of JSON (``--mm-processor-kwargs.max_pixels 900``).
-"""
+"""Translates flags of vLLM and llama.cpp, before parsing, and vLLM's notations for lists and JSON."""
 
 from __future__ import annotations
 
@@ -28,10 +24,7 @@ WRITTEN = "vlmserve.written"
 
 @dataclass
 class CommandLine:
-    """A translated command line.
-
-    written: by field, the flag as typed. notes: messages for the person.
-    """
+    """written: by field, the flag as typed. notes: for the person."""
 
     words: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
@@ -39,10 +32,10 @@ class CommandLine:
 
 
 class Spelling:
-    """Reads one command's lines.
+    """Translates one command's lines.
 
     switches, values, lists: its flags without a value, with one, and repeatable ones. num_arguments: words besides
-    flags; None: any number. takes_model: one of these is the model.
+    flags; None: any number. takes_model: a word is the model.
     """
 
     def __init__(
@@ -104,7 +97,7 @@ class Spelling:
         return name in self._switches or name in self._values or name in self._lists
 
     def _positive(self, name: str) -> str:
-        """Remove ``no-`` if the rest is a flag of ours."""
+        """Remove ``no-`` from a flag of ours."""
         positive = "--" + name.removeprefix("--no-")
         return positive if name.startswith("--no-") and positive in self._switches else name
 
@@ -113,11 +106,10 @@ class Spelling:
         return base in self._values or (isinstance(entry, Renamed) and self._applies(entry))
 
     def _applies(self, entry: Entry) -> bool:
-        """Return whether the command has the settings that the other program's flag stands for."""
         return not isinstance(entry, Renamed) or all(self._is_own(flag(name)) for name in entry.fields)
 
     def _take(self, name: str, rest: list[str], num_arguments: int) -> list[str]:
-        """The words of one flag. A list flag takes several once the command's other arguments have come."""
+        """Words of one flag. A list flag takes several once the other arguments have come."""
         if name in self._switches or not rest:
             return []
         taken = [rest.pop(0)]
@@ -135,7 +127,7 @@ class Spelling:
             line.words += [f"{name}={value}"] if name.startswith("--") else [name, value]
 
     def _prepend(self, line: CommandLine, base: str, value: str) -> None:
-        """At the front, because the rest may end in words that are not flags."""
+        """Insert at the front: the rest may end in words."""
         rest = line.words
         line.words = []
         if base in self._values:
@@ -180,7 +172,7 @@ def _next(name: str, rest: list[str]) -> str:
 
 
 def _put(entries: dict[str, Any], name: str, path: Sequence[str], text: str) -> None:
-    """Set a key of JSON by its path. Parse the value as JSON if possible."""
+    """Set a key of nested JSON; parse the value if possible."""
     for key in path[:-1]:
         entries = entries.setdefault(key, {})
         if not isinstance(entries, dict):
@@ -192,11 +184,9 @@ def _put(entries: dict[str, Any], name: str, path: Sequence[str], text: str) -> 
 
 
 class SettingsCommand(HelpfulCommand):
-    """A command that accepts other programs' flags."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the line. Exits with status 2 for another program's flag without a counterpart."""
-        if ctx.resilient_parsing:  # a shell asks for completions
+        """Exits with status 2 for a flag without a counterpart."""
+        if ctx.resilient_parsing:  # a shell completes
             return super().parse_args(ctx, args)
         try:
             line = self._spelling().read(args)

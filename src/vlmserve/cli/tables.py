@@ -1,4 +1,4 @@
-"""Prints tables with whole names, and tab-separated lines for other programs."""
+"""Prints tables, tab-separated for other programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from rich.table import Table
 
 
 def show_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> None:
-    """Print a table on a terminal, and tab-separated lines elsewhere. Cut or wrap nothing.
-
-    right: headings of right-aligned columns.
-    """
+    """Print a table without cutting names. right: headings of right-aligned columns."""
     if not sys.stdout.isatty():
         for row in (headings, *rows):
             print("\t".join(row))

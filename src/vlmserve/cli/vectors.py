@@ -26,7 +26,7 @@ def run(
     dimensions: int | None,
     overwrite: bool,
 ) -> bool:
-    """Embed all rows of `source`; False if any failed. Raises ConfigurationError, VLMServeError."""
+    """Embed all rows; False if any failed. Raises ConfigurationError, VLMServeError."""
     if output.exists() and not overwrite:
         raise ConfigurationError(f"{output} exists; --overwrite replaces it")
     rows, question = read_rows(source), Question(prompt, system)

@@ -36,7 +36,7 @@ VERDICTS: Final = {
 
 
 def run_verify(config: EngineConfig, images: Path | None, num_tokens: int) -> bool:
-    """Compare, print the differences, and return whether both sides agree.
+    """Print the differences; return whether both sides agree.
 
     Raises ConfigurationError for a folder without images or a model that takes none.
     """
@@ -97,7 +97,6 @@ def _first_difference(name: str, comparison: Comparison, tokenizer: Tokenizer) -
 
 
 def _conversations(folder: Path | None, *, takes_images: bool) -> dict[str, Conversation]:
-    """Questions about one or two images each, and texts."""
     conversations: dict[str, Conversation] = {text[:24]: [{"role": "user", "content": text}] for text in TEXTS}
     if not takes_images:
         return conversations

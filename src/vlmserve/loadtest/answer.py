@@ -1,4 +1,4 @@
-"""Read one answer as it arrives: the times of its pieces, and the server's token counts."""
+"""Reads one answer as it arrives: times of its pieces, and the server's token counts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Chunk(msgspec.Struct):
 
 
 class _Error(msgspec.Struct):
-    """An error in OpenAI's form; some servers omit the outer object."""
+    """An error in OpenAI's form, perhaps without the outer object."""
 
     message: object = None
     code: object = None
@@ -60,8 +60,8 @@ _chunk = msgspec.json.Decoder(_Chunk)
 class Answer:
     """Reads the body of a completion, streamed or not.
 
-    times: arrival of each piece with text, reasoning or tool calls. num_tokens: by the server's count, or None.
-    is_whole: whether the server marked the answer as complete.
+    times: arrival of each piece with text, reasoning or tool calls. num_tokens: by the server's count, if any.
+    is_whole: the server marked the end.
     """
 
     __slots__ = (
@@ -83,11 +83,11 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The answer's text; empty unless `keeps_text`."""
+        """The text; empty unless `keeps_text`."""
         return "".join(self._text)
 
     def feed(self, status: int, data: bytes, now: float) -> None:
-        """Add a piece of the body. Raises RequestFailedError for an error event, or data that is no completion."""
+        """Add a piece. Raises RequestFailedError for an error event, or another body."""
         self.ended = now
         if status >= _FAILED:
             if len(self._error) < MAX_EVENT:
@@ -106,7 +106,7 @@ class Answer:
                 self._event(line[5:].strip(), now)
 
     def check(self, status: int) -> None:
-        """Call it at the end. Raises RequestFailedError unless the answer is complete."""
+        """Raises RequestFailedError unless the answer is complete."""
         if status >= _FAILED:
             raise http_failure(status, self._error)
         if not self._streams:
@@ -115,7 +115,7 @@ class Answer:
             raise RequestFailedError("broken stream", "the stream ended before the answer was complete")
 
     def _event(self, data: bytes, now: float) -> None:
-        if not data and self._streams:  # some servers send these to keep connections open
+        if not data and self._streams:  # keeps a connection open
             return
         if data == b"[DONE]":
             self.is_whole = True

@@ -10,10 +10,10 @@ from vlmserve.loadtest.settings import LoadConfig
 
 
 def arrival_times(load: LoadConfig, count: int, seed: int) -> npt.NDArray[np.float64]:
-    """Seconds from the start to the sending of each of `count` requests, [count], ascending.
+    """Seconds from the start to each of `count` requests, [count], ascending.
 
-    Gaps have a gamma distribution with shape `burstiness`; 1 makes a Poisson process. They are scaled to the total of
-    the mean gaps, so that even a short test has the requested rate. Raises ConfigurationError for a ramp without rates.
+    Gaps have a gamma distribution with shape `burstiness`; 1 is a Poisson process. Scale them to the sum of the mean
+    gaps, for the requested rate even in a short test. Raises ConfigurationError for a ramp without rates.
     """
     if load.request_rate is not None and np.isinf(load.request_rate):
         return np.zeros(count)
@@ -26,7 +26,7 @@ def arrival_times(load: LoadConfig, count: int, seed: int) -> npt.NDArray[np.flo
 
 
 def _rates(load: LoadConfig, count: int) -> npt.NDArray[np.float64]:
-    """Requests a second around each request."""
+    """Requests/s around each request."""
     if load.ramp_up_strategy is None:
         assert load.request_rate is not None
         return np.full(count, load.request_rate)
@@ -37,7 +37,7 @@ def _rates(load: LoadConfig, count: int) -> npt.NDArray[np.float64]:
         raise ConfigurationError("--request-rate is one rate and --ramp-up-strategy many; give one of the two")
     place = np.linspace(0, 1, count)
     if load.ramp_up_strategy == "linear":
-        # A rate r(t) that is linear in time has r(n)^2 linear in the number n of requests sent.
+        # A rate linear in time has a square linear in the number of requests.
         return np.asarray(np.sqrt(start**2 + (end**2 - start**2) * place))
-    # A rate that is exponential in time is linear in the number of requests sent.
+    # A rate exponential in time is linear in the number of requests.
     return np.asarray(start + (end - start) * place)

@@ -1,7 +1,4 @@
-"""HTTP/1.1 client for load tests, with persistent connections. It reads the clock before it parses data.
-
-It supports no redirects, proxies or compression: all computation in the client delays other streams' times.
-"""
+"""HTTP/1.1 client that reads the clock before it parses. No redirects, proxies or compression: they would delay others."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ Sink = Callable[[int, bytes, float], None]
 
 
 class RequestFailedError(VLMServeError):
-    """A request without a complete answer. reason: the class of failures for reports."""
+    """No complete answer. reason: the class of failures in reports."""
 
     def __init__(self, reason: str, message: str = "") -> None:
         super().__init__(message or reason)
@@ -58,7 +55,7 @@ class _Connection(asyncio.Protocol):
         return self._keep and self.is_open
 
     def send(self, request: Iterable[bytes], sink: Sink) -> asyncio.Future[int]:
-        """A future of the status, done after all of the body went to `sink`. Fails with RequestFailedError."""
+        """A future of the status, done after the whole body went to `sink`. Fails with RequestFailedError."""
         assert self.transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._sink = sink
@@ -73,7 +70,7 @@ class _Connection(asyncio.Protocol):
             self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit from it
 
     def data_received(self, data: bytes) -> None:
         self._now = clock()
@@ -125,15 +122,12 @@ class _Connection(asyncio.Protocol):
 
 
 class Client:
-    """Sends requests to one server, each over an idle connection or a new one."""
+    """Sends each request to one server over an idle connection or a new one."""
 
     def __init__(
         self, url: str, *, headers: Sequence[tuple[str, str]] = (), timeout: float = 600.0, insecure: bool = False
     ) -> None:
-        """url: scheme, host, port and path prefix. timeout: seconds for a whole request.
-
-        Raises ConfigurationError for an invalid URL.
-        """
+        """url: scheme, host, port and path prefix. timeout: seconds per request. Raises ConfigurationError."""
         parts = urlsplit(url)
         try:
             port = parts.port
@@ -153,13 +147,13 @@ class Client:
         self._head = "".join(f"{line}\r\n" for line in lines).encode()
 
     def request(self, method: str, path: str, body: Sequence[bytes] = ()) -> list[bytes]:
-        """The bytes of a request. body: parts, which are not copied."""
+        """Make a request's bytes; does not copy `body`."""
         length = sum(map(len, body))
         line = f"{method} {self._prefix}{path} HTTP/1.1\r\n".encode()
         return [b"%s%sContent-Length: %d\r\n\r\n" % (line, self._head, length), *body]
 
     async def send(self, request: Sequence[bytes], sink: Sink) -> int:
-        """Send a request, pass its answer's body to `sink`, and return the status. Raises RequestFailedError."""
+        """Return the status; pass the body to `sink`. Raises RequestFailedError."""
         try:
             async with asyncio.timeout(self._timeout):
                 return await self._send(request, sink)
@@ -167,7 +161,7 @@ class Client:
             raise RequestFailedError("timeout", f"no complete answer within {self._timeout:g} seconds") from None
 
     async def fetch(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """Send a request and return status and body. Raises RequestFailedError."""
+        """Return status and body. Raises RequestFailedError."""
         parts: list[bytes] = []
         size = 0
 
@@ -192,7 +186,7 @@ class Client:
             try:
                 status = await connection.send(request, sink)
             except RequestFailedError as error:
-                # The server closed the idle connection before it saw the request; retry.
+                # The server closed the idle connection before the request; retry.
                 if was_kept and not connection.received and error.reason == "connection closed":
                     continue
                 raise

@@ -1,4 +1,4 @@
-"""Workloads from a JSONL file with one request on each line."""
+"""Workloads from a JSONL file, a request per line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _URL_SCHEMES = ("http://", "https://", "data:", "file://")
 
 
 class _Line(msgspec.Struct):
-    """A line of the file. `output_tokens` is vLLM's name for `max_tokens`. Unknown keys are ignored."""
+    """`output_tokens` is vLLM's name for `max_tokens`. Ignores unknown keys."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -31,7 +31,7 @@ class _Line(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Entry:
-    """A request: a prompt with image URLs, or complete messages."""
+    """A prompt with image URLs, or complete messages."""
 
     line: int
     """Line in the file, from 1."""
@@ -44,7 +44,6 @@ class Entry:
 
 
 def read_dataset(config: WorkloadConfig) -> list[Entry]:
-    """Read the dataset of a workload. Raises ConfigurationError."""
     entries = read_entries(Path(str(config.dataset_path)), "--dataset-path")
     if config.images or config.turns > 1:
         raise ConfigurationError("--images and --turns are for random workloads; a dataset has its own")
@@ -52,9 +51,9 @@ def read_dataset(config: WorkloadConfig) -> list[Entry]:
 
 
 def read_entries(path: Path, flag: str) -> list[Entry]:
-    """Read all lines that are not empty. Image paths are relative to the file. flag: named the file, for errors.
+    """Read non-empty lines. Image paths are relative to the file. flag: for errors.
 
-    Raises ConfigurationError for a file that cannot be read or is broken.
+    Raises ConfigurationError for an unreadable file.
     """
     path = expanded(path)
     try:

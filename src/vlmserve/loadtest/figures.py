@@ -1,4 +1,4 @@
-"""Compute figures from records. Times are in milliseconds from here on."""
+"""Computes figures, in milliseconds, from records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Statistics of values; std is the population's."""
+    """Statistics; std is the population's."""
 
     count: int
     mean: float
@@ -54,7 +54,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Requests that failed for one reason. message: the first request's."""
+    """Requests that failed alike. message: the first's."""
 
     reason: str
     count: int
@@ -62,7 +62,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Histogram(msgspec.Struct, frozen=True):
-    """A histogram. edges: one more than counts. beyond: number of values above the last edge."""
+    """edges: one more than counts. beyond: values above the last edge."""
 
     edges: list[float]
     counts: list[int]
@@ -70,7 +70,7 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 class Series(msgspec.Struct, frozen=True):
-    """The test over time, in buckets. times: their middles, in seconds after the start. Other fields: per second."""
+    """The test in buckets. times: their middles, in seconds. Other fields: per second."""
 
     times: list[float]
     running: list[float]
@@ -89,7 +89,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 def failures(records: Iterable[Record]) -> list[Failure]:
-    """Group failures by reason, most frequent first."""
+    """Group by reason, most frequent first."""
     failed = [record for record in records if record.reason is not None]
     messages: dict[str, str] = {}
     for record in failed:
@@ -98,10 +98,9 @@ def failures(records: Iterable[Record]) -> list[Failure]:
 
 
 def latencies(records: Sequence[Record]) -> dict[str, list[float]]:
-    """Milliseconds of all complete answers, by metric.
+    """Milliseconds of complete answers, by metric.
 
-    Times from the schedule start at a request's planned time, so a client that was late, or waited for a free place,
-    hides nothing.
+    Times from the schedule start at the planned time, so they include delays by the client.
     """
     good = [record for record in records if record.is_good]
     first = [(record, ttft) for record in good if (ttft := record.ttft) is not None]
@@ -134,7 +133,7 @@ def concurrency(records: Sequence[Record]) -> tuple[float, int]:
     sent = np.array([record.sent for record in records])
     ended = np.array([record.end for record in records])
     span = float(ended.max() - sent.min())
-    # At the same moment, count the end of a request before the start of another.
+    # Count ends before starts at the same moment.
     events = sorted([(at, 1) for at in sent] + [(at, -1) for at in ended])
     running = np.cumsum([change for _, change in events])
     return (float((ended - sent).sum() / span) if span > 0 else 1.0), int(running.max())
@@ -155,7 +154,7 @@ def series(records: Sequence[Record]) -> Series:
 
     times = np.concatenate([np.asarray(record.times) for record in records] or [np.empty(0)])
     weights = [np.full(len(r.times), r.num_tokens / len(r.times) if r.num_tokens else 1.0) for r in records if r.times]
-    # Seconds that requests have been running until each edge; the rise over a bucket gives the mean running requests.
+    # Seconds that requests ran until each edge; the rise over a bucket gives the mean running requests.
     spent = np.array([np.clip(edge - sent, 0, ended - sent).sum() for edge in edges])
     return Series(
         times=[float(edge) for edge in edges[:-1] + width / 2],
@@ -167,6 +166,6 @@ def series(records: Sequence[Record]) -> Series:
 
 
 def points(records: Sequence[Record]) -> list[Point]:
-    """Requests in the order of sending, thinned to about `_POINTS`."""
+    """Requests as sent, thinned to about `_POINTS`."""
     chosen = sorted(records, key=lambda record: record.sent)[:: max(1, -(-len(records) // _POINTS))]
     return [Point(r.sent, None if (ttft := r.ttft) is None else ttft * 1e3, r.e2el * 1e3, r.is_good) for r in chosen]

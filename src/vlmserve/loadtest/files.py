@@ -1,4 +1,4 @@
-"""Reports as files: JSON, Markdown, and a self-contained HTML page."""
+"""Reports as JSON, Markdown, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ _PAGE = files("vlmserve.loadtest") / "page"
 
 
 def as_json(report: Report) -> str:
-    """All figures. Times are in milliseconds; times of single requests in seconds."""
+    """All figures in milliseconds, except single requests in seconds."""
     return msgspec.json.format(msgspec.json.encode(report, enc_hook=list)).decode() + "\n"
 
 
 def as_markdown(report: Report) -> str:
-    """The tables, for a page or an issue."""
     lines = [
         f"# Load test of {_escaped(report.model)}",
         "",
@@ -37,7 +36,7 @@ def as_markdown(report: Report) -> str:
 
 
 def as_html(report: Report) -> str:
-    """One self-contained page with tables and scripted plots."""
+    """A self-contained page with tables and scripted plots."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     plots = {
         "series": report.series,
@@ -63,7 +62,7 @@ WRITERS = {".json": as_json, ".md": as_markdown, ".html": as_html}
 
 
 def check_paths(paths: list[Path]) -> None:
-    """Raise ConfigurationError for paths that no report can be written to. Call it before the test."""
+    """Raise ConfigurationError for unwritable paths, before the test."""
     for path in paths:
         if path.suffix not in WRITERS:
             raise ConfigurationError(f"--output {path}: the name must end in {', '.join(WRITERS)}")
@@ -72,7 +71,7 @@ def check_paths(paths: list[Path]) -> None:
 
 
 def write(report: Report, path: Path) -> None:
-    """Write a report in the format of the path's suffix. Raises OSError."""
+    """Write in the format of the suffix. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(WRITERS[path.suffix](report), "utf-8")
 

@@ -1,4 +1,4 @@
-"""Random images, reproducible by seed, about as hard to compress as photos."""
+"""Random reproducible images, about as hard to compress as photos."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DETAIL = ((8, 90.0), (48, 30.0), (256, 10.0))
 
 
 def parse_image_size(text: str) -> tuple[int, int]:
-    """Width and height in pixels. Raises ConfigurationError for text that is no size."""
+    """Width and height in pixels. Raises ConfigurationError."""
     match = re.fullmatch(r"\s*(\d+)\s*[x*,]\s*(\d+)\s*", text)
     if match is None or not all(0 < int(side) <= MAX_SIDE for side in match.groups()):
         raise ConfigurationError(f"--image-size {text!r} is not an image size; write WIDTHxHEIGHT, like 640x480")
@@ -26,7 +26,7 @@ def parse_image_size(text: str) -> tuple[int, int]:
 
 
 def random_image(draw: np.random.Generator, size: tuple[int, int], kind: Literal["jpeg", "png"]) -> bytes:
-    """An image file of random colors. size: width and height in pixels."""
+    """A file of random colors. size: (width, height) in pixels."""
     pixels = np.full((size[1], size[0], 3), 128.0, np.float32)
     for cells, strength in _DETAIL:
         grid = (min(cells, size[1]), min(cells, size[0]), 3)

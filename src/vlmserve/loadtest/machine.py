@@ -1,4 +1,4 @@
-"""CPU time and memory of client and server during a test, and the client's lag."""
+"""CPU time and memory of client and server, and the client's lag."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LABEL = re.compile(rb'process="(\w+)"')
 
 
 class ProcessUsage(msgspec.Struct):
-    """Usage of a process. cores: mean CPU seconds per second; None if unknown. memory: peak bytes."""
+    """cores: mean CPU seconds per second. memory: peak bytes. None: unknown."""
 
     name: str
     cores: float | None = None
@@ -42,14 +42,12 @@ class Usage(msgspec.Struct):
 
 
 class _Samples:
-    """CPU seconds and memory of one process over time."""
-
     def __init__(self) -> None:
         self.seconds: list[tuple[float, float]] = []
         self.memory: list[float] = []
 
     def usage(self, name: str) -> ProcessUsage:
-        """Usage over all samples. A counter that fell belongs to a restarted process and is skipped."""
+        """Usage over all samples. Skips a counter that fell: its process restarted."""
         rates = [
             (after - before) / (later - earlier)
             for (earlier, before), (later, after) in zip(self.seconds, self.seconds[1:], strict=False)
@@ -64,7 +62,7 @@ class _Samples:
 
 
 class Monitor:
-    """An async context manager that samples during a test. metrics: whether to query the server's /metrics."""
+    """Samples during a test. metrics: also query the server's /metrics."""
 
     def __init__(self, client: Client, *, metrics: bool) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""Run a load test: probe the server, make the workload, warm up, send, report."""
+"""Runs a load test: probe, make the workload, warm up, send, report."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Watcher(Protocol):
     """Receives the progress of a test."""
 
     def stage(self, text: str, total: int | None) -> None:
-        """A stage begins. total: requests or items to make, if known."""
+        """total: requests or items to make, if known."""
 
     def advance(self, done: int, counts: Counts | None) -> None:
         """Report `done` requests or items."""
 
 
 async def perform(config: TestConfig, watcher: Watcher, *, detailed: bool = False) -> Report:
-    """Test a server. Ctrl-C ends the test early and reports the results until then.
+    """Test a server. Ctrl-C reports the results until then.
 
-    Raises TargetError if the server cannot be tested, ConfigurationError for wrong settings.
+    Raises TargetError for an unusable server, ConfigurationError for wrong settings.
     """
     _check(config)
     watcher.stage("Looking at the server", None)
@@ -65,7 +65,6 @@ class _Test:
         self._interrupted = False
 
     async def measure(self) -> Report:
-        """Run once, as configured."""
         config = self._config
         sessions = self._make(None, 0)
         times = arrival_times(config.load, len(sessions), config.workload.seed) if config.is_open else None
@@ -74,7 +73,7 @@ class _Test:
         return self._report(outcome, sessions, ())
 
     async def search(self) -> Report:
-        """Try many rates. The report shows the best one, or the last if none passed."""
+        """Try many rates. Report the best, or the last if none passed."""
         trials: list[Trial] = []
         chosen: tuple[Outcome, list[Session]] = (Outcome(), [])
         await self._warm_up(_MOST_WARMUPS)
@@ -123,7 +122,7 @@ class _Test:
         )
 
     async def _warm_up(self, num_sessions: int) -> None:
-        """Send uncounted requests, which open connections and trigger the server's one-time work."""
+        """Open connections and trigger the server's one-time work."""
         at_once = self._config.concurrency
         count = self._config.load.num_warmups
         if count is None:
@@ -166,7 +165,7 @@ class _Test:
 
     @contextlib.contextmanager
     def _interruptible(self, run: Run) -> Iterator[None]:
-        """Make Ctrl-C end the run, not the program."""
+        """Make Ctrl-C end the run only."""
 
         def interrupt() -> None:
             self._interrupted = True
@@ -213,7 +212,7 @@ def _check(config: TestConfig) -> None:
 
 
 def _judge(rate: float, outcome: Outcome, bad: int, wanted: float) -> Trial:
-    """Decide whether a rate passes. A slow client only makes times longer, so a pass stays valid."""
+    """Decide whether a rate passes. A slow client cannot make a rate pass."""
     records = outcome.records
     share = 1 - bad / len(records) if records else 0.0
     delays = Summary.of(record.delay * 1e3 for record in records)
@@ -236,7 +235,7 @@ def _judge(rate: float, outcome: Outcome, bad: int, wanted: float) -> Trial:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Disable the garbage collector, which would pause all streams. Frozen objects of the caller stay frozen."""
+    """Prevent pauses of all streams. Objects that callers froze stay frozen."""
     is_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()

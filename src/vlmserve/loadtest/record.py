@@ -9,7 +9,7 @@ import msgspec
 
 
 class Record(msgspec.Struct):
-    """One request. Times are seconds since the start of the test."""
+    """One request. Times are seconds since the test began."""
 
     scheduled: float
     """Planned time of sending; in a closed loop, the actual time."""
@@ -41,7 +41,7 @@ class Record(msgspec.Struct):
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per token after the first; None for a single token."""
+        """Mean seconds per token after the first; None without these."""
         if self.num_tokens < 2 or not self.times:
             return None
         return (self.times[-1] - self.times[0]) / (self.num_tokens - 1)
@@ -53,17 +53,17 @@ class Record(msgspec.Struct):
 
     @property
     def delay(self) -> float:
-        """Seconds from the planned to the actual sending."""
+        """Seconds from planned to actual sending."""
         return max(0.0, self.sent - self.scheduled)
 
     def gaps(self) -> list[float]:
-        """Seconds between consecutive pieces."""
+        """Seconds between pieces."""
         return [after - before for before, after in pairwise(self.times)]
 
     def keeps(self, objectives: dict[str, float]) -> bool:
-        """Return whether the answer is complete and meets all objectives, counted from the planned sending.
+        """True if the answer is complete and meets all objectives, from the planned sending.
 
-        The itl objective bounds the longest gap. Metrics without a value, like gaps of one token, meet any bound.
+        itl bounds the longest gap. Metrics without a value meet any bound.
         """
         if not self.is_good:
             return False

@@ -1,4 +1,4 @@
-"""The report of a load test: all figures, as in the JSON file, and warnings."""
+"""The report of a load test: all figures and warnings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LATE_MS = 10.0
 
 
 class Throughput(msgspec.Struct, frozen=True):
-    """Complete answers and their tokens, per second."""
+    """Complete answers and tokens, per second."""
 
     requests: float
     input_tokens: float
@@ -32,7 +32,7 @@ class Throughput(msgspec.Struct, frozen=True):
 
 
 class Goodput(msgspec.Struct, frozen=True):
-    """Requests that met all objectives. share: of all ended requests. requests: per second."""
+    """Requests that met all objectives. share: of ended requests. requests: per second."""
 
     objectives_ms: dict[str, float]
     count: int
@@ -41,17 +41,15 @@ class Goodput(msgspec.Struct, frozen=True):
 
 
 class Concurrency(msgspec.Struct, frozen=True):
-    """Requests in flight."""
-
     mean: float
     peak: int
 
 
 class Report(msgspec.Struct):
-    """All results of a test.
+    """Results of a test.
 
-    workload: digest of all requests. latency_ms: by metric, see docs/loadtest.md. lag_ms: lateness of the client's
-    timer. delay_ms: lateness of requests in an open loop. requests: only if requested.
+    workload: digest of all requests. latency_ms: by metric, see docs/loadtest.md. lag_ms: of the client's timer.
+    delay_ms: of requests in an open loop. requests: if requested.
     """
 
     url: str
@@ -100,7 +98,7 @@ def make_report(
     trials: Sequence[Trial] = (),
     detailed: bool = False,
 ) -> Report:
-    """Make a report. started: date and time. detailed: keep every request."""
+    """started: date and time. detailed: keep every request."""
     records = outcome.records
     good = [record for record in records if record.is_good]
     latencies = figures.latencies(records)
@@ -146,7 +144,6 @@ def make_report(
 
 
 def throughput(good: Sequence[Record], seconds: float) -> Throughput:
-    """Rates over the whole test."""
     if seconds <= 0:
         return Throughput(0.0, 0.0, 0.0)
     return Throughput(
@@ -166,7 +163,7 @@ def goodput(config: TestConfig, records: Sequence[Record], seconds: float) -> Go
 
 
 def client_limits(client: ProcessUsage, lag_ms: Summary | None, delay_ms: Summary | None) -> list[str]:
-    """Reasons to suspect that the client, not the server, limited the results."""
+    """Signs that the client limited the results."""
     found = []
     if client.cores is not None and client.cores > _BUSY:
         found.append(f"it used {client.cores:.2f} of one core")
@@ -203,7 +200,7 @@ def _warnings(report: Report, config: TestConfig) -> list[str]:
 
 
 def _settings(config: TestConfig) -> dict[str, Any]:
-    """Settings that differ from their defaults, without secrets. JSON has no infinity, so it becomes "inf"."""
+    """Changed settings, without secrets. JSON has no infinity: "inf"."""
     settings: dict[str, Any] = {}
     for part in (config.target, config.workload, config.load, config.goal):
         chosen = part.model_dump(exclude_defaults=True, exclude={"api_key", "header"})

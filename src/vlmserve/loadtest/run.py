@@ -1,4 +1,4 @@
-"""Send requests in a closed loop, after earlier answers, or in an open loop, by the clock."""
+"""Sends requests after earlier answers (closed loop) or by the clock (open loop)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ _EARLY = 0.0005
 
 @dataclass
 class Counts:
-    """Progress of a test."""
-
     sent: int = 0
     running: int = 0
     good: int = 0
@@ -33,8 +31,6 @@ class Counts:
 
 @dataclass
 class Outcome:
-    """Results of a run."""
-
     records: list[Record] = field(default_factory=list)
     seconds: float = 0.0
     """From the first request sent to the end of the last answer."""
@@ -48,8 +44,8 @@ class Outcome:
 class Run:
     """Sends sessions once.
 
-    times: start of each session in seconds; without them, `concurrency` sessions run at a time. duration: seconds after
-    which no session starts. watch: gets every record; a text that it returns ends the run at once.
+    times: start of each session in seconds; without them, `concurrency` run at a time. duration: seconds after which
+    none starts. watch: gets every record; a returned text ends the run.
     """
 
     def __init__(
@@ -73,12 +69,11 @@ class Run:
         self._start = 0.0
 
     def stop(self, why: str) -> None:
-        """End at once and cancel requests in flight."""
+        """Cancel requests in flight."""
         self._outcome.stopped = self._outcome.stopped or why
         self._stop.set()
 
     async def run(self, monitor: Monitor) -> Outcome:
-        """Send all sessions and wait for their answers."""
         async with monitor:
             self._start = clock()
             await self._until_stopped(self._closed() if self._times is None else self._open(self._times))
@@ -139,7 +134,7 @@ class Run:
         return False
 
     async def _session(self, number: int, session: Session, due: float | None) -> None:
-        """Send all turns of a conversation until one fails."""
+        """Send all turns until one fails."""
         messages: list[Fragments] = []
         for place, turn in enumerate(session.turns):
             if place and self._think_time:
@@ -197,7 +192,7 @@ class Run:
 
 @contextlib.asynccontextmanager
 async def shown_every(seconds: float, show: Callable[[], None]) -> AsyncIterator[None]:
-    """Call `show` periodically, and once at the end."""
+    """Call `show` periodically, and at the end."""
 
     async def repeat() -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Search the highest rate that passes: double it until one fails, then bisect."""
+"""Searches the highest passing rate: doubles until one fails, then bisects."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ LOWEST_RATE = 0.01
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """A tried rate."""
-
     rate: float
     """Requests per second."""
     passed: bool
@@ -39,8 +37,8 @@ async def find_rate(
 ) -> list[Trial]:
     """Return all trials in order; `best` picks the result.
 
-    start: the first rate. precision: stop when the lowest failed rate is at most this fraction above the highest passed
-    one. stop: asked after each trial whether to end.
+    precision: stop when the lowest failed rate exceeds the highest passed one by at most this fraction. stop: asked
+    after each trial.
     """
     trials: list[Trial] = []
     passed, failed = 0.0, math.inf

@@ -24,7 +24,7 @@ NOTHING = "-"
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text. The first `words` columns are text, the others numbers."""
+    """Rows of text. After the first `words` columns come numbers."""
 
     title: str
     headings: tuple[str, ...]
@@ -33,7 +33,7 @@ class Table:
 
 
 def tables(report: Report) -> Iterator[Table]:
-    """All tables with rows, most important first."""
+    """Tables with rows, most important first."""
     makers = (_outcome, _failures, _trials, _latency, _tokens, _cost)
     for table in (make(report) for make in makers):
         if table.rows:
@@ -41,7 +41,7 @@ def tables(report: Report) -> Iterator[Table]:
 
 
 def headline(report: Report) -> list[tuple[str, str]]:
-    """Names and values of the most important figures."""
+    """The most important figures."""
     times = report.latency_ms
     ended = report.num_good + report.num_failed
     shown = [
@@ -61,7 +61,7 @@ def headline(report: Report) -> list[tuple[str, str]]:
 
 
 def number(value: float) -> str:
-    """Format a number with three or four significant digits and commas."""
+    """Format with three or four digits and commas."""
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 100 else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""The server under test: its model, supported extensions, and tokens per word."""
+"""The server under test: model, extensions, tokens per word."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ _KEY_VARIABLES = ("VLMSERVE_API_KEY", "OPENAI_API_KEY")
 
 
 class TargetError(VLMServeError):
-    """The server cannot be tested: it does not answer, or rejects the first request."""
+    """The server does not answer, or rejects the first request."""
 
 
 @dataclass
 class Target:
-    """A server that answers."""
-
     url: str
     client: Client
     """For measured requests."""
@@ -57,9 +55,9 @@ class Target:
 
 
 async def open_target(config: TestConfig) -> Target:
-    """Find the server's model, try a short request, and measure words' tokens.
+    """Find the model, try a request, and measure words' tokens.
 
-    Raises TargetError if that fails, ConfigurationError for wrong settings.
+    Raises TargetError, or ConfigurationError for wrong settings.
     """
     settings = config.target
     url = config.url.rstrip("/").removesuffix("/v1")
@@ -97,7 +95,7 @@ async def _status(client: Client, path: str) -> int:
 
 
 async def _find_model(client: Client, wanted: str | None, url: str) -> tuple[str, int | None]:
-    """The model's name and context length. Without a list of models, the server is trusted to have the wanted one."""
+    """Model name and context length. Trusts a server that lists no models."""
     try:
         status, body = await client.fetch("GET", "/v1/models")
     except RequestFailedError as error:
@@ -118,7 +116,7 @@ async def _find_model(client: Client, wanted: str | None, url: str) -> tuple[str
 
 
 async def _probe(client: Client, settings: TargetConfig, model: str, url: str) -> tuple[RequestFormat, list[str]]:
-    """Find the request format with the most extensions that the server accepts, and notes on missing ones."""
+    """Find the format with most accepted extensions, and notes on the others."""
     notes = []
     wanted = settings.ignore_eos
     exacts = [True, False] if wanted else [False]
@@ -142,7 +140,7 @@ async def _probe(client: Client, settings: TargetConfig, model: str, url: str) -
 
 
 async def ask_once(client: Client, form: RequestFormat, text: str, *, max_tokens: int) -> Answer:
-    """Send a single request. Raises RequestFailedError."""
+    """Raises RequestFailedError."""
     content = user_message(text) if form.is_chat else (msgspec.json.encode(text),)
     answer = Answer(streams=form.streams)
     answer.check(await client.send(form.request(client, [content], max_tokens), answer.feed))
@@ -150,7 +148,7 @@ async def ask_once(client: Client, form: RequestFormat, text: str, *, max_tokens
 
 
 async def _vocabulary(target: Target) -> Vocabulary:
-    """Measure words by the server's tokenizer, or their mean from the token counts of two prompts."""
+    """Measure words by the server's tokenizer, or their mean from two prompts' token counts."""
     anchor = await _count(target, [ANCHOR])
     if anchor is not None:
         costs: dict[str, float] = {}
@@ -174,7 +172,7 @@ async def _vocabulary(target: Target) -> Vocabulary:
 
 
 async def _count(target: Target, words: Sequence[str]) -> int | None:
-    """Tokens of a text; None if the server does not tell."""
+    """Tokens of a text; None if unknown."""
     body = {"model": target.model, "prompt": " ".join(words), "add_special_tokens": False}
     try:
         status, data = await target.control.fetch("POST", "/tokenize", msgspec.json.encode(body))

@@ -1,4 +1,4 @@
-"""Random texts of known token counts. No tokenizer is needed: the server tells the tokens of each word."""
+"""Random texts of known token counts, by the server's tokenizer."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Vocabulary:
 
     @cached_property
     def _fillers(self) -> list[str]:
-        """One word for each token count, largest first, to fill texts up."""
+        """One word per token count, largest first."""
         by_cost = {cost: word for word, cost in sorted(self.costs.items(), reverse=True)}
         return [by_cost[cost] for cost in sorted(by_cost, reverse=True)]
 
     def text(self, draw: np.random.Generator, num_tokens: int) -> tuple[str, float]:
-        """Random words with at most `num_tokens` tokens, as close as possible, and their tokens."""
+        """Random words of about `num_tokens` tokens, never more, and their tokens."""
         room = num_tokens - self.anchor
         drawn = draw.integers(len(self._words), size=int(max(room, 0) / self._tokens.min()) + 1)
         spent = np.cumsum(self._tokens[drawn])

@@ -1,4 +1,4 @@
-"""Requests as bytes, joined from parts that were made before the test."""
+"""Requests as bytes, joined from parts made before the test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmserve.loadtest.workload import Fragments
 
 
 class RequestFormat:
-    """The format of requests to a server. exact, usage: whether it knows ignore_eos and stream_options."""
+    """exact, usage: whether the server knows ignore_eos and stream_options."""
 
     def __init__(self, target: TargetConfig, model: str, *, exact: bool, usage: bool) -> None:
         self.path = target.endpoint
@@ -32,7 +32,7 @@ class RequestFormat:
         self._tail = close + msgspec.json.encode({**fields, **target.extra_body})[1:-1] + b',"max_tokens":%d}'
 
     def request(self, client: Client, messages: Sequence[Fragments], max_tokens: int) -> list[bytes]:
-        """The bytes of a request. messages: a conversation or one prompt, as JSON."""
+        """messages: a conversation or one prompt, as JSON."""
         body = [self._head]
         for place, message in enumerate(messages):
             body += [b",", *message] if place else message
@@ -41,5 +41,5 @@ class RequestFormat:
 
 
 def answer_message(text: str) -> Fragments:
-    """An answer as JSON, for the next request of its conversation."""
+    """An answer as JSON, for its conversation's next request."""
     return (msgspec.json.encode({"role": "assistant", "content": text}),)

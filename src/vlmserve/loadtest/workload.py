@@ -1,4 +1,4 @@
-"""Workloads: conversations that are made before the test and reproducible by seed."""
+"""Reproducible conversations, made before the test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Fragments = tuple[bytes, ...]
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """A question: comma-separated JSON messages, or a completion's prompt. max_tokens: of the answer."""
+    """A question: comma-separated JSON messages, or a completion's prompt."""
 
     content: Fragments
     max_tokens: int
@@ -46,10 +46,10 @@ def make_workload(
     salt: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Session]:
-    """Make the conversations of a test, in the order of sending.
+    """Make conversations in the order of sending.
 
-    count: overrides the settings. salt: gives another set for the same seed, without common texts or images. Raises
-    ConfigurationError for images or turns in completions, and for broken datasets.
+    count: overrides the settings. salt: makes another set, without common texts or images. Raises ConfigurationError
+    for images or turns in completions, and for broken datasets.
     """
     if not is_chat and (config.images or config.turns > 1):
         raise ConfigurationError("completions have neither images nor turns; use --endpoint /v1/chat/completions")
@@ -65,7 +65,6 @@ def make_workload(
 
 
 def digest(sessions: Iterable[Session]) -> str:
-    """A hexadecimal digest that identifies a workload."""
     hasher = blake3()
     for turn in (turn for session in sessions for turn in session.turns):
         for part in (*turn.content, b"%d" % turn.max_tokens):
@@ -74,7 +73,7 @@ def digest(sessions: Iterable[Session]) -> str:
 
 
 def user_message(text: str, images: Iterable[bytes] = ()) -> Fragments:
-    """A question as JSON. images: content parts as JSON."""
+    """A question as JSON. images: JSON parts."""
     parts = [part for image in images for part in (image, b",")]
     if not parts:
         return (msgspec.json.encode({"role": "user", "content": text}),)
@@ -126,7 +125,7 @@ class _Maker:
 
 
 def _from_dataset(config: WorkloadConfig, *, is_chat: bool, count: int | None) -> list[Session]:
-    """The lines of a file in order; starts over if `count` is larger."""
+    """A file's lines in order, repeated up to `count`."""
     entries = read_dataset(config)
     sessions = [_dataset_session(entry, config, is_chat=is_chat) for entry in entries]
     wanted = count or config.num_prompts or len(sessions)

@@ -353,7 +353,6 @@ class _Place:
 
 
 async def _taken(stream: EngineStream, generation: Generation) -> AsyncIterator[None]:
-    """Yield after each output of an answer."""
     async for output in stream:
         generation.take(output)
         yield

@@ -150,7 +150,6 @@ class OfflineBatch:
         self._advance(num_finished, num_tokens)
 
     def _fail(self, executor: ThreadPoolExecutor) -> None:
-        """Raise all errors of the remaining items."""
         while True:
             self._engine.forget([job.request for job in self._running if job.request is not None])
             self._running.clear()

@@ -117,7 +117,7 @@ class Call:
         return [self._with_schema(one) for one in params]
 
     def adapters(self) -> Sequence[LoRARequest | None] | None:
-        """Adapters of each item; None if all share one. Raises InvalidRequestError if the numbers differ."""
+        """Adapters of each item; None if all share one. Raises like `params_of`."""
         wanted = self.lora_request
         if wanted is None or isinstance(wanted, LoRARequest):
             return None
@@ -135,7 +135,6 @@ class Call:
         return msgspec.structs.replace(params, grammar=Grammar.json(self.schema))
 
     def results_of(self, outcome: Outcome, number: int) -> list[Any]:
-        """Results of an item. Raises VLMServeError if it failed."""
         return [self._result_of(outcome, number)] if self.convert is None else self.convert(outcome)
 
     def _result_of(self, outcome: Outcome, number: int) -> Any:

@@ -62,7 +62,7 @@ class SharedEngine:
 
     @property
     def engine(self) -> VLMEngine:
-        """The engine, loaded on first use. Raises like `create_engine` and `check`."""
+        """The engine, loaded on first use."""
         self.check()
         engine = self._engine
         if engine is None:
@@ -101,7 +101,7 @@ class SharedEngine:
         gc.collect()
 
     def add(self, prepared: Prepared, params: SamplingParams) -> OfflineRequest:
-        """Queue all answers to a prompt, or none if the engine rejects one."""
+        """Queue all answers to a prompt, or none."""
         prepared = fitted(prepared, params, self.engine.info)
         if params.grammar is not None:
             self.engine.grammars.check(params.grammar)  # compiles while other threads proceed
@@ -137,7 +137,6 @@ class SharedEngine:
                     self._changed.notify_all()
 
     def _deliver(self, engine: VLMEngine) -> list[str]:
-        """Deliver outputs. Returns requests that a stop string ended."""
         stopped = []
         for output in engine.step():
             generation = self._generations.get(output.request_id)
@@ -228,10 +227,7 @@ class AdapterNames:
         self._latest: dict[str, str] = {}
 
     def find(self, wanted: LoRARequest, served: Mapping[str, str]) -> tuple[str, bool]:
-        """The adapter's name, and whether it is served. served: paths by name.
-
-        Raises UnknownModelError for an unserved adapter without a path.
-        """
+        """The adapter's name, and whether it is served. Raises UnknownModelError without a path."""
         name, path = wanted.lora_name, wanted.lora_path
         if not path:
             latest = self._latest.get(name, name)

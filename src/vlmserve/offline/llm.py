@@ -244,7 +244,6 @@ class LLM(OfflineModel[Iterator[str]]):
 
 @contextmanager
 def _progress(total: int | None, enabled: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr. Yields its update: finished requests, new tokens."""
     if not enabled:
         yield lambda num_finished, num_tokens: None
         return

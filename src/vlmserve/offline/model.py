@@ -35,7 +35,6 @@ class OfflineModel(ABC, Generic[Texts]):
     """A model that answers callers in this process. `Texts` is the iterator that `stream` returns."""
 
     def __init__(self, model: str, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-        """defaults: override the settings' defaults."""
         self._setup = set_up(model, options, defaults)
         self.config, self.preparer = self._setup.engine, self._setup.preparer
         self.default_sampling_params = self._setup.params

@@ -106,7 +106,6 @@ class Generation:
         return self.num_taken < len(self.said)
 
     def take_text(self, on_thought: Callable[[str], None]) -> Iterator[str]:
-        """Return new text; pass new reasoning to `on_thought`."""
         while self.has_text:
             said = self.said[self.num_taken]
             self.num_taken += 1
@@ -120,7 +119,6 @@ class Generation:
 
     @property
     def likelihood(self) -> float:
-        """Ranks samples, without reasoning."""
         return mean_logprob(self.logprobs[self.answer_text.num_reasoning_tokens :])
 
     @property
