@@ -1,4 +1,4 @@
-"""HTTP/1.1 client that reads the clock before it parses. No redirects, proxies or compression: they would delay others."""
+"""HTTP/1.1 client that reads the clock before it parses. Redirects, proxies or compression would delay streams."""
 
 from __future__ import annotations
 
