@@ -68,7 +68,7 @@ export function describeWait(wait: Wait | undefined): string {
   }
 }
 
-/** Bytes in decimal megabytes, as limits are told. */
+/** Bytes in decimal megabytes, as limits are told; small sizes in kilobytes. */
 export function megabytes(size: number): string {
-  return `${(size / 1e6).toFixed(1)} MB`;
+  return size < 1e5 ? `${Math.ceil(size / 1e3)} kB` : `${(size / 1e6).toFixed(1)} MB`;
 }

@@ -9,7 +9,7 @@ import { describe, outline, placeOf, SHAPES, SIDE } from "./chat/drawing";
 import { formulaOf, withFormulas } from "./chat/formulas";
 import { columnsOf, parseJson } from "./chat/json";
 import { marksIn, placeIn, unitOf, viewOf } from "./chat/marks";
-import { bytes, describeCost, duration, percent, rate, seconds } from "./format";
+import { bytes, describeCost, duration, megabytes, percent, rate, seconds } from "./format";
 import { inWords } from "./live/block-map";
 import { sampleOf, SPAN, withSample, withSamples, type Engine, type Figures, type Sample } from "./live/figures";
 import { hrefOf, parseRoute } from "./route";
@@ -23,6 +23,7 @@ suite("numbers", () => {
     expect([0.0042, 0.5, 3.14159, 42].map(seconds)).toEqual(["4.2 ms", "0.50 s", "3.14 s", "42 s"]);
     expect([0, 0.25, 12.3, 4321].map(rate)).toEqual(["0", "0.3", "12", "4,321"]);
     expect([bytes(2048), bytes(3 * 1024 ** 2), percent(1, 3), percent(0, 0), seconds(null)]).toEqual(["2 KiB", "3 MiB", "33%", "–", "–"]);
+    expect([200, 2864, 99_999, 100_000, 1.5e6].map(megabytes)).toEqual(["1 kB", "3 kB", "100 kB", "0.1 MB", "1.5 MB"]);
   });
 
   test("of time that something takes are whole seconds, minutes or hours", () => {
