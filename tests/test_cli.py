@@ -247,6 +247,13 @@ def test_chat_goes_on_after_mistakes(folder, tmp_path):
     assert answer(folder, "Hello?") in shown
 
 
+@pytest.mark.parametrize("command", ["/quit", "/exit", "/bye"])
+def test_chat_ends_with_a_command(folder, command):
+    shown = chat(folder, command, "Hello?")
+    assert "no command" not in shown
+    assert answer(folder, "Hello?") not in shown
+
+
 def test_chat_ends_with_its_input(folder):
     assert "/help" in chat(folder)
 

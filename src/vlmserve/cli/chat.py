@@ -21,6 +21,8 @@ HELP = """\
 /clear       start a new conversation
 /help        show this
 /quit        leave (Ctrl-D does too; Ctrl-C stops an answer)"""
+LEAVING = ("/quit", "/exit", "/bye")
+"""/quit, and the same command of other programs."""
 
 
 def run_chat(engine: EngineConfig, media: MediaConfig, url: str | None, params: SamplingParams) -> None:
@@ -52,7 +54,7 @@ class TerminalChat:
             except (EOFError, KeyboardInterrupt):
                 self._console.print()
                 return
-            if line == "/quit":
+            if line in LEAVING:
                 return
             if line.startswith("/"):
                 self._command(line)
