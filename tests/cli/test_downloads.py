@@ -62,6 +62,7 @@ def test_downloads_have_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["rm", "qwen3-vl:2b", "--yes"], "qwen3-vl:2b is not downloaded; vlmserve list shows what is"),
         (["rm", f"{REPOSITORY}:Q4_K_M", "--yes"], f"vlmserve removes whole repositories: vlmserve rm {REPOSITORY}"),
+        (["rm", "pixie", "--yes"], "pixie is built in and cannot be removed"),
         (["pull", "owner/other"], "owner/other is not a local folder and not on the Hugging Face hub"),
     ],
 )

@@ -190,6 +190,7 @@ def test_a_folder_of_that_name_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_
         ("qwen3-vl", "there is no model qwen3-vl; did you mean qwen3-vl:2b or qwen3-vl:4b"),
         ("qwen3-vl:3b", "did you mean qwen3-vl:2b"),
         ("quen3-vl:2b", "did you mean qwen3-vl:2b"),
+        ("pixie:1b", r"there is no model pixie:1b; did you mean pixie\?"),
         ("something:9b", r"there is no model something:9b \(vlmserve models lists all names\)"),
     ],
 )

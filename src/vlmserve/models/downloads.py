@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from vlmserve.errors import CheckpointNotFoundError
 from vlmserve.gguf.choice import GGUF
 from vlmserve.models.names import name_of, repository_of, suggestion
+from vlmserve.settings.config import BUILT_IN_MODEL
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo, HFCacheInfo
@@ -36,9 +37,11 @@ def downloads() -> list[Download]:
 def remove(name: str, confirm: Callable[[Download], bool] = lambda download: True) -> Download | None:
     """Remove all revisions of a model. Returns None if `confirm` declines.
 
-    name: a short name or a repository. Raises CheckpointNotFoundError if the cache lacks it, and for a single GGUF
-    file, because the cache removes whole repositories.
+    name: a short name or a repository. Raises CheckpointNotFoundError if the cache lacks it, for the built-in model,
+    and for a single GGUF file, because the cache removes whole repositories.
     """
+    if name == BUILT_IN_MODEL:
+        raise CheckpointNotFoundError(f"{name} is built in and cannot be removed")
     repository = repository_of(name) or name
     cache = _cache()
     entries = {entry.repo_id: entry for entry in _repositories(cache)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 
 from vlmserve.families.registry import families
+from vlmserve.settings.config import BUILT_IN_MODEL
 
 _SUGGESTED = 4
 MODELS = tuple(model for family in families() for model in family.short_names)
@@ -29,5 +30,5 @@ def suggestion(name: str) -> str:
     name = name.lower().rpartition("/")[2]
     family = name.partition(":")[0]
     near = [known for known in REPOSITORIES if known.startswith(f"{family}:")]
-    near = near or difflib.get_close_matches(name, REPOSITORIES, n=_SUGGESTED, cutoff=0.7)
+    near = near or difflib.get_close_matches(name, (BUILT_IN_MODEL, *REPOSITORIES), n=_SUGGESTED, cutoff=0.7)
     return f"; did you mean {' or '.join(near[:_SUGGESTED])}?" if near else ""
