@@ -132,7 +132,7 @@ def test_help_shows_common_flags_and_names_the_rest(command, common):
          "there is no flag --no-acess-log; did you mean --no-access-log? See vlmserve serve --help"),
         ("models --foo", "there is no flag --foo. See vlmserve models --help"),
         ("--foo", "there is no flag --foo. See vlmserve --help"),
-        ("serve a b", "got unexpected extra argument(s) (b). See vlmserve serve --help"),
+        ("serve a b", "too many arguments: b. See vlmserve serve --help"),
         ("keys add", "missing argument 'name'. See vlmserve keys add --help"),
         ("ask --max-tokens 0 x", "--max-tokens 0: must be at least 1. See vlmserve ask --help"),
         ("ask --max-tokens many x", "--max-tokens many: must be a whole number. See vlmserve ask --help"),

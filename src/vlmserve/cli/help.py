@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,6 +61,7 @@ def _usage_text(error: Any, context: Any) -> str:
         return f"there is no flag {name}{did_you_mean(name, flags)}"
     if type(error) is not typer.BadParameter or error.param is None:
         text: str = error.format_message().strip().rstrip(".").replace(". Did you mean ", "; did you mean ")
+        text = re.sub(r"^Got unexpected extra argument\S* \((.*)\)$", r"too many arguments: \1", text)
         return text[:1].lower() + text[1:]
     name = error.param_hint.strip("'\"") if isinstance(error.param_hint, str) else error.param.opts[-1]
     if isinstance(error.__cause__, ValidationError):
