@@ -21,7 +21,7 @@ current: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar
 
 
 def check_cancelled() -> None:
-    """Raise CancelledWorkError if nobody needs this thread's result. Long work calls it often."""
+    """Raise CancelledWorkError if nobody needs this thread's result."""
     event = current.get()
     if event is not None and event.is_set():
         raise CancelledWorkError("the result is no longer needed")
@@ -30,10 +30,10 @@ def check_cancelled() -> None:
 async def run_in_thread(
     executor: Executor, work: Callable[[], Result], ended: Callable[[], None] = lambda: None
 ) -> Result:
-    """Run `work` in a thread with the caller's context variables.
+    """Run `work` with the caller's context variables.
 
-    Cancellation keeps queued work from starting and stops running work at its next `check_cancelled`. ended: called
-    in the event loop once the thread is free.
+    Cancellation drops queued work and stops running work at `check_cancelled`. ended: called in the event loop once
+    the thread is free.
     """
     event = threading.Event()
 

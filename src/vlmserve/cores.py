@@ -1,4 +1,4 @@
-"""Counts CPU cores, divides them among threads, and limits how long waiting threads spin."""
+"""Divides CPU cores among threads, and limits how long waiting threads spin."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ MAX_SPINS = 2000
 
 
 def bound_spinning(environment: MutableMapping[str, str]) -> None:
-    """Limit the spinning of GNU OpenMP's threads. Call it before the first import of torch.
+    """Limit the spinning of GNU OpenMP's threads, before the first import of torch.
 
-    With other load on the cores, spinning threads slow the threads they wait for: OpenMP's default can make a matmul
-    30x slower. On an idle machine, `MAX_SPINS` costs nothing.
+    On busy cores, spinning threads slow the threads they wait for: by default, a matmul can take 30x as long.
     """
     if not spinning_is_bounded(environment):
         environment[SPIN_VARIABLE] = str(MAX_SPINS)
 
 
 def spinning_is_bounded(environment: Mapping[str, str]) -> bool:
-    """True if GNU OpenMP spins at most `MAX_SPINS` times in this environment."""
+    """True if this environment limits spinning to `MAX_SPINS`."""
     spins = environment.get(SPIN_VARIABLE, "").strip()
     if not spins:
         return environment.get("OMP_WAIT_POLICY", "").strip().lower() == "passive"
@@ -35,7 +34,7 @@ def spinning_is_bounded(environment: Mapping[str, str]) -> bool:
 
 
 def usable_cores(groups: ControlGroups | None = None) -> int:
-    """Logical cores that affinity and container limits leave to this process."""
+    """Logical cores within affinity and container limits."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = (_quota(folder) for folder in (groups or ControlGroups()).folders("cpu"))
     return min([cores, *(math.ceil(quota) for quota in quotas if quota is not None)])
@@ -53,7 +52,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def engine_threads(cores: int | None = None, threads_per_core: int | None = None) -> int:
-    """Threads of the engine. cores: logical (default: this machine's).
+    """cores: logical (default: this machine's).
 
     A matmul waits for its slowest thread, so on a large machine the engine leaves cores to the server process.
     """
@@ -71,6 +70,6 @@ def engine_threads(cores: int | None = None, threads_per_core: int | None = None
 
 
 def media_threads(cores: int | None = None) -> int:
-    """Threads that decode and resize images. cores: logical (default: this machine's)."""
+    """Threads that decode and resize. cores: as in `engine_threads`."""
     cores = usable_cores() if cores is None else cores
     return min(8, max(2, cores // 8))

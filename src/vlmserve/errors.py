@@ -1,4 +1,4 @@
-"""Errors that vlmserve raises on purpose. Only the server turns them into HTTP statuses."""
+"""Errors that vlmserve raises on purpose. Only the server knows HTTP statuses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ MAX_SHOWN_ERRORS = 20
 
 
 class VLMServeError(Exception):
-    """Base of all errors that vlmserve raises on purpose."""
+    """Base of all vlmserve errors."""
 
 
 class InvalidRequestError(VLMServeError):
     """A request that can never succeed as sent.
 
-    param: the wrong field, in the API's spelling. code: a stable word for programs. source: path or URL at fault.
+    param: the wrong field. code: a stable word for programs. source: path or URL at fault.
     """
 
     code = "invalid_request"
@@ -62,22 +62,19 @@ class UnknownModelError(InvalidRequestError):
 
 
 class NotFoundError(InvalidRequestError):
-    """A response, conversation, item or file that does not exist or has another owner."""
+    """Something that does not exist or has another owner."""
 
     code = "not_found"
 
 
 class PromptTooLongError(InvalidRequestError):
-    """The prompt exceeds the model's context or the KV cache."""
+    """Exceeds the model's context or the KV cache."""
 
     code = "context_length_exceeded"
 
     @classmethod
     def of(cls, num_tokens: int, max_prompt_len: int, *, param: str, exact: bool = True) -> Self:
-        """Make an error that clients recognize, so that they shorten the conversation.
-
-        exact: false if `num_tokens` is a lower bound.
-        """
+        """Clients recognize this message and shorten the conversation. exact: false for a lower bound."""
         count = num_tokens if exact else f"more than {num_tokens}"
         return cls(
             f"This model's maximum context length is {max_prompt_len + 1} tokens. However, your request has {count} "
@@ -87,8 +84,6 @@ class PromptTooLongError(InvalidRequestError):
 
 
 class InvalidImageError(InvalidRequestError):
-    """An image that cannot be read."""
-
     code = "invalid_image"
 
 
@@ -97,7 +92,7 @@ class ImageTooLargeError(InvalidRequestError):
 
 
 class InvalidVideoError(InvalidRequestError):
-    """A video that is unreadable, empty, or changes its size."""
+    """Unreadable, empty, or of changing size."""
 
     code = "invalid_video"
 
@@ -107,7 +102,7 @@ class VideoTooLargeError(InvalidRequestError):
 
 
 class InvalidDocumentError(InvalidRequestError):
-    """A document that is unreadable, encrypted, or lacks the requested pages."""
+    """Unreadable, encrypted, or without the requested pages."""
 
     code = "invalid_document"
 
@@ -121,13 +116,11 @@ class TooManyImagesError(InvalidRequestError):
 
 
 class ImageFetchError(InvalidRequestError):
-    """A URL that failed, exceeded a limit, or is forbidden."""
-
     code = "image_fetch_failed"
 
 
 class AdapterError(InvalidRequestError):
-    """An adapter that is unreadable, does not fit the model, or needs an unsupported feature."""
+    """Unreadable, unsupported, or for another model."""
 
     code = "invalid_adapter"
 
@@ -136,10 +129,7 @@ class AdapterError(InvalidRequestError):
 
 
 class AnswerError(VLMServeError):
-    """An answer without the expected object: cut off, failed, or rejected by the pydantic model.
-
-    output: the `RequestOutput`.
-    """
+    """An answer without the expected object. output: the `RequestOutput`."""
 
     def __init__(self, message: str, output: Any) -> None:
         super().__init__(message)
@@ -147,19 +137,19 @@ class AnswerError(VLMServeError):
 
 
 class OverloadedError(VLMServeError):
-    """The queue is full; the request may succeed later."""
+    """The queue is full."""
 
 
 class EngineDeadError(VLMServeError):
-    """The engine process has died, so the request cannot be answered."""
+    """The engine process has died."""
 
 
 class ForkError(VLMServeError):
-    """A forked process used an `LLM` or `AsyncLLM` of its parent."""
+    """A forked process used its parent's model."""
 
 
 class UnavailableError(VLMServeError):
-    """The server is loading, restarting or closing. retry_after: seconds."""
+    """Loading, restarting or closing. retry_after: seconds."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -167,7 +157,7 @@ class UnavailableError(VLMServeError):
 
 
 class StorageError(UnavailableError):
-    """The history cannot be read or written now."""
+    """The history is inaccessible for now."""
 
 
 class StorageFullError(VLMServeError):
@@ -179,15 +169,15 @@ class ModelLoadError(VLMServeError):
 
 
 class CheckpointNotFoundError(ModelLoadError):
-    """Neither a local folder nor a downloadable or cached repository."""
+    """Neither local, downloadable nor cached."""
 
 
 class MissingWeightsError(ModelLoadError):
-    """A checkpoint without weight files, or without a required tensor."""
+    """A weight file or tensor is missing."""
 
 
 class UnsupportedModelError(ModelLoadError):
-    """An unsupported architecture, option or weight format."""
+    """An unsupported architecture, option or format."""
 
 
 class CancelledWorkError(VLMServeError):
@@ -199,4 +189,4 @@ class ConfigurationError(VLMServeError):
 
 
 class CapacityError(ConfigurationError):
-    """Valid settings that exceed the model or the memory."""
+    """Settings that exceed the model or memory."""

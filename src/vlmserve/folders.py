@@ -1,4 +1,4 @@
-"""Folders for the user's files. Containers may have users without a home."""
+"""Folders for the user's files. Users in containers may lack a home."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pathlib import Path
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """Expand ``~``. Without a home, keep it, unlike `Path.expanduser`, which raises."""
+    """Expand ``~``; keep it without a home, where `Path.expanduser` raises."""
     return Path(os.path.expanduser(path))
 
 
 def data_folder() -> Path | None:
-    """vlmserve's folder in ``XDG_DATA_HOME`` or ``~/.local/share``; None without a home."""
+    """In ``XDG_DATA_HOME`` or ``~/.local/share``; None without a home."""
     return _own_folder("XDG_DATA_HOME", "~/.local/share")
 
 
 def cache_folder() -> Path:
-    """vlmserve's folder in ``XDG_CACHE_HOME`` or ``~/.cache``; temporary without a home."""
+    """In ``XDG_CACHE_HOME`` or ``~/.cache``; temporary without a home."""
     return _own_folder("XDG_CACHE_HOME", "~/.cache") or temporary_folder()
 
 
 def name_hub_folder(environ: MutableMapping[str, str]) -> None:
-    """Without a home, move Hugging Face's cache to a temporary folder."""
+    """Without a home, give Hugging Face's cache a temporary folder."""
     if os.path.expanduser("~") == "~" and not environ.keys() & {"HF_HOME", "XDG_CACHE_HOME"}:
         environ["HF_HOME"] = str(cache_folder() / "huggingface")
 
@@ -39,7 +39,7 @@ def _own_folder(variable: str, default: str) -> Path | None:
 
 @cache
 def temporary_folder() -> Path:
-    """The same folder for all of the user's processes, unless another user has its name."""
+    """Common to the user's processes, unless another user has its name."""
     folder = Path(tempfile.gettempdir()) / f"vlmserve-{os.geteuid()}"
     with contextlib.suppress(OSError):  # the name belongs to a file or broken link
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Reads GGUF headers without torch. Skips arrays until requested: the gguf package takes seconds to parse them."""
+"""Reads GGUF headers without torch, and arrays on request: parsing all takes the gguf package seconds."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ class Header:
         return str(self.values.get("general.architecture", ""))
 
     def array(self, key: str) -> list[Any]:
-        """Read an array of the metadata; empty if missing."""
         array = self.arrays.get(key)
         if array is None:
             return []
@@ -92,10 +91,9 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file, or of all parts of its model.
+    """Read a file, or all parts of its model.
 
-    Raises ModelLoadError for broken files and for missing or mismatched parts, UnsupportedModelError for another GGUF
-    version.
+    Raises ModelLoadError for broken files and missing or mismatched parts, UnsupportedModelError for another version.
     """
     try:
         own = _read_file(*_version(path))

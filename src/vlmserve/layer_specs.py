@@ -68,7 +68,7 @@ class DeltaSpec:
 
     @property
     def channels(self) -> int:
-        """Elements that the convolution reads: queries, keys, values."""
+        """Queries, keys and values, which the convolution reads."""
         return 2 * self.keys + self.values
 
     @property
@@ -94,7 +94,6 @@ class ConvolutionSpec:
         return (_tail(self.channels, self.kernel),)
 
     def state_bytes(self, element_size: int) -> int:
-        """Bytes of one slot. element_size: bytes."""
         return _bytes(self.tensors, element_size)
 
 
@@ -136,8 +135,8 @@ MAX_UNUSED = 0.1
 class CacheLayout:
     """Division of the KV cache into pages.
 
-    A page holds a block of tokens of one layer per slot. Layers of equal windows share columns. A request has a block
-    table per column. All columns take pages from one pool.
+    A page holds a block of tokens of one layer per slot. Layers of equal windows share columns, which have a block
+    table each and take pages from one pool.
     """
 
     windows: tuple[int | None, ...]
@@ -184,7 +183,7 @@ def _unused(counts: Sequence[int], size: int) -> float:
 
 
 def window_blocks(window: int, chunk: int, block_size: int) -> int:
-    """Blocks for a chunk and its window. The first and last may be partly used."""
+    """Blocks for a chunk and its window, possibly unaligned."""
     return -(-(window - 1 + chunk) // block_size) + 1
 
 
@@ -215,24 +214,23 @@ class CacheBytes:
 
     @property
     def block(self) -> int:
-        """Bytes of one block over all layers."""
         return self.page * len(self.windows)
 
     def pages(self, num_tokens: int, max_chunk: int) -> int:
-        """Maximum pages of a sequence while it grows. max_chunk: tokens per step, held besides a window."""
+        """Maximum pages while a sequence grows. max_chunk: tokens per step, besides a window."""
         blocks, size = -(-num_tokens // self.block_size), self.block_size
         return sum(
             blocks if window is None else min(blocks, window_blocks(window, max_chunk, size)) for window in self.windows
         )
 
     def fitting(self, num_pages: int, max_chunk: int, max_tokens: int) -> int:
-        """Longest sequence in tokens, up to `max_tokens`, for this many pages."""
+        """Longest sequence in tokens for this many pages."""
         lengths = range(0, max_tokens + self.block_size, self.block_size)
         fits = bisect_right(lengths, num_pages, key=lambda length: self.pages(length, max_chunk))
         return min(max_tokens, lengths[fits - 1])
 
     def read(self, num_tokens: int) -> float:
-        """Bytes of keys and values that the newest token reads."""
+        """Bytes that the newest token reads."""
         tokens = ((min(num_tokens, window or num_tokens), size) for window, size in self.layers.items())
         return sum(count * size for count, size in tokens) / self.block_size
 
@@ -282,7 +280,7 @@ class RopeSpec:
         part: float = 1.0,
         interleaved: bool = False,
     ) -> RopeSpec:
-        """Read ``rope_scaling`` or ``rope_parameters`` (Transformers 5) of a config.json.
+        """Read ``rope_scaling`` or ``rope_parameters`` (Transformers 5).
 
         part: default fraction of a head that rotates. Raises UnsupportedModelError for an unknown scaling,
         ModelLoadError for an incomplete one.
@@ -308,7 +306,7 @@ class RopeSpec:
 
     @property
     def levels(self) -> int:
-        """Number of frequency sets, by prompt length."""
+        """Frequency sets, by prompt length."""
         return self.level(self.max_position) + 1
 
     def level(self, prompt_len: int) -> int:
@@ -324,7 +322,7 @@ class RopeSpec:
 
     @property
     def switch(self) -> int | None:
-        """Longer sequences use other frequencies; None: all the same."""
+        """Longer sequences use other frequencies."""
         return self.original_context if self.scaling == "longrope" else None
 
     @property

@@ -20,7 +20,7 @@ _TEXT_FORMATS = {
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes a JSON object per record. process: the writing process."""
+    """Writes a JSON object per record."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Writes date, time and level; in the short form only the time."""
+    """Short lines have no date or level."""
 
     def __init__(self, log_format: Literal["text", "short"], process: str) -> None:
         line, time = _TEXT_FORMATS[log_format]
@@ -72,10 +72,7 @@ class _WithoutHandlers(logging.Logger):
 
 
 def set_up_logging(log_format: LogFormat, process: str = "server", level: int = logging.INFO) -> None:
-    """Configure logging to stderr. Call it before anything logs.
-
-    process: named in text lines unless "server".
-    """
+    """Log to stderr. Call it before anything logs. process: named in text unless "server"."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(log_format, process))
     logging.basicConfig(level=level, handlers=[handler])

@@ -1,4 +1,4 @@
-"""Free main memory, within the container's limit. Imports psutil lazily: every command imports this module."""
+"""Free memory within the container's limit. Imports psutil lazily: every command imports this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Immutable messages between scheduler and model runner. The scheduler sends only changes of requests."""
+"""Immutable messages between scheduler and runner, with changes of requests only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BlockIds: TypeAlias = tuple[tuple[int, ...], ...]
 def bidirectional_spans(
     images: Sequence[ImagePlacement], num_tokens: int, bidirectional: Bidirectional | None
 ) -> tuple[tuple[int, int], ...]:
-    """Prompt tokens ``first <= i < last`` that attend to each other both ways."""
+    """Spans ``first <= i < last`` of tokens that attend to each other."""
     if bidirectional == "images":
         return tuple(image.shown for image in images)
     if bidirectional == "prefix":
@@ -30,9 +30,9 @@ def bidirectional_spans(
 
 
 class BlockCopy(NamedTuple):
-    """A KV block or state slot to save to the host, load back, or copy on the device.
+    """A KV block or state slot to save, load back, or copy on the device.
 
-    fill: the content comes from disk; `source` is its index in `SchedulerOutput.block_contents`.
+    fill: from disk; `source` is an index in `SchedulerOutput.block_contents`.
     """
 
     kind: Literal["save", "load", "copy", "fill"]
@@ -41,7 +41,7 @@ class BlockCopy(NamedTuple):
 
 
 class StateStep(NamedTuple):
-    """State slots, over all layers, that one pass reads and writes for a request."""
+    """State slots that one pass reads and writes for a request."""
 
     slot: int
     """Working slot, for the state after the step's last token."""
@@ -54,8 +54,6 @@ class StateStep(NamedTuple):
 
 
 class CrossStates(msgspec.Struct, frozen=True):
-    """Cross-attention states to compute from an image and a text."""
-
     key: bytes
     """Cache key."""
     image_key: bytes
@@ -65,15 +63,13 @@ class CrossStates(msgspec.Struct, frozen=True):
 
 
 class AdapterLoad(NamedTuple):
-    """An adapter to load before the step."""
-
     slot: int
     digest: bytes
     """Identifies the adapter."""
 
 
 class ImageEncoding(msgspec.Struct, frozen=True):
-    """An image encoded over several steps, and its progress."""
+    """An image that several steps encode."""
 
     key: bytes
     products: int | None
@@ -83,7 +79,7 @@ class ImageEncoding(msgspec.Struct, frozen=True):
 
 
 class NewRequest(msgspec.Struct, frozen=True):
-    """A request that the runner does not know, with tokens ``start <= i < start + num_tokens`` to compute."""
+    """A request new to the runner; compute tokens ``start <= i < start + num_tokens``."""
 
     request_id: str
     start: int
@@ -117,10 +113,7 @@ class NewRequest(msgspec.Struct, frozen=True):
 
 
 class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request that the runner knows, with tokens ``start <= i < start + num_tokens`` to compute.
-
-    Tokens that the runner does not know are drafts.
-    """
+    """A known request; compute tokens ``start <= i < start + num_tokens``. Unknown ones are drafts."""
 
     request_id: str
     start: int
@@ -172,7 +165,7 @@ class SchedulerOutput(msgspec.Struct):
 
     @property
     def has_work(self) -> bool:
-        """True if there is anything to run. Evictions only make room for the step's images."""
+        """Evictions alone only make room for the step's images."""
         return self.makes_progress or bool(self.blocks_to_zero or self.block_copies or self.state_copies)
 
     @property
@@ -190,7 +183,7 @@ class SchedulerOutput(msgspec.Struct):
 class RequestFailure(msgspec.Struct, frozen=True):
     """Why a request has no next token.
 
-    kind: "not_finite": logits with NaN or only minus infinity. "grammar": see `message`. "out_of_memory": on the
+    kind: "not_finite": logits with NaN or only minus infinity. "grammar": see `message`. "out_of_memory": of the
     device.
     """
 
@@ -199,7 +192,7 @@ class RequestFailure(msgspec.Struct, frozen=True):
 
 
 class RunTimings(msgspec.Struct, frozen=True):
-    """Seconds of each part of a step. products: MACs of the vision tower."""
+    """Seconds of a step's parts. products: MACs of the vision tower."""
 
     transfer: float = 0.0
     build: float = 0.0
@@ -210,8 +203,6 @@ class RunTimings(msgspec.Struct, frozen=True):
 
 
 class ModelRunnerOutput(msgspec.Struct):
-    """The output of a step, by request."""
-
     token_ids: dict[str, list[int]] = {}
     """For requests whose newest token was computed: accepted drafts and one more token, fewer if the answer ended; an
     end token is the last. A slow grammar's tokens come in a later step's output.

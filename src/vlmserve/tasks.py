@@ -12,12 +12,12 @@ Pooling = Literal["last", "mean", "cls", "all"]
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
     def reads_from(self, num_tokens: int) -> int | None:
-        """First prompt token whose final hidden state is read; None: only the newest."""
+        """First token whose final hidden state is read; None: the newest only."""
         return None
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):
-    """Cache keys and values of the prompt. The result is empty."""
+    """Cache the prompt's keys and values."""
 
     def reads_from(self, num_tokens: int) -> int:
         return num_tokens - 1
@@ -39,15 +39,15 @@ class Embed(msgspec.Struct, frozen=True, tag=True):
         return (num_tokens, -1) if self.pooling == "all" else (-1,)
 
     def num_bytes(self, num_tokens: int, size: int) -> int:
-        """Bytes of the result. size: elements of a complete embedding."""
+        """size: elements of a complete embedding."""
         vectors = num_tokens if self.pooling == "all" else 1
         return 4 * vectors * (self.dimensions or size)
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
-    """Log probabilities of continuations, by the model's unmodified logits.
+    """Log probabilities of continuations, by unmodified logits.
 
-    The prompt is computed once, if possible with the first long continuation; the others branch from it in one batch.
+    The prompt is computed once, if possible with the first long continuation; the others branch from it.
     """
 
     continuations: tuple[tuple[int, ...], ...]
@@ -55,12 +55,11 @@ class Score(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def branches(self) -> list[int]:
-        """Indices of continuations of several tokens."""
+        """Continuations of several tokens, by index."""
         return [place for place, tokens in enumerate(self.continuations) if len(tokens) > 1]
 
     @property
     def first_branch(self) -> tuple[int, ...]:
-        """Tokens of the first continuation of several tokens, if any."""
         return next((tokens for tokens in self.continuations if len(tokens) > 1), ())
 
     @property
@@ -72,7 +71,7 @@ class Score(msgspec.Struct, frozen=True, tag=True):
 
 
 class ScoreBranch(msgspec.Struct, frozen=True, tag=True):
-    """Score a sequence's last tokens and one more. Made from a `Score`."""
+    """Part of a `Score`: a sequence's last tokens and one more."""
 
     start: int
     """First scored token."""
@@ -89,7 +88,5 @@ GENERATE = Generate()
 
 
 class TaskResult(msgspec.Struct, frozen=True):
-    """Values of a task other than `Generate`."""
-
     data: bytes
     """Little-endian float32: concatenated embeddings, or a log probability for each continuation."""

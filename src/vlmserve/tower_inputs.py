@@ -8,10 +8,9 @@ import msgspec
 
 
 class Tiling(msgspec.Struct, frozen=True, tag=True):
-    """An image's tiles. The first shows the whole image.
+    """An image's tiles; the first shows the whole.
 
-    rows, columns: of the other tiles. height, width: rows and columns of their embeddings that show the image,
-    centered in padding.
+    rows, columns: of the others. height, width: embeddings that show the image, centered in padding.
     """
 
     rows: int
@@ -21,13 +20,13 @@ class Tiling(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):
-    """Rows and columns of patches of each piece. Pixels: patches, piece by piece."""
+    """Rows and columns of patches per piece."""
 
     grids: tuple[tuple[int, int], ...]
 
 
 class NamedArray(msgspec.Struct, frozen=True):
-    """A small array, named as in the model's own code. data: row-major bytes."""
+    """Named as in the model's own code. dtype: numpy's name. data: row-major."""
 
     name: str
     dtype: str
@@ -43,7 +42,7 @@ class FurtherInputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class SquareGrids(msgspec.Struct, frozen=True, tag=True):
-    """Rows and columns of squares, an embedding each, per part of an image."""
+    """Rows and columns of squares, an embedding each, per part."""
 
     grids: tuple[tuple[int, int], ...]
 

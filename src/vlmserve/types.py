@@ -1,4 +1,4 @@
-"""Data types that all packages share, as msgspec messages. Shapes: ``[rows, columns]``; lengths: tokens."""
+"""Messages that all packages share. Shapes: ``[rows, columns]``; lengths: tokens."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ MAX_CACHE_SALT = 256
 class ImageSize(msgspec.Struct, frozen=True):
     """The model's view of an image or video, and its cost.
 
-    width, height: pixels of the upright original. model_width, model_height: pixels that the model sees; None:
-    unknown. box: the part that it sees, in original pixels (left, top, right, bottom), padding included. frames: None
-    for images.
+    width, height: pixels of the upright original. model_width, model_height: pixels that the model sees. box: the
+    part that it sees, in original pixels (left, top, right, bottom), padding included. None: unknown; frames: no
+    video.
     """
 
     width: int
@@ -77,11 +77,10 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     """One image or video, ready for a vision tower.
 
     key: 32-byte digest of file, preprocessing and cache salt. pixels: ``[tiles or frames, channels, height, width]``,
-    shared, so read-only. levels: normalization of uint8 pixels; None: normalized float32. num_tokens: placeholders,
-    one per embedding, plus text. grid: frames, rows and columns of embeddings, or a canvas; None: positions count
-    tokens. frame_step: positions between frames, each rounded down. text: tokens with their index among the image's
-    tokens, in order. end_id: belongs to the image if it follows. has_label: its number may precede it. adapter:
-    digest of the tower's adapter, if any. size: if requested.
+    read-only. levels: normalization of uint8 pixels. num_tokens: one per embedding, plus text. grid: frames, rows and
+    columns of embeddings; None: positions count tokens. frame_step: positions between frames, each rounded down.
+    text: (index among the image's tokens, token) in order. end_id: belongs to the image if it follows. has_label: a
+    number may precede it. adapter: digest of the tower's adapter.
     """
 
     key: bytes
@@ -107,7 +106,7 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
 
 
 class Run(NamedTuple):
-    """Placeholders ``first <= i < last``; their embeddings start at row `offset`."""
+    """Placeholders ``first <= i < last``, with embeddings from row `offset`."""
 
     first: int
     last: int
@@ -115,7 +114,7 @@ class Run(NamedTuple):
 
 
 class ImagePlacement(msgspec.Struct, frozen=True):
-    """An `ImageInput` without pixels, at tokens ``start <= i < end`` of `Prompt.token_ids`."""
+    """An `ImageInput` without pixels, at tokens ``start <= i < end``."""
 
     key: bytes
     start: int
@@ -129,7 +128,6 @@ class ImagePlacement(msgspec.Struct, frozen=True):
         return self.start + self.num_tokens
 
     def runs(self, start: int, end: int) -> Iterator[Run]:
-        """Runs of placeholders within ``start <= i < end``."""
         first, last = max(self.start, start), min(self.end, end)
         passed = bisect_left(self.text, (first - self.start,))
         while first < last:
@@ -140,13 +138,13 @@ class ImagePlacement(msgspec.Struct, frozen=True):
 
     @property
     def shown(self) -> tuple[int, int]:
-        """From the first placeholder to the end of the last."""
+        """From the first placeholder to the last."""
         runs = list(self.runs(self.start, self.end))
         return runs[0].first, runs[-1].last
 
 
 class ImageSpan(msgspec.Struct, frozen=True, eq=False):
-    """An image at tokens ``start <= i < end`` of `Prompt.token_ids`."""
+    """An image at tokens ``start <= i < end``."""
 
     image: ImageInput
     start: int
@@ -162,9 +160,9 @@ class ImageSpan(msgspec.Struct, frozen=True, eq=False):
 
 
 class CrossInput(msgspec.Struct, frozen=True, eq=False):
-    """Input of cross-attention: an image, or a text that an encoder reads with it.
+    """Input of cross-attention: an image, or a text encoded with it.
 
-    token_ids: the text; empty: the image alone.
+    token_ids: the text, if any.
     """
 
     image: ImageInput
@@ -177,9 +175,9 @@ class CrossInput(msgspec.Struct, frozen=True, eq=False):
 
 
 class Thoughts(msgspec.Struct, frozen=True):
-    """Reasoning before an answer, between two marker tokens.
+    """Marker tokens of reasoning before an answer.
 
-    begun: answers start inside it; otherwise `start_id` begins it. blank_ids: whitespace that may precede `start_id`.
+    begun: answers start inside it. blank_ids: whitespace that may precede `start_id`.
     """
 
     start_id: int
@@ -191,8 +189,7 @@ class Thoughts(msgspec.Struct, frozen=True):
 class Prompt(msgspec.Struct, frozen=True, eq=False):
     """Token ids with expanded placeholders, and their images in order.
 
-    cross: input of cross-attention. thoughts: markers of reasoning. num_shared: leading tokens that a `Prefill`
-    computed; 0: unknown.
+    num_shared: leading tokens that a `Prefill` computed; 0: unknown.
     """
 
     token_ids: list[int]
@@ -209,7 +206,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def image_inputs(self) -> list[ImageInput]:
-        """All images in order; the image of cross-attention last."""
+        """In order; the image of cross-attention last."""
         return [span.image for span in self.images] + ([] if self.cross is None else [self.cross.image])
 
     @property
@@ -218,7 +215,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def image_sizes(self) -> list[ImageSize]:
-        """Sizes in order. An image of cross-attention takes no tokens."""
+        """In order. An image of cross-attention takes no tokens."""
         sizes = [span.image.size for span in self.images]
         if self.cross is not None and self.cross.image.size is not None:
             sizes.append(msgspec.structs.replace(self.cross.image.size, tokens=0))
@@ -226,7 +223,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
 
 class BeamSearch(msgspec.Struct, frozen=True):
-    """width: beams to continue. length_penalty: divides log probabilities by ``length ** length_penalty``.
+    """width: beams. length_penalty: divides log probabilities by ``length ** length_penalty``.
 
     early_stopping: end once `width` answers have ended.
     """
@@ -254,9 +251,9 @@ class BeamAnswer(msgspec.Struct, frozen=True):
 class EngineRequest(msgspec.Struct, frozen=True, eq=False):
     """A prompt and its task. `request_id` is unique among unfinished requests.
 
-    cache_salt: only requests of equal salt share cached prefixes, so timing reveals nothing about other tenants;
-    image keys include it. beams: `params` then sets only end tokens and length. adapter: name; empty: the model
-    itself. priority: lower runs first and preempts higher.
+    cache_salt: only requests of equal salt share cached prefixes, so timing reveals nothing about others. beams:
+    `params` sets only end tokens and length. adapter: name; empty: the model itself. priority: lower runs first and
+    preempts higher.
     """
 
     request_id: str
@@ -274,9 +271,8 @@ class EngineRequest(msgspec.Struct, frozen=True, eq=False):
 class RequestTimings(msgspec.Struct, frozen=True):
     """Seconds of a request.
 
-    queue: until it first ran. vision: image encoding. prefill: first run to first token, including vision. decode:
-    first token to end; None while running. arrived: Unix time. before_vision: from arrival to its first image
-    encoding.
+    queue: until it first ran. prefill: from then to the first token, including vision. decode: first token to end;
+    None while running. arrived: Unix time. before_vision: from arrival to its first image encoding.
     """
 
     queue: float
@@ -288,7 +284,7 @@ class RequestTimings(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """A token's log probability by unmodified logits: before bias, penalties, temperature and filters.
+    """By unmodified logits: before bias, penalties, temperature and filters.
 
     rank: 1 for the most likely. top: ids and log probabilities of the most likely tokens; may include the token.
     """
@@ -302,11 +298,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class EngineOutput(msgspec.Struct, frozen=True):
     """One step's output for one request.
 
-    token_ids: new tokens, without an end token. logprobs: of `token_ids`. prompt_logprobs: with the first output;
-    None for the first token and images. finish_reason: None while running. stop_token_id: the end token. error: the
-    reason of finish_reason "error". error_param: the request field at fault. cached_tokens: found at the first run.
-    images_encoded: so far. timings: with the first token (for clients that abort) and last output. beams: all
-    answers, best first, in the only output; other fields describe the best. stop_logprobs: of the end token.
+    token_ids: new, without an end token. prompt_logprobs: with the first output; None for the first token and images.
+    finish_reason: None while running. error: the reason of finish_reason "error". cached_tokens: found at the first
+    run. images_encoded: so far. timings: with the first token (for clients that abort) and last output. beams:
+    answers, best first, in the only output; other fields describe the best.
     """
 
     request_id: str
@@ -330,7 +325,7 @@ class EngineOutput(msgspec.Struct, frozen=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
-    """A served adapter. digest: of its content, in hex. vision: changes image embeddings. mixes: names for X-LoRA."""
+    """digest: of its content, in hex. vision: changes image embeddings. mixes: names for X-LoRA."""
 
     name: str
     path: str
@@ -371,8 +366,6 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class EngineStats(DiskStats, frozen=True):
-    """A snapshot after every step."""
-
     num_running: int = 0
     num_waiting: int = 0
     kv_blocks_total: int = 0
@@ -436,8 +429,7 @@ MAX_MAP_CELLS = 1024
 class BlockMap(msgspec.Struct, frozen=True):
     """The KV cache's blocks by id, in cells of `blocks_per_cell`.
 
-    held: blocks that requests hold, by cell. cached: unheld blocks that can be found again; others are free. holders:
-    requests that hold the cell's most shared block.
+    held: by requests. cached: unheld but reusable; others are free. holders: of the cell's most shared block.
     """
 
     num_blocks: int
@@ -453,9 +445,8 @@ RequestState = Literal["running", "waiting", "preempted"]
 class RequestSnapshot(msgspec.Struct, frozen=True):
     """Progress of an unfinished request, without content.
 
-    state: "preempted" requests wait again. num_tokens: prompt and answer. num_computed_tokens: leading tokens in
-    `num_blocks` KV blocks, shared ones included. images_in_progress: need several steps. adapter_shares: for X-LoRA,
-    each adapter's mean fraction of the scalings.
+    num_tokens: prompt and answer. num_computed_tokens: leading tokens in `num_blocks` KV blocks, shared ones
+    included. images_in_progress: need several steps. adapter_shares: mean fraction of each X-LoRA adapter.
     """
 
     request_id: str
@@ -471,7 +462,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True):
-    """Engine state between steps. requests: running ones first."""
+    """requests: running ones first."""
 
     stats: EngineStats
     requests: list[RequestSnapshot]
