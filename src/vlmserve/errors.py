@@ -36,8 +36,6 @@ class InvalidRequestError(VLMServeError):
 
 
 class InvalidRequestsError(InvalidRequestError):
-    """Several errors, in `errors`."""
-
     def __init__(self, errors: Sequence[InvalidRequestError]) -> None:
         all_errors: list[InvalidRequestError] = []
         for error in errors:
@@ -92,8 +90,6 @@ class ImageTooLargeError(InvalidRequestError):
 
 
 class InvalidVideoError(InvalidRequestError):
-    """Unreadable, empty, or of changing size."""
-
     code = "invalid_video"
 
 
@@ -102,8 +98,6 @@ class VideoTooLargeError(InvalidRequestError):
 
 
 class InvalidDocumentError(InvalidRequestError):
-    """Unreadable, encrypted, or without the requested pages."""
-
     code = "invalid_document"
 
 
@@ -120,8 +114,6 @@ class ImageFetchError(InvalidRequestError):
 
 
 class AdapterError(InvalidRequestError):
-    """Unreadable, unsupported, or for another model."""
-
     code = "invalid_adapter"
 
     def __init__(self, message: str, *, param: str | None = "lora_path") -> None:

@@ -74,7 +74,6 @@ class Header:
             return list(cursor.numbers(f"{array.length}{_NUMBERS[array.kind]}"))
 
     def texts(self, key: str, places: Collection[int]) -> dict[int, str]:
-        """Read strings of an array by index; omit missing indices."""
         array = self.arrays.get(key)
         if array is None or array.kind != _STRING or not places:
             return {}

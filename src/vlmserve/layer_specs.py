@@ -327,12 +327,10 @@ class RopeSpec:
 
     @property
     def original_context(self) -> int:
-        """Trained context, in tokens."""
         return int(self.parameters.get("original_max_position_embeddings") or self.max_position)
 
     @property
     def attention_factor(self) -> float:
-        """Factor on cosines and sines."""
         if (stated := self.parameters.get("attention_factor")) is not None:
             return float(stated)
         if self.scaling == "yarn":

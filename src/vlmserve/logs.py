@@ -20,8 +20,6 @@ _TEXT_FORMATS = {
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes a JSON object per record."""
-
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
@@ -45,8 +43,6 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Short lines have no date or level."""
-
     def __init__(self, log_format: Literal["text", "short"], process: str) -> None:
         line, time = _TEXT_FORMATS[log_format]
         self.log_format = log_format

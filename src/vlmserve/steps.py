@@ -69,8 +69,6 @@ class AdapterLoad(NamedTuple):
 
 
 class ImageEncoding(msgspec.Struct, frozen=True):
-    """An image that several steps encode."""
-
     key: bytes
     products: int | None
     """MACs in this step; None: all remaining ones, so the step's tokens find the embeddings."""

@@ -241,8 +241,6 @@ class BeamSearch(msgspec.Struct, frozen=True):
 
 
 class BeamAnswer(msgspec.Struct, frozen=True):
-    """token_ids: without the end token."""
-
     token_ids: list[int]
     finish_reason: FinishReason
     stop_token_id: int | None = None
@@ -462,7 +460,5 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True):
-    """requests: running ones first."""
-
     stats: EngineStats
     requests: list[RequestSnapshot]

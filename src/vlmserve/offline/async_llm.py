@@ -224,7 +224,6 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
     async def _one(
         self, call: Call, number: int, item: Any, params: SamplingParams, adapter: LoRARequest | None
     ) -> Outcome:
-        """Answer an item, or raise its error if the call asks for errors."""
         try:
             async with self._ahead.place() as place:
                 name = await self._load_adapter(adapter)
@@ -293,7 +292,6 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
                 stream.close()
 
     async def _load_adapter(self, wanted: LoRARequest | None) -> str:
-        """Return the served name; "" is the model itself. Raises AdapterError, UnknownModelError."""
         if wanted is None:
             return ""
         client = await self._client()
@@ -318,7 +316,6 @@ class _Ahead:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncGenerator[_Place, None]:
-        """Hold a place until the block ends or leaves it."""
         await self._places.acquire()
         place = _Place(self)
         try:

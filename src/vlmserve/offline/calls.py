@@ -417,7 +417,6 @@ class Prompts:
         return Prepared(Prompt(list(prompt["prompt_token_ids"])), salt)
 
     def _media_of(self, prompt: object) -> tuple[list[Any], list[Any]]:
-        """Images and videos of a prompt. Raises InvalidRequestError."""
         if not isinstance(prompt, Mapping):
             raise InvalidRequestError(
                 f"a prompt is a text, a dict or a list of token ids, not {type(prompt).__name__}", param="prompt"

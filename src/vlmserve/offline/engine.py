@@ -101,7 +101,7 @@ class SharedEngine:
         gc.collect()
 
     def add(self, prepared: Prepared, params: SamplingParams) -> OfflineRequest:
-        """Queue all answers to a prompt, or none."""
+        """Queue all answers to a prompt, or none if the engine rejects one."""
         prepared = fitted(prepared, params, self.engine.info)
         if params.grammar is not None:
             self.engine.grammars.check(params.grammar)  # compiles while other threads proceed
