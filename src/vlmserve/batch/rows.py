@@ -45,15 +45,14 @@ class Row:
 
 
 def read_rows(source: str) -> list[Row]:
-    """Read rows from one of these sources:
+    """Read rows from a source.
 
-    - a folder of images and documents, or a pattern like ``photos/*.jpg``: a row per file
-    - a document: a row per page
-    - a .txt file of paths or URLs, or a .csv or .jsonl file with columns: a row per line
-    - a .jsonl file in OpenAI's batch form
+    A folder or a pattern like ``photos/*.jpg`` has a row per image or document. A document has a row per page. A .txt
+    file of paths or URLs, or a .csv or .jsonl file with columns, has a row per line. A .jsonl file may instead have
+    OpenAI's batch form.
 
-    Paths are relative to the file. Column "id" or "custom_id" is the row's id (default: its number, from 1), "image"
-    or "images" names images; capitals do not matter.
+    Paths are relative to the file. Column "id" or "custom_id" is the row's id (default: its number, from 1). Column
+    "image" or "images" names images. Capitals in column names do not matter.
 
     Raises ConfigurationError for an unreadable source or a repeated id.
     """

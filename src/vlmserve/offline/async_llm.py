@@ -255,7 +255,6 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
             raise
 
     def _check(self) -> None:
-        """Raise ForkError after a fork, UnavailableError after `close` or in another event loop."""
         if self._closed:
             raise UnavailableError("the AsyncLLM is closed")
         if self._starting is None:

@@ -138,7 +138,6 @@ class Call:
         return [self._result_of(outcome, number)] if self.convert is None else self.convert(outcome)
 
     def _result_of(self, outcome: Outcome, number: int) -> Any:
-        """The outcome, or its object. Raises or returns AnswerError without an object."""
         if self.schema is None or not isinstance(outcome, RequestOutput):
             return outcome
         try:
