@@ -44,7 +44,7 @@ def test_what_a_gpu_cannot_multiply_has_a_reason() -> None:
     one, several = made(torch.full((32,), 0.5)), made(torch.rand(32))
     assert unsupported_reason(one, (8, 9)) is None
     assert unsupported_reason(several, (9, 0)) is None
-    assert "each output need compute capability 9.0" in str(unsupported_reason(several, (8, 9)))
+    assert "per output need compute capability 9.0" in str(unsupported_reason(several, (8, 9)))
     assert "this GPU has 8.0" in str(unsupported_reason(one, (8, 0)))
     assert "24 x 64" in str(unsupported_reason(made(torch.rand(24)), (9, 0)))
     octets = QuantizedWeight(8, 64, one.values, one.scales, -128 * one.scales)
