@@ -75,7 +75,8 @@ class KVTensors:
     def contents(self, blocks: Sequence[int]) -> Bytes:
         """Copy blocks to the host, ``[blocks, bytes]``, layer by layer. The device gathers `STAGED_BYTES` at a time."""
         at_once = max(1, STAGED_BYTES // self.block_bytes)
-        return np.concatenate([self._gathered(blocks[i : i + at_once]) for i in range(0, len(blocks), at_once)])
+        parts = [self._gathered(blocks[i : i + at_once]) for i in range(0, len(blocks), at_once)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _gathered(self, blocks: Sequence[int]) -> Bytes:
         ids = to_device(torch.tensor(blocks), self._device)

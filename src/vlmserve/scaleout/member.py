@@ -129,14 +129,12 @@ def run_gateway(launch: GatewayLaunch, announce: Callable[[str], None]) -> int:
     from vlmserve.scaleout.app import create_app
     from vlmserve.scaleout.gateway import Gateway
     from vlmserve.scaleout.handover import predecessor_at
-    from vlmserve.server.run import bind, event_loop_factory, raise_file_limit
+    from vlmserve.server.run import bind, event_loop_factory, quiet_logs, raise_file_limit
     from vlmserve.server.web import WebServer
 
     raise_file_limit()
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     server = ServerConfig.model_validate_json(launch.server)
-    if not server.access_log:
-        logging.getLogger("vlmserve.access").setLevel(logging.WARNING)
+    quiet_logs(server)
     gateway = Gateway(server, GatewayConfig.model_validate_json(launch.gateway), launch.token)
     predecessor = predecessor_at(server, launch.token) if launch.takes_over else None
     listener = bind(server) if predecessor is None else predecessor.listener

@@ -63,8 +63,7 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig, member
     model cannot be loaded.
     """
     set_up_logging(server.log_format, level=level_number(server.log_level))
-    for chatty in ("uvicorn.error", "httpx", *(() if server.access_log else ("vlmserve.access",))):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    quiet_logs(server)
     if membership is not None and server.sleep_after:
         raise ConfigurationError("--sleep-after is for single servers; workers of a cluster keep their model loaded")
     raise_file_limit()
@@ -90,6 +89,12 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig, member
             service.on_load_progress = membership.on_progress
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             runner.run(_serve(service, web, launcher, media, lambda url: announce(url, service)))
+
+
+def quiet_logs(server: ServerConfig) -> None:
+    """Log only warnings of libraries, and of requests without `--access-log`."""
+    for name in ("uvicorn.error", "httpx", *(() if server.access_log else ("vlmserve.access",))):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def warn_of_strangers(front: Front) -> None:

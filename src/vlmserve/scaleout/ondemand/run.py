@@ -23,7 +23,14 @@ from vlmserve.scaleout.ondemand.gateway import OnDemandGateway
 from vlmserve.scaleout.ondemand.pool import Pool, WorkerProcess
 from vlmserve.scaleout.ondemand.shelf import Shelf
 from vlmserve.scaleout.settings import ModelsConfig
-from vlmserve.server.run import bind, event_loop_factory, raise_file_limit, stop_on_signals, warn_of_strangers
+from vlmserve.server.run import (
+    bind,
+    event_loop_factory,
+    quiet_logs,
+    raise_file_limit,
+    stop_on_signals,
+    warn_of_strangers,
+)
 from vlmserve.server.web import WebServer
 from vlmserve.settings.config import ServerConfig
 
@@ -39,9 +46,7 @@ def serve(listed: Sequence[Listed], config: ModelsConfig, server: ServerConfig) 
     Raises ConfigurationError for two models of one name, a taken address, or a GPU without a budget.
     """
     set_up_logging(server.log_format, level=level_number(server.log_level))
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    if not server.access_log:
-        logging.getLogger("vlmserve.access").setLevel(logging.WARNING)
+    quiet_logs(server)
     check_names(listed)
     raise_file_limit()
     budget = _budget(listed, config)
