@@ -37,6 +37,8 @@ from tests.models.test_qwen_vision import QWEN2, QWEN3, QWEN25, patches
 from tests.models.test_qwen_vision import QWEN35 as VISION35
 from tests.normalized import normalized
 from tests.saved_models import save_model
+from vlmserve.engine.lengths import least_embedding_bytes
+from vlmserve.settings.config import EngineConfig
 from vlmserve.types import ImageInput, ImageSpan, Prompt
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
@@ -168,6 +170,11 @@ def prompts(oracle: Oracle) -> list[Prompt]:
 def expected(oracle: Oracle, prompts: list[Prompt]) -> list[list[int]]:
     guesses = generate(engine_for(oracle), prompts)
     return [oracle.greedy(prompt, guess) for prompt, guess in zip(prompts, guesses, strict=True)]
+
+
+def test_image_tokens_are_sized_before_loading(oracle: Oracle) -> None:
+    config = EngineConfig(model=str(oracle.folder), dtype="float32")
+    assert least_embedding_bytes(config, oracle.folder) == engine_for(oracle).info.image_token_bytes > 0
 
 
 @by_kernels("budget", native=(9, 2048))

@@ -25,6 +25,7 @@ from tests.prompt.tokenizers_for_tests import (
     write_checkpoint,
 )
 from vlmserve.errors import (
+    CapacityError,
     ConfigurationError,
     ImageFetchError,
     ImageTooLargeError,
@@ -34,6 +35,7 @@ from vlmserve.errors import (
     TooManyImagesError,
 )
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.models.hub import resolve_model
 from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import ModelInfo, Prompt, SamplingParams
 
@@ -412,9 +414,16 @@ def test_too_small_encoder_cache_fails_at_start(tmp_path) -> None:
     folder = write_checkpoint(tmp_path, byte_level())
     info = ModelInfo("tiny", "llava", 128, 100, "float32", "cpu", 10, 127, 1000, True, image_token_bytes=16 * 1024)
     RequestPreparer(folder, MediaConfig()).fit(info)
-    small = RequestPreparer(folder, MediaConfig(), engine=EngineConfig(encoder_cache_memory=8 * 1024))
-    with pytest.raises(ConfigurationError, match="--encoder-cache-memory"):
+    small = RequestPreparer(folder, MediaConfig(), engine=EngineConfig(encoder_cache_memory=63 * 1024))
+    with pytest.raises(CapacityError, match="64 x 64 pixels takes 65,536 bytes"):
         small.fit(info)
     large = RequestPreparer(folder, MediaConfig(), engine=EngineConfig(encoder_cache_memory=32 * 1024**2))
     large.fit(info)
     assert large.max_prompt_len == 127
+
+
+def test_too_small_encoder_cache_fails_before_loading() -> None:
+    folder = resolve_model("pixie")
+    with pytest.raises(CapacityError, match="--encoder-cache-memory 1024: too small for any image"):
+        RequestPreparer(folder, MediaConfig(), engine=EngineConfig(encoder_cache_memory=1024))
+    RequestPreparer(folder, MediaConfig(), engine=EngineConfig(encoder_cache_memory=2**20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
 from vlmserve.errors import CapacityError, VLMServeError
 from vlmserve.families.registry import decoder_spec, vision_family
@@ -56,16 +57,33 @@ def check_configuration(config: EngineConfig, folder: Path) -> None:
 
     folder: or a GGUF file. The loader reports unreadable configurations.
     """
+    known = _of_configuration(config, folder)
+    if known is not None:
+        check_lengths(config, known.of_tokens, known.max_position)
+
+
+def least_embedding_bytes(config: EngineConfig, folder: Path) -> int:
+    """Minimum bytes of an image token in the encoder cache; 0 if unknown. folder: see `check_configuration`."""
+    known = _of_configuration(config, folder)
+    return 0 if known is None else known.image_width * (4 if config.dtype == "float32" else 2)
+
+
+class _Known(NamedTuple):
+    of_tokens: CacheBytes
+    max_position: int
+    image_width: int
+
+
+def _of_configuration(config: EngineConfig, folder: Path) -> _Known | None:
     try:
         values = read_config(read_header(folder)) if folder.is_file() else read_json(folder / "config.json")
         vision = vision_family(values)
         spec = decoder_spec(values if vision is None else vision.text_config(values))
         of_tokens = CacheBytes.of(spec.attention, config.block_size, lambda layer: _least_bytes(config, layer))
-        max_position = spec.max_position
     except (VLMServeError, OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         logger.debug("the contexts that %s can have are unknown: %r", folder, error)
-        return
-    check_lengths(config, of_tokens, max_position)
+        return None
+    return _Known(of_tokens, spec.max_position, 0 if vision is None or spec.cross_size else spec.image_width)
 
 
 def _least_bytes(config: EngineConfig, layer: AttentionSpec) -> int:

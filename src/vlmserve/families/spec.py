@@ -170,6 +170,11 @@ class ArchSpec:
         return None if own[-1] == len(self.mixers) - 1 else own[-1] + 1
 
     @property
+    def image_width(self) -> int:
+        """Elements of an image token's embedding, with the features of later layers."""
+        return self.hidden_size * (1 + self.deepstack)
+
+    @property
     def attention(self) -> tuple[AttentionSpec, ...]:
         return tuple(mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec))
 

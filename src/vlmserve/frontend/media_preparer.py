@@ -62,10 +62,14 @@ class MediaPreparer:
         if self._processor is not None and self.usual is not None:
             usual = self._processor.within(self.usual.for_images(NO_BUDGET))
             logger.info("Images: %s", self.usual.described(limits=usual is not self._processor))
+        self.check_cache(info.image_token_bytes)
+
+    def check_cache(self, embedding_bytes: int) -> None:
+        """Raise CapacityError if the encoder cache cannot hold a small image. embedding_bytes: of an image token."""
         if self._processor is None or self._encoder_cache_memory >= _LARGE_ENCODER_CACHE:
             return
         _, placeholders = self._processor.prepare(DecodedImage.whole(Image.new("RGB", _SMALL_IMAGE)))
-        needed = placeholders.num_tokens * info.image_token_bytes
+        needed = placeholders.num_tokens * embedding_bytes
         if needed > self._encoder_cache_memory:
             raise CapacityError(
                 f"--encoder-cache-memory {self._encoder_cache_memory}: too small for any image; one of "

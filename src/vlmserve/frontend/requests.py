@@ -13,6 +13,7 @@ from typing import Any, Unpack
 import msgspec
 
 from vlmserve.cancellation import check_cancelled
+from vlmserve.engine.lengths import least_embedding_bytes
 from vlmserve.errors import (
     InvalidRequestError,
     PromptTooLongError,
@@ -91,6 +92,7 @@ class RequestPreparer:
         # before the template: it adds the placeholder that the processor reads
         processor = choose(folder, self.tokenizer, media) if supports_images else None
         self.media = MediaPreparer(media, processor, engine.encoder_cache_memory, in_one_file=folder.is_file())
+        self.media.check_cache(least_embedding_bytes(engine, folder))
         self._template = None if template is None else _compile(template, self.tokenizer)
         with_tools = self._template
         if chat_template is None and files.tool_template is not None:

@@ -115,7 +115,7 @@ class Decoder(nn.Module):
 
     @property
     def image_width(self) -> int:
-        return self.spec.hidden_size * (1 + self.spec.deepstack)
+        return self.spec.image_width
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 ``[tokens]`` to ``[tokens, hidden_size]``, followed in each row by any per-layer embeddings."""
