@@ -293,6 +293,29 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Missed(msgspec.Struct, frozen=True):
+    """Prompt tokens that the prefix cache lacked, by reason."""
+
+    never_seen: int = 0
+    evicted: int = 0
+    """Their blocks or checkpoint were evicted."""
+    no_checkpoint: int = 0
+    """Their blocks are cached, but no state is."""
+    not_cacheable: int = 0
+    """Computed again, cached or not: the last token, or all for prompt logprobs and without prefix caching."""
+    seconds_since_eviction: float | None = None
+    """Time since the first evicted tokens were evicted."""
+
+    def __add__(self, other: Missed) -> Missed:
+        return Missed(
+            self.never_seen + other.never_seen,
+            self.evicted + other.evicted,
+            self.no_checkpoint + other.no_checkpoint,
+            self.not_cacheable + other.not_cacheable,
+            self.seconds_since_eviction if other.seconds_since_eviction is None else other.seconds_since_eviction,
+        )
+
+
 class EngineOutput(msgspec.Struct, frozen=True):
     """One step's output for one request.
 
@@ -320,6 +343,8 @@ class EngineOutput(msgspec.Struct, frozen=True):
     rejected_drafts: int = 0
     result: TaskResult | None = None
     """The result of a task other than `Generate`, in its only output, with finish_reason "stop"."""
+    missed: Missed | None = None
+    """In the first output."""
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
@@ -384,6 +409,11 @@ class EngineStats(DiskStats, frozen=True):
     """Prompt tokens of started requests."""
     prefix_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
+    prefix_never_seen_tokens: int = 0
+    prefix_evicted_tokens: int = 0
+    """Prompt tokens whose blocks or checkpoint were evicted."""
+    prefix_unsaved_tokens: int = 0
+    """Prompt tokens whose blocks are cached without a checkpoint of a state."""
     kv_blocks_cached: int = 0
     """Blocks that can be found again, including blocks of running requests."""
     kv_evictions: int = 0

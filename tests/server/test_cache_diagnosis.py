@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
 from tests.server.live import LiveServer
 from tests.server.test_chat import data_url
 from vlmserve.server.cache_diagnosis import AskedPrompt, CacheLog, Changed, Diagnosis, Miss
-from vlmserve.types import ImageInput, ImageSpan, Prompt
+from vlmserve.server.schema.usage import CompletionTokensDetails, PromptTokensDetails, Usage
+from vlmserve.types import ImageInput, ImageSpan, Missed, Prompt
 
 TOKENS = list(range(100))
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -33,7 +35,8 @@ def span(start: int, key: int) -> ImageSpan:
 
 def asked(*messages: dict[str, Any], tokens: list[int] = TOKENS, images: tuple[ImageSpan, ...] = (), **fields: Any):
     prompt = Prompt(tokens, images)
-    return AskedPrompt(fields.get("owner", ""), fields.get("salt", ""), messages, fields.get("tools"), prompt)
+    owner, salt = fields.get("owner", ""), fields.get("salt", "")
+    return AskedPrompt(owner, salt, messages, fields.get("tools"), prompt, fields.get("budget"))
 
 
 def changed_at(place: int) -> list[int]:
@@ -75,9 +78,28 @@ def test_unchanged_prompts_may_be_missing() -> None:
     assert Diagnosis(log, asked(user("a")), None).begin("first", "model") is None
     later = Diagnosis(log, asked(user("a")), "first")
     assert later.begin("second", "model") is None
-    assert later.end(96) is None
-    assert later.end(80) == Miss("not_cached", 99, 20, 19)
+    assert later.end(usage(96, None)) is None
+    assert later.end(usage(80, None)) == Miss("never_seen", 99, 20, 19)
+    assert later.end(usage(80, Missed(never_seen=19, not_cacheable=1))) == Miss("never_seen", 99, 20, 19)
+    assert later.end(usage(80, Missed(3, 16, seconds_since_eviction=7.5))) == Miss(
+        "evicted", 99, 20, 19, seconds_since_eviction=7.5
+    )
+    assert later.end(usage(80, Missed(no_checkpoint=19))) == Miss("no_checkpoint", 99, 20, 19)
     assert later.begin("third", "adapter") == Miss("model", 0, 100, 100)
+
+
+def usage(cached: int, missed: Missed | None) -> Usage:
+    details = PromptTokensDetails(cached, 0, 0, 0, msgspec.UNSET if missed is None else missed)
+    return Usage(100, 1, 101, details, CompletionTokensDetails())
+
+
+def test_image_budgets_are_told_apart() -> None:
+    images, others = (span(20, 6),), (span(20, 7),)
+    before = asked(user("a", IMAGE), images=images)
+    limited = asked(user("a", {**IMAGE, "max_pixels": 100}), images=others)
+    assert limited.miss_after(before) == Miss("messages", 20, 80, 80, Changed(0, 1, "image_budget"))
+    all_limited = asked(user("a", IMAGE), images=others, budget={"max_pixels": 100})
+    assert all_limited.miss_after(before) == Miss("budget", 20, 80, 80)
 
 
 def test_owners_compare_with_their_own_responses() -> None:
@@ -162,3 +184,70 @@ def test_messages_say_what_changed(live: LiveServer) -> None:
     assert system.diagnostics.cache_miss_reason.type == "system_changed"
     unknown = ask("What is it?", "msg_0")
     assert unknown.diagnostics.cache_miss_reason.type == "previous_message_not_found"
+
+
+def chat(server: LiveServer, text: str, **options: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "prompt_cache_options": options}
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_chat_completions_say_what_changed(real: LiveServer) -> None:
+    first = chat(real, "What do chat completions say of their caches?")
+    assert "prompt_cache_diagnostics" not in first
+    assert first["usage"]["prompt_tokens_details"]["missed_tokens"]["never_seen"] > 0
+    again = chat(real, "What do chat completions say of their caches?", comparison_response_id=first["id"])
+    assert again["prompt_cache_diagnostics"] == {"type": "cache_hit"}
+    assert again["usage"]["prompt_tokens_details"]["missed_tokens"] == {
+        "never_seen": 0, "evicted": 0, "no_checkpoint": 0, "not_cacheable": 1, "seconds_since_eviction": None
+    }  # fmt: skip
+    other = chat(real, "Who says it of chat completions?", comparison_response_id=first["id"])
+    found = other["prompt_cache_diagnostics"]
+    assert (found["type"], found["reason"]) == ("cache_miss", "input_changed")
+    unknown = chat(real, "Hello", comparison_response_id="chatcmpl-0")
+    assert unknown["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
+
+
+def test_streamed_chat_completions_diagnose_last(real: LiveServer) -> None:
+    first = chat(real, "Do streams of chat completions say it as well?")
+    chunks = [
+        *real.openai.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "Do streams of chat completions say it as well?"}],
+            max_tokens=2,
+            stream=True,
+            extra_body={"prompt_cache_options": {"comparison_response_id": first["id"]}},
+        )
+    ]
+    assert chunks[-1].model_extra is not None
+    assert chunks[-1].model_extra["prompt_cache_diagnostics"] == {"type": "cache_hit"}
+    assert not any("prompt_cache_diagnostics" in (chunk.model_extra or {}) for chunk in chunks[:-1])
+
+
+def test_prewarmed_chats_are_found(real: LiveServer) -> None:
+    warm = chat(real, "Is a prompt of chat completions computed ahead?", prewarm=True)
+    assert warm["choices"][0]["message"]["content"] == ""
+    assert warm["usage"]["completion_tokens"] == 0
+    answer = chat(real, "Is a prompt of chat completions computed ahead?")
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == answer["usage"]["prompt_tokens"] - 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prewarmed_messages_are_found(real: LiveServer, stream: bool) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": 3,
+        "messages": [{"role": "user", "content": f"Is a prompt of messages computed ahead? {stream}"}],
+    }
+    options = {"prompt_cache_options": {"prewarm": True}}
+    if stream:
+        with real.anthropic.messages.stream(**asked, extra_body=options) as events:
+            warm = events.get_final_message()
+    else:
+        warm = real.anthropic.messages.create(**asked, extra_body=options)
+    assert warm.content == []
+    assert warm.usage.output_tokens == 0
+    answer = real.anthropic.messages.create(**asked)
+    assert answer.usage.input_tokens == 1
+    assert answer.usage.cache_read_input_tokens > 0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from vlmserve.cache.evicted import EvictedKeys
 from vlmserve.types import BlockMap
 
 
@@ -24,6 +25,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, on_evict: Callable[[int, list[bytes]], None] = _ignore_eviction) -> None:
         self.num_blocks = num_blocks
         self.num_evictions = 0
+        self.evicted = EvictedKeys()
         self.on_evict = on_evict
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._unwanted: OrderedDict[int, None] = OrderedDict()
@@ -79,7 +81,7 @@ class BlockPool:
             if block in self._keys:
                 if is_wanted:
                     self.on_evict(block, self._keys[block])
-                self.unregister(block)
+                self.evict(block)
                 self.num_evictions += 1
             taken.append(block)
         return taken
@@ -102,7 +104,13 @@ class BlockPool:
             raise ValueError(f"block {block} is free: what it holds is not known")
         if key not in self._blocks:
             self._blocks[key] = block
+            self.evicted.discard(key)
             self._keys.setdefault(block, []).append(key)
+
+    def evict(self, block: int) -> None:
+        """Like `unregister`, and remember when."""
+        self.evicted.add(self._keys.get(block, ()))
+        self.unregister(block)
 
     def unregister(self, block: int) -> None:
         keys = self._keys.pop(block, ())

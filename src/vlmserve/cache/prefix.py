@@ -136,6 +136,11 @@ class PrefixCache:
             self.host.release(on_host)
         return tables
 
+    def evicted_at(self, key: bytes) -> float | None:
+        """Seconds of `time.monotonic`."""
+        times = [pool.evicted.get(key) for pool in (self.pool, self.host) if pool is not None]
+        return max((one for one in times if one is not None), default=None)
+
     def forget(self, key: bytes) -> int | None:
         """Returns the device block."""
         if self.host is not None and (copy := self.host.get(key)) is not None:

@@ -99,7 +99,7 @@ class StatePool:
             slot = source if source in reused else self._take()
             if source in reused:
                 self._save(slot, [keys[number]])
-                self._slots.unregister(slot)
+                self._slots.evict(slot)
                 self._forget_slot(slot)
             elif source == NO_SLOT and keys:
                 place = self._host.get(keys[number])
@@ -133,7 +133,7 @@ class StatePool:
         if len(self._spare) + spare > self._max_spare and not self._slots.has_unused:
             oldest = self._oldest_spare
             if oldest is not None:
-                self._slots.unregister(oldest)
+                self._slots.evict(oldest)
                 self._num_replaced += 1
         [slot] = self._slots.allocate(1)
         self._forget_slot(slot)
@@ -143,6 +143,11 @@ class StatePool:
 
     def get(self, key: bytes) -> int | None:
         return self._slots.get(key)
+
+    def evicted_at(self, key: bytes) -> float | None:
+        """Seconds of `time.monotonic`."""
+        times = [pool.evicted.get(key) for pool in (self._slots, self._host)]
+        return max((one for one in times if one is not None), default=None)
 
     def release(self, slot: int, *, spare: bool = False) -> None:
         """spare: requests are unlikely to reuse the checkpoint. Raises ValueError for a free slot."""

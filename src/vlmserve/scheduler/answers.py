@@ -31,6 +31,7 @@ def extend_answer(request: Request, output: ModelRunnerOutput) -> EngineOutput:
     if logprobs is not None and stop_token_id is not None:
         stop_logprobs = logprobs[len(new)]
     prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+    missed, request.missed = request.missed, None
     return EngineOutput(
         request_id,
         new,
@@ -41,6 +42,7 @@ def extend_answer(request: Request, output: ModelRunnerOutput) -> EngineOutput:
         request.num_encoded,
         logprobs=None if logprobs is None else logprobs[: len(new)],
         prompt_logprobs=prompt_logprobs,
+        missed=missed,
         error_param=error_param,
         stop_logprobs=stop_logprobs,
         result=result,

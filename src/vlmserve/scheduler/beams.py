@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
 from vlmserve.sampling.bad_words import BadWords
-from vlmserve.types import BeamAnswer, BeamSearch, EngineOutput, EngineRequest, FinishReason, SamplingParams
+from vlmserve.types import BeamAnswer, BeamSearch, EngineOutput, EngineRequest, FinishReason, Missed, SamplingParams
 
 Choices = Sequence[tuple[int, float]]
 """Next token ids and their log probabilities, most likely first."""
@@ -106,7 +106,9 @@ class Beams:
             return list(token_ids[:-1]), "stop", token_ids[-1]
         return list(token_ids), "length", None
 
-    def output(self, request_id: str, cached_tokens: int = 0, images_encoded: int = 0) -> EngineOutput:
+    def output(
+        self, request_id: str, cached_tokens: int = 0, images_encoded: int = 0, missed: Missed | None = None
+    ) -> EngineOutput:
         answers = self.answers()
         best = answers[0]
         return EngineOutput(
@@ -117,4 +119,5 @@ class Beams:
             cached_tokens=cached_tokens,
             images_encoded=images_encoded,
             beams=answers,
+            missed=missed,
         )

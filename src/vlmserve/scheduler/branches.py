@@ -63,5 +63,14 @@ class Branches(Search):
 
     def output(self) -> EngineOutput:
         result = TaskResult(self._sums.astype("<f4").tobytes())
-        cached, encoded = self._root.num_cached or 0, self._root.num_encoded
-        return EngineOutput(self.request_id, [], "stop", cached_tokens=cached, images_encoded=encoded, result=result)
+        root = self._root
+        cached, encoded = root.num_cached or 0, root.num_encoded
+        return EngineOutput(
+            self.request_id,
+            [],
+            "stop",
+            cached_tokens=cached,
+            images_encoded=encoded,
+            result=result,
+            missed=root.missed,
+        )

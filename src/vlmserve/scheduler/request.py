@@ -17,6 +17,7 @@ from vlmserve.types import (
     EngineRequest,
     ImageInput,
     ImageSpan,
+    Missed,
     TokenLogprobs,
 )
 
@@ -35,6 +36,7 @@ class Request:
     - bidirectional_spans: spans ``first <= i < last`` that one step computes
     - num_limited: leading tokens whose chunks resources may limit
     - scalings: X-LoRA's scalings by adapter, summed over computed tokens
+    - missed: why other prompt tokens were not, until an output has it
     - max_short_len: beyond this, all tokens need other RoPE frequencies
     - prompt_logprobs: of leading prompt tokens, not yet output
     - arrived, started, vision_started, answered: `time.perf_counter`
@@ -60,6 +62,7 @@ class Request:
         "image_spans",
         "max_len",
         "max_short_len",
+        "missed",
         "num_cached",
         "num_computed",
         "num_encoded",
@@ -120,6 +123,7 @@ class Request:
             self.prompt_logprobs = [None]
         self.num_computed = self.num_encoded = 0
         self.num_cached: int | None = None
+        self.missed: Missed | None = None
         self.arrived = self.started = self.vision_started = self.answered = 0.0
         self.arrived_at = self.vision_seconds = 0.0
         self.scalings: list[float] = []

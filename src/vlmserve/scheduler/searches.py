@@ -60,7 +60,7 @@ class BeamMembers(Search):
 
     def output(self) -> EngineOutput:
         first = self.members[0]
-        return self._beams.output(self.request_id, first.num_cached or 0, first.num_encoded)
+        return self._beams.output(self.request_id, first.num_cached or 0, first.num_encoded, first.missed)
 
     def fork(self) -> list[tuple[Request, list[Request]]]:
         forks: list[tuple[Request, list[Request]]] = [(member, []) for member in self.members]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from vlmserve.types import Prompt
+from vlmserve.server.schema.usage import PromptTokensDetails, Usage
+from vlmserve.types import Missed, Prompt
 
 MAX_BYTES = 32 * 2**20
 """Maximum size of the prompts that are remembered."""
@@ -23,13 +24,19 @@ _SAMPLE = 32 * 1024
 _PART_BYTES = 100
 """About as many bytes as a digest takes."""
 
-_Parts = list[tuple[str, bytes]]
-Reason = Literal["model", "salt", "tools", "system", "messages", "settings", "not_cached"]
-"""settings: other values that the chat template reads. not_cached: nothing changed, and the caches lack the prompt."""
+_LIMITS = frozenset({"min_pixels", "max_pixels", "max_tokens", "detail", "fps"})
+"""Fields of a part that limit its size."""
+
+Reason = Literal[
+    "model", "salt", "tools", "system", "messages", "budget", "settings", "evicted", "no_checkpoint", "never_seen"
+]
+"""budget: size limits of all images. settings: other values that the chat template reads. The last three: nothing
+changed, and the caches lack the prompt. never_seen: another worker answered, or the engine has restarted."""
 
 
 DETAILS: Mapping[Reason, str] = {
-    "salt": "cache_salt_changed", "settings": "prompt_settings_changed", "not_cached": "not_cached"
+    "salt": "cache_salt_changed", "budget": "image_budget_changed", "settings": "prompt_settings_changed",
+    "evicted": "evicted", "no_checkpoint": "no_checkpoint", "never_seen": "never_seen",
 }  # fmt: skip
 """Names of reasons that OpenAI's and Anthropic's APIs lack."""
 
@@ -40,7 +47,16 @@ class Changed(msgspec.Struct, frozen=True):
     message: int
     part: int
     kind: str
-    """text, image, video, document, role, or calls; removed: the message is missing."""
+    """text, image, video, document, role, or calls; image_budget: only its size limits changed; removed: the message
+    is missing.
+    """
+
+
+class _Part(NamedTuple):
+    kind: str
+    digest: bytes
+    source: bytes = b""
+    """Digest of an image, video or document without size limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +69,7 @@ class Miss:
     lost_tokens: int
     """Tokens of the earlier prompt after them."""
     changed: Changed | None = None
+    seconds_since_eviction: float | None = None
 
 
 class AskedPrompt:
@@ -63,10 +80,11 @@ class AskedPrompt:
         messages: Sequence[Mapping[str, Any]],
         tools: object,
         prompt: Prompt,
+        budget: object = None,
     ) -> None:
-        """messages: of chat completions. owner: the only one who may compare with it."""
+        """messages: of chat completions. owner: the only one who may compare with it. budget: of all images."""
         self.owner, self._salt = owner, salt
-        self._tools = _digest(tools)
+        self._tools, self._budget = _digest(tools), _digest(budget)
         self._system = [_parts(one) for one in messages if one["role"] in ("system", "developer")]
         self._messages = [_parts(one) for one in messages if one["role"] not in ("system", "developer")]
         self._token_ids: npt.NDArray[np.int32] = np.array(prompt.token_ids, np.int32)
@@ -90,12 +108,17 @@ class AskedPrompt:
         reusable = 0 if reason in ("model", "salt") else common
         return Miss(reason, reusable, len(self._token_ids) - reusable, len(earlier._token_ids) - reusable, changed)
 
-    def not_cached(self, earlier: AskedPrompt, cached_tokens: int, block_size: int) -> Miss | None:
+    def not_cached(self, earlier: AskedPrompt, details: PromptTokensDetails, block_size: int) -> Miss | None:
         """Return a miss if the caches lack full blocks of the common beginning."""
         common = min(self._num_common(earlier), len(self._token_ids) - 1)
-        if cached_tokens >= common // block_size * block_size:
+        cached, missed = details.cached_tokens, details.missed_tokens or Missed()
+        if cached >= common // block_size * block_size:
             return None
-        return Miss("not_cached", common, len(self._token_ids) - cached_tokens, common - cached_tokens)
+        reason: Reason = "never_seen"
+        if missed.evicted or missed.no_checkpoint:
+            reason = "evicted" if missed.evicted else "no_checkpoint"
+        age = missed.seconds_since_eviction
+        return Miss(reason, common, self.num_tokens - cached, common - cached, seconds_since_eviction=age)
 
     def _num_common(self, earlier: AskedPrompt) -> int:
         shorter = min(len(self._token_ids), len(earlier._token_ids))
@@ -119,6 +142,8 @@ class AskedPrompt:
         changed = _first_change(earlier._messages, self._messages)
         if changed is not None:
             return "messages", changed
+        if self._budget != earlier._budget:
+            return "budget", None
         # some templates start an answer differently from how they show it in the next turn
         return ("settings", None) if common < earlier.num_tokens - _GENERATION_PROMPT else (None, None)
 
@@ -149,6 +174,7 @@ class Diagnosis:
         """earlier_id: of an earlier response, if any."""
         self._log, self._asked = log, asked
         self._earlier = None if earlier_id is None else log.find(earlier_id, asked.owner)
+        self.compares = earlier_id is not None
         self.is_unknown = earlier_id is not None and self._earlier is None
         """There is no such response of this owner, or it is forgotten."""
 
@@ -162,16 +188,14 @@ class Diagnosis:
             return Miss("model", 0, self._asked.num_tokens, earlier.num_tokens)
         return self._asked.miss_after(earlier)
 
-    def end(self, cached_tokens: int) -> Miss | None:
+    def end(self, usage: Usage) -> Miss | None:
         """Return a miss of an unchanged prompt."""
         if self._earlier is None:
             return None
-        return self._asked.not_cached(self._earlier[1], cached_tokens, self._log.block_size)
+        return self._asked.not_cached(self._earlier[1], usage.prompt_tokens_details, self._log.block_size)
 
 
-def _first_change(
-    before: Sequence[list[tuple[str, bytes]]], after: Sequence[list[tuple[str, bytes]]]
-) -> Changed | None:
+def _first_change(before: Sequence[list[_Part]], after: Sequence[list[_Part]]) -> Changed | None:
     """The first part of earlier messages that is different or missing."""
     for number, old in enumerate(before):
         if number == len(after):
@@ -179,17 +203,35 @@ def _first_change(
         new = after[number]
         for place in range(max(len(old), len(new))):
             if old[place : place + 1] != new[place : place + 1]:
-                return Changed(number, place, (new[place : place + 1] or old[place : place + 1])[0][0])
+                return Changed(number, place, _kind_of_change(old[place : place + 1], new[place : place + 1]))
     return None
 
 
-def _parts(message: Mapping[str, Any]) -> _Parts:
+def _kind_of_change(old: list[_Part], new: list[_Part]) -> str:
+    """Each list has at most one part."""
+    if old and new and old[0].source and old[0].source == new[0].source:
+        return "image_budget"
+    return (new or old)[0].kind
+
+
+def _parts(message: Mapping[str, Any]) -> list[_Part]:
     """Kind and digest of each part, then of the role and of calls."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [] if content is None else [{"type": "text", "text": content}]
-    found = [(_kind(part), _digest(part)) for part in parts]
+    found = [_part(part) for part in parts]
     others = {name: value for name, value in message.items() if name not in ("role", "content")}
-    return [*found, ("role", _digest(message["role"])), *([("calls", _digest(others))] if others else [])]
+    return [*found, _Part("role", _digest(message["role"])), *([_Part("calls", _digest(others))] if others else [])]
+
+
+def _part(part: Any) -> _Part:
+    kind = _kind(part)
+    return _Part(kind, _digest(part), b"" if kind == "text" else _digest(_without_limits(part)))
+
+
+def _without_limits(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {name: _without_limits(one) for name, one in value.items() if name not in _LIMITS}
 
 
 def _kind(part: Any) -> str:

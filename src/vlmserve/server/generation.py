@@ -31,6 +31,7 @@ from vlmserve.types import (
     EngineOutput,
     EngineRequest,
     ImageSize,
+    Missed,
     Prompt,
     RequestTimings,
     SamplingParams,
@@ -108,6 +109,7 @@ class Answer:
         self.num_cached_tokens = 0
         self.num_images_encoded = 0
         self.num_accepted_drafts = self.num_rejected_drafts = 0
+        self.missed: Missed | None = None
         self.finish_reason: str | None = None
         """Why it ended; None while it runs, and after an abort."""
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -132,6 +134,7 @@ class Answer:
                 self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
                 self.num_accepted_drafts, self.num_rejected_drafts = output.accepted_drafts, output.rejected_drafts
                 self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+                self.missed = self.missed or output.missed
                 self.result = output.result
                 if not self._request.generates:
                     self.finish_reason = "length"
@@ -250,6 +253,7 @@ class Generation:
             images=sum(prompt.num_images for prompt in prompts),
             images_encoded=sum(answer.num_images_encoded for answer in self.answers),
             image_tokens=sum(prompt.num_image_tokens for prompt in prompts),
+            missed_tokens=self._missed,
         )
         generated_details = CompletionTokensDetails(
             sum(answer.num_reasoning_tokens for answer in self.answers),
@@ -257,6 +261,11 @@ class Generation:
             sum(answer.num_rejected_drafts for answer in self.answers),
         )
         return Usage(asked, generated, asked + generated, details, generated_details)
+
+    @property
+    def _missed(self) -> Missed | msgspec.UnsetType:
+        known = [one.missed for one in self.answers[:: self.request.num_samples] if one.missed is not None]
+        return sum(known[1:], known[0]) if known else msgspec.UNSET
 
     def _usage_after(self, shared: EngineOutput) -> Usage:
         """Count a shared prefix once."""

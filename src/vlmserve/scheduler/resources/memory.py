@@ -11,6 +11,7 @@ from vlmserve.cache.prefix import Chain, Column, Hit, PrefixCache
 from vlmserve.layer_specs import window_blocks
 from vlmserve.scheduler.block_table import BlockTable
 from vlmserve.scheduler.request import Request
+from vlmserve.scheduler.resources.misses import Misses
 from vlmserve.scheduler.resources.resource import Resource
 from vlmserve.steps import BlockCopy, SchedulerOutput
 from vlmserve.tasks import Prefill
@@ -85,6 +86,7 @@ class KVMemory(Resource):
         self.forgotten: list[bytes] = []
         """Keys to delete from disk."""
         self.columns = [Column(number, window, block_size) for number, window in enumerate(windows)]
+        self.misses = Misses(cache, self.columns, block_size)
         # equal windows free the same blocks
         self._windowed = [
             [number for number, other in enumerate(windows) if other == window]
@@ -188,6 +190,7 @@ class KVMemory(Resource):
             request.num_cached = request.num_computed
             self.queried_tokens += request.num_prompt_tokens
             self.cached_tokens += request.num_cached
+            request.missed = self.misses.note(request, num_reusable(request) * self._prefix_caching, whole.reach)
         return True
 
     def _note_growth(self, request: Request) -> None:

@@ -10,6 +10,7 @@ from vlmserve.layer_specs import CHUNK
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.checkpoints import PlannedCheckpoints, cached_checkpoints, leader_of, prefix_key
 from vlmserve.scheduler.resources.memory import Found, KVMemory, boundaries_of, num_reusable
+from vlmserve.scheduler.resources.state_misses import StateMisses
 
 
 class StateHits(KVMemory):
@@ -18,6 +19,7 @@ class StateHits(KVMemory):
     def __init__(self, cache: PrefixCache, block_size: int, *, states: StatePool, **options: Any) -> None:
         super().__init__(cache, block_size, **{**options, "max_chunk": options["max_chunk"] + CHUNK})
         self.states = states
+        self.misses = StateMisses(cache, self.columns, block_size, states)
         self.planned = PlannedCheckpoints(block_size)
 
     def ready(self, request: Request) -> bool:

@@ -12,12 +12,15 @@ from starlette.responses import Response
 
 from vlmserve.errors import VLMServeError
 from vlmserve.frontend.tool_parser import ContentDelta, Event, ThoughtDelta, ToolCallDelta, ToolCallStart
+from vlmserve.server.cache_diagnosis import AskedPrompt, Diagnosis
 from vlmserve.server.confidence import AnswerConfidences
 from vlmserve.server.errors import error_body
 from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
 from vlmserve.server.history import owner_of, with_files
 from vlmserve.server.routes.answering import Dialect, answer
+from vlmserve.server.routes.diagnosing import diagnose
 from vlmserve.server.routes.events import DONE, event, usage_until_now
+from vlmserve.server.schema.caching import CacheDiagnostics
 from vlmserve.server.schema.chat import (
     AnswerChoice,
     AnswerMessage,
@@ -51,13 +54,16 @@ class ChatDialect(Dialect[ChatRequest]):
         self._reader = AnswerReader()
         self._uses_functions = False
         self._confidences: AnswerConfidences | None = None
+        self._diagnosis: Diagnosis | None = None
 
     def num_answers(self, body: ChatRequest) -> int:
         return body.num_running
 
     async def ask(self, service: Service, body: ChatRequest) -> GenerationRequest:
         check_top_logprobs(body.top_logprobs, service.max_logprobs)
-        params = body.sampling_params(service.defaults, body.token_limit, service.default_limit)
+        # the engine computes at least one token
+        limit = 1 if body.prewarms else body.token_limit
+        params = body.sampling_params(service.defaults, limit, service.default_limit)
         if body.wants_confidence and not body.return_token_ids:
             self._confidences = AnswerConfidences(service.preparer.answers.token_bytes)
         cache_salt = body.cache_salt or ""
@@ -77,6 +83,9 @@ class ChatDialect(Dialect[ChatRequest]):
                 template_settings=settings,
                 mm_processor_kwargs=body.processor_kwargs,
             )
+        if body.prompt_cache_options is not None:
+            asked = AskedPrompt(self._owner, cache_salt, messages, tools, prompt, body.processor_kwargs)
+            self._diagnosis = Diagnosis(service.cache_log, asked, body.comparison_response_id)
         if body.prediction is not None:
             prompt = await service.preparation.predict(prompt, body.prediction.text)
         return GenerationRequest(
@@ -87,6 +96,7 @@ class ChatDialect(Dialect[ChatRequest]):
             body.beams,
             tools,
             body.num_samples,
+            generates=not body.prewarms,
             every_token=body.return_token_ids,
         )
 
@@ -99,6 +109,7 @@ class ChatDialect(Dialect[ChatRequest]):
             choices,
             generation.usage,
             image_sizes=generation.image_sizes,
+            prompt_cache_diagnostics=self._diagnostics(generation),
         )
         if body.prompt_logprobs is not None:
             names = TokenNames(generation.token_bytes, body.return_tokens_as_token_ids)
@@ -108,12 +119,14 @@ class ChatDialect(Dialect[ChatRequest]):
         return completion
 
     async def events(self, body: ChatRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
-        def chunk(choices: list[ChunkChoice]) -> bytes:
+        def chunk(
+            choices: list[ChunkChoice], diagnostics: CacheDiagnostics | msgspec.UnsetType = msgspec.UNSET
+        ) -> bytes:
             usage = usage_until_now(body.stream_options, generation) if choices else generation.usage
             sizes = msgspec.UNSET if choices else generation.image_sizes
-            return event(
-                ChatChunk(generation.id, generation.created, generation.model, choices, usage, image_sizes=sizes)
-            )
+            new = ChatChunk(generation.id, generation.created, generation.model, choices, usage, image_sizes=sizes)
+            new.prompt_cache_diagnostics = diagnostics
+            return event(new)
 
         try:
             beginning = Delta("assistant", None if self._reader.expects_calls else "")
@@ -147,12 +160,16 @@ class ChatDialect(Dialect[ChatRequest]):
                         events += chunk([last])
                     if events:
                         yield events
-            if body.includes_usage:
-                yield chunk([])
+            diagnostics = self._diagnostics(generation)
+            if body.includes_usage or diagnostics is not msgspec.UNSET:
+                yield chunk([], diagnostics)
             yield DONE
         except VLMServeError as error:
             generation.failure = error
             yield event(error_body(error))
+
+    def _diagnostics(self, generation: Generation) -> CacheDiagnostics | msgspec.UnsetType:
+        return msgspec.UNSET if self._diagnosis is None else diagnose(self._diagnosis, generation)
 
     def _delta(self, new: Event) -> Delta:
         match new:

@@ -36,6 +36,7 @@ from vlmserve.server.schema.messages import (
     TokenCount,
     ToolUseContent,
 )
+from vlmserve.server.schema.usage import Usage
 from vlmserve.server.service import Service
 from vlmserve.server.tool_calls import AnswerReader
 from vlmserve.types import Prompt
@@ -62,7 +63,9 @@ class MessagesDialect(Dialect[MessagesRequest]):
     async def ask(self, service: Service, body: MessagesRequest) -> GenerationRequest:
         stop = [*body.stop, *body.stop_sequences]
         named = body.model_copy(update={"stop": stop, "thinking_token_budget": body.thinking_budget})
-        params = named.sampling_params(service.defaults, body.max_tokens, service.default_limit)
+        # the engine computes at least one token
+        max_tokens = 1 if body.prewarms else body.max_tokens
+        params = named.sampling_params(service.defaults, max_tokens, service.default_limit)
         tools = body.tool_use
         self._reader.shows_thoughts = body.shows_thoughts
         params = self._reader.expect(service.preparer.answers.tool_form, tools, params)
@@ -72,10 +75,10 @@ class MessagesDialect(Dialect[MessagesRequest]):
             check_continuation(body.grammar(), tools)
         prompt = await _prompt(service, body, self._chat, self._owner, cache_salt)
         if body.diagnostics is not None:
-            asked = AskedPrompt(self._owner, cache_salt, self._chat.messages, tools, prompt)
+            asked = AskedPrompt(self._owner, cache_salt, self._chat.messages, tools, prompt, body.processor_kwargs)
             self._diagnosis = Diagnosis(service.cache_log, asked, body.diagnostics.previous_message_id)
         self._chat.messages.clear()  # frees the media, which are prepared; an answer may take long
-        return GenerationRequest([prompt], params, 1, cache_salt, tools=tools)
+        return GenerationRequest([prompt], params, 1, cache_salt, tools=tools, generates=not body.prewarms)
 
     def reword(self, error: InvalidRequestError) -> None:
         self._chat.reword(error)
@@ -85,7 +88,7 @@ class MessagesDialect(Dialect[MessagesRequest]):
         [said] = await generation.finished()
         cut = said.finish_reason == "length" or said.stop_string is not None
         content = _content(self._reader.read(said), cut=cut)
-        found = self._diagnostics(generation, generation.usage.prompt_tokens_details.cached_tokens)
+        found = self._diagnostics(generation, generation.usage)
         return _answer(generation, content, self._stop_reason(said), said.stop_string, found)
 
     async def events(self, body: MessagesRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
@@ -108,15 +111,15 @@ class MessagesDialect(Dialect[MessagesRequest]):
             generation.failure = error
             yield named_event(messages_error_body(error))
 
-    def _diagnostics(self, generation: Generation, cached_tokens: int | None = None) -> Diagnostics | None:
-        """Return why the caches lacked a part of the prompt. cached_tokens: None: not known yet."""
+    def _diagnostics(self, generation: Generation, usage: Usage | None = None) -> Diagnostics | None:
+        """Return why the caches lacked a part of the prompt. usage: of the ended generation."""
         if self._diagnosis is None:
             return None
         miss = self._diagnosis.begin(generation.id, generation.model)
         if self._diagnosis.is_unknown:
             return Diagnostics(CacheMissReason("previous_message_not_found"))
-        if miss is None and cached_tokens is not None:
-            miss = self._diagnosis.end(cached_tokens)
+        if miss is None and usage is not None:
+            miss = self._diagnosis.end(usage)
         return None if miss is None else Diagnostics(CacheMissReason.of(miss))
 
     def _stop_reason(self, said: TextDelta) -> str:

@@ -19,9 +19,10 @@ from vlmserve.server.confidence import AnswerConfidences
 from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
 from vlmserve.server.history import file_ids, fitting, kept_items, needed_store, owner_of, read_items, with_files
 from vlmserve.server.routes.answering import Dialect, answer
+from vlmserve.server.routes.diagnosing import diagnose
 from vlmserve.server.routes.response_writer import ResponseWriter
 from vlmserve.server.schema.logprobs import TokenNames, check_top_logprobs, choice_logprobs
-from vlmserve.server.schema.responses import CacheDiagnostics, ResponseObject, ResponsesRequest
+from vlmserve.server.schema.responses import ResponseObject, ResponsesRequest
 from vlmserve.server.service import Service
 from vlmserve.server.tool_calls import AnswerReader
 from vlmserve.server.turns import Turns
@@ -70,7 +71,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             new = await kept_items(service, self._owner, body.input, share)
             turns = Turns(body.instructions, before, new)
             prompt = await self._prepare(service, body, turns, tools, share)
-            asked = AskedPrompt(self._owner, cache_salt, turns.messages, tools, prompt)
+            asked = AskedPrompt(self._owner, cache_salt, turns.messages, tools, prompt, body.processor_kwargs)
         self._diagnosis = Diagnosis(service.cache_log, asked, body.comparison_response_id)
         if self._keeps(body) or body.conversation is not None:
             await self._pack(needed_store(service), new)
@@ -113,12 +114,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
     ) -> bytes:
         """Return the events after the last token, with cache diagnostics if requested."""
         assert self._diagnosis is not None
-        miss = self._diagnosis.begin(generation.id, generation.model)
-        if self._diagnosis.is_unknown:
-            writer.response.prompt_cache_diagnostics = CacheDiagnostics("comparison_response_not_found")
-        elif body.comparison_response_id is not None:
-            miss = miss or self._diagnosis.end(generation.usage.prompt_tokens_details.cached_tokens)
-            writer.response.prompt_cache_diagnostics = CacheDiagnostics.of(miss)
+        writer.response.prompt_cache_diagnostics = diagnose(self._diagnosis, generation)
         if body.prewarms:
             return writer.finish_empty(generation.usage, generation.image_sizes)
         return writer.finish(finish_reason, generation.usage, generation.image_sizes)

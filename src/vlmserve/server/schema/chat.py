@@ -11,6 +11,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
+from vlmserve.server.schema.caching import CacheDiagnostics, CachingRequest
 from vlmserve.server.schema.content import (
     Message,
     PromptRequest,
@@ -58,7 +59,7 @@ class Prediction(RequestModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatRequest(PromptRequest, ChoicesRequest):
+class ChatRequest(PromptRequest, ChoicesRequest, CachingRequest):
     """The body of ``POST /v1/chat/completions``."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES
@@ -198,6 +199,7 @@ class ChatCompletion(msgspec.Struct):
     image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET
     """Sizes of the prompt's images, in order; absent without images."""
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_cache_diagnostics: CacheDiagnostics | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -236,4 +238,5 @@ class ChatChunk(msgspec.Struct):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     object: str = "chat.completion.chunk"
     image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET
+    prompt_cache_diagnostics: CacheDiagnostics | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

@@ -14,6 +14,7 @@ from vlmserve.server.cache_diagnosis import DETAILS, Changed, Miss
 from vlmserve.server.schema.asking import IGNORED_FIELDS
 from vlmserve.server.schema.base import MAX_COUNT, JSONObject, RequestModel, by_type
 from vlmserve.server.schema.blocks import ChatMessages, System, Turn
+from vlmserve.server.schema.caching import Prewarming
 from vlmserve.server.schema.content import PromptRequest
 from vlmserve.server.schema.sampling import NEUTRAL_VALUES, OTHER_NAMES, SamplingRequest
 from vlmserve.server.schema.structured import MessagesFormat, either_grammar
@@ -171,6 +172,14 @@ class MessagesRequest(PromptFields, SamplingRequest):
     stop_sequences: list[str] = Field(default_factory=list, description="Strings that end the answer.")
     output_config: OutputConfig = OutputConfig()
     diagnostics: DiagnosticsWanted | None = Field(None, description="Ask why the caches lacked a part of the prompt.")
+    prompt_cache_options: Prewarming = Field(
+        Prewarming(), description="prewarm computes the prompt and generates nothing."
+    )
+
+    @property
+    def prewarms(self) -> bool:
+        """True if the prompt is computed and nothing is generated."""
+        return self.prompt_cache_options.prewarm
 
     @property
     def thinking_budget(self) -> int | None:
@@ -243,13 +252,16 @@ class CacheMissReason(msgspec.Struct):
     """A reason that Anthropic's types lack (vlmserve's extension)."""
     changed: Changed | msgspec.UnsetType = msgspec.UNSET
     """The first part that changed (vlmserve's extension)."""
+    seconds_since_eviction: float | msgspec.UnsetType = msgspec.UNSET
+    """With the detail evicted (vlmserve's extension)."""
 
     @classmethod
     def of(cls, miss: Miss) -> CacheMissReason:
         changed = msgspec.UNSET if miss.changed is None else miss.changed
         if miss.reason in _CHANGES:
             return cls(f"{miss.reason}_changed", miss.lost_tokens, changed=changed)
-        return cls("unavailable", detail=DETAILS[miss.reason])
+        age = msgspec.UNSET if miss.seconds_since_eviction is None else miss.seconds_since_eviction
+        return cls("unavailable", detail=DETAILS[miss.reason], seconds_since_eviction=age)
 
 
 class Diagnostics(msgspec.Struct):

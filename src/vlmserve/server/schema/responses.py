@@ -10,9 +10,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
-from vlmserve.server.cache_diagnosis import DETAILS, Changed, Miss
 from vlmserve.server.schema.asking import IGNORED_FIELDS
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
+from vlmserve.server.schema.caching import CacheDiagnostics, CachingRequest
 from vlmserve.server.schema.content import PromptRequest, ReasoningEffort, TemplateSettings, effort_settings
 from vlmserve.server.schema.items import Includable, Input, Metadata
 from vlmserve.server.schema.response_tools import FunctionTool, ResponseToolChoice, response_tool_use
@@ -25,7 +25,7 @@ from vlmserve.server.schema.sampling import (
 from vlmserve.server.schema.structured import OutputFormat, either_grammar, output_grammar
 from vlmserve.server.schema.tools import MAX_TOOLS, offered
 from vlmserve.server.schema.usage import Usage
-from vlmserve.types import Grammar, ImageSize
+from vlmserve.types import Grammar, ImageSize, Missed
 
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     **NEUTRAL_VALUES,
@@ -34,11 +34,6 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "messages": (),
     "prompt": (),
 }
-
-_CHANGES = {
-    "model": "model_changed", "tools": "tools_changed", "system": "input_changed", "messages": "input_changed"
-}  # fmt: skip
-"""Cache-miss reasons of OpenAI's API."""
 
 _OTHER_NAMES: Mapping[str, str] = {
     **OTHER_NAMES,
@@ -72,18 +67,7 @@ class ConversationRef(RequestModel):
     id: str
 
 
-class CacheOptions(RequestModel):
-    """Cache options. mode and ttl have no effect: all prompts are cached while there is room."""
-
-    mode: Literal["implicit", "explicit"] | None = None
-    ttl: Annotated[str, Field(max_length=64)] | None = None
-    prewarm: bool = False
-    """Compute the prompt and generate nothing."""
-    comparison_response_id: str | None = None
-    """A response whose prompt is compared with this one."""
-
-
-class ResponsesRequest(PromptRequest, SamplingRequest):
+class ResponsesRequest(PromptRequest, SamplingRequest, CachingRequest):
     """The body of ``POST /v1/responses``."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES
@@ -120,9 +104,6 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
     )
     chat_template_kwargs: TemplateSettings = None
     reasoning: Reasoning = Field(Reasoning(), description="Its effort is for models whose chat template knows it.")
-    prompt_cache_options: CacheOptions | None = Field(
-        None, description="Compute a prompt without an answer, or ask why the caches lacked it."
-    )
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="auto: drop the oldest turns if the context is too short."
     )
@@ -136,15 +117,6 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
     def template_settings(self, known: Collection[str]) -> dict[str, Any]:
         """Return values for the chat template. known: names that the template uses."""
         return effort_settings(self.reasoning.effort, known) | (self.chat_template_kwargs or {})
-
-    @property
-    def prewarms(self) -> bool:
-        """True if the prompt is computed and nothing is generated."""
-        return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
-
-    @property
-    def comparison_response_id(self) -> str | None:
-        return None if self.prompt_cache_options is None else self.prompt_cache_options.comparison_response_id
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -180,6 +152,7 @@ class InputTokensDetails(msgspec.Struct):
     images_encoded: int
     image_tokens: int
     cache_write_tokens: int = 0
+    missed_tokens: Missed | msgspec.UnsetType = msgspec.UNSET
 
 
 class OutputTokensDetails(msgspec.Struct):
@@ -202,36 +175,17 @@ class ResponseUsage(msgspec.Struct):
         prompt = usage.prompt_tokens_details
         return cls(
             usage.prompt_tokens,
-            InputTokensDetails(prompt.cached_tokens, prompt.images, prompt.images_encoded, prompt.image_tokens),
+            InputTokensDetails(
+                prompt.cached_tokens,
+                prompt.images,
+                prompt.images_encoded,
+                prompt.image_tokens,
+                missed_tokens=prompt.missed_tokens,
+            ),
             usage.completion_tokens,
             OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
             usage.total_tokens,
         )
-
-
-class CacheDiagnostics(msgspec.Struct):
-    """Why a prompt could not reuse all of the compared one."""
-
-    type: str
-    """cache_miss, cache_hit, comparison_response_not_found or unavailable."""
-    reason: str | msgspec.UnsetType = msgspec.UNSET
-    cache_missed_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    comparison_reusable_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    detail: str | msgspec.UnsetType = msgspec.UNSET
-    """A reason that OpenAI's types lack (vlmserve's extension)."""
-    changed: Changed | msgspec.UnsetType = msgspec.UNSET
-    """The first part that changed (vlmserve's extension)."""
-
-    @classmethod
-    def of(cls, miss: Miss | None) -> CacheDiagnostics:
-        """Convert a miss to this API's form; None: a hit."""
-        if miss is None:
-            return cls("cache_hit")
-        if miss.reason in _CHANGES:
-            changed = msgspec.UNSET if miss.changed is None else miss.changed
-            counts = miss.missed_tokens, miss.reusable_tokens
-            return cls("cache_miss", _CHANGES[miss.reason], *counts, changed=changed)
-        return cls("unavailable", detail=DETAILS[miss.reason])
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):

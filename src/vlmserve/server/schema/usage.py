@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from vlmserve.types import Missed
+
 
 class PromptTokensDetails(msgspec.Struct):
     """Details of prompt tokens. The image fields are vlmserve's extensions."""
@@ -15,6 +17,8 @@ class PromptTokensDetails(msgspec.Struct):
     """Images that went through the vision tower."""
     image_tokens: int
     """Tokens of images and videos."""
+    missed_tokens: Missed | msgspec.UnsetType = msgspec.UNSET
+    """Why the prefix cache lacked the other tokens, since the answer's first token."""
 
 
 class CompletionTokensDetails(msgspec.Struct):
