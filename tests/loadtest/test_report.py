@@ -12,7 +12,7 @@ from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.figures import Summary, concurrency, histogram, series
 from vlmserve.loadtest.files import as_html, as_json, as_markdown, check_paths
 from vlmserve.loadtest.machine import ProcessUsage, Usage
-from vlmserve.loadtest.record import Record
+from vlmserve.loadtest.record import MissedTokens, Record
 from vlmserve.loadtest.report import Report, make_report
 from vlmserve.loadtest.run import Outcome
 from vlmserve.loadtest.search import Trial
@@ -59,6 +59,16 @@ def test_tokens_are_those_that_the_server_counted():
     assert made.output_tokens.mean == 5
     assert made.throughput.output_tokens == pytest.approx(5 / 0.3)
     assert made.throughput.input_tokens == pytest.approx(10 / 0.3)
+
+
+def test_reasons_of_cache_misses_are_summed():
+    told = [MissedTokens(5, 3), MissedTokens(2, 0, 4), None]
+    made = report(*(record(0.0, [0.1], cached_tokens=1, missed_tokens=missed) for missed in told))
+    assert made.missed_tokens == MissedTokens(7, 3, 4)
+    text = as_markdown(made)
+    for line in ("never seen before | 7", "evicted from the cache | 3", "cached without a checkpoint | 4"):
+        assert f"Input tokens {line}" in text
+    assert report(record(0.0, [0.1])).missed_tokens is None
 
 
 def test_an_open_loop_counts_from_the_schedule():

@@ -50,6 +50,15 @@ def test_map_uses_the_colours_of_its_legend(slow, visit):
     assert len(colours) >= 2  # free, and at least one that is not
 
 
+def test_reasons_of_cache_misses_are_shown(pixie, visit):
+    question = {"messages": QUESTION, "max_tokens": 1}
+    details = [pixie.ask(**question).json()["usage"]["prompt_tokens_details"] for _ in range(2)]
+    assert details[0]["missed_tokens"]["never_seen"] > 0
+    page = visit(pixie, "/#/live")
+    misses = page.locator(".rates > div").filter(has_text="Prompt tokens not found")
+    expect(misses.locator(".hint")).to_have_text(re.compile(r"^[\d,]+ never seen$"))
+
+
 def test_gone_server_is_reported_with_earlier_figures(slow, visit):
     page = visit(slow, "/#/live", complains="net::ERR_FAILED")
     page.locator(".tiles").wait_for()

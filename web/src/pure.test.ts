@@ -11,7 +11,7 @@ import { columnsOf, parseJson } from "./chat/json";
 import { marksIn, placeIn, unitOf, viewOf } from "./chat/marks";
 import { bytes, describeCost, duration, megabytes, percent, rate, seconds } from "./format";
 import { inWords } from "./live/block-map";
-import { sampleOf, SPAN, withSample, withSamples, type Engine, type Figures, type Sample } from "./live/figures";
+import { missesInWords, sampleOf, SPAN, withSample, withSamples, type Engine, type Figures, type Sample } from "./live/figures";
 import { hrefOf, parseRoute } from "./route";
 import { conversationsIn } from "./state/exchange";
 import { matches, shelves } from "./state/shelf";
@@ -189,6 +189,14 @@ suite("live figures", () => {
     const before = figures(10, { steps: 1, prompt_tokens: 100, generation_tokens: 0, num_running: 1, num_waiting: 0 });
     const now = figures(12, { steps: 5, prompt_tokens: 150, generation_tokens: 40, num_running: 2, num_waiting: 1 });
     expect(sampleOf(before, now)).toEqual({ time: 12, running: 2, waiting: 1, prompt: 25, generation: 20 });
+  });
+
+  test("say why prompt tokens were not found", () => {
+    const misses = (seen: number, evicted: number, unsaved: number) =>
+      missesInWords({ prefix_never_seen_tokens: seen, prefix_evicted_tokens: evicted, prefix_unsaved_tokens: unsaved } as Engine);
+    expect(misses(1200, 80, 0)).toBe("1,200 never seen · 80 evicted");
+    expect(misses(0, 0, 3)).toBe("3 without a checkpoint");
+    expect(misses(0, 0, 0)).toBe("none");
   });
 
   test("have gaps where an engine has begun anew or is not there", () => {

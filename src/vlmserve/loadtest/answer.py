@@ -7,6 +7,7 @@ from array import array
 import msgspec
 
 from vlmserve.loadtest.client import RequestFailedError
+from vlmserve.loadtest.record import MissedTokens
 
 MAX_EVENT = 16 * 1024**2
 """Maximum bytes of an event or an error."""
@@ -31,6 +32,7 @@ class _Choice(msgspec.Struct):
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
+    missed_tokens: MissedTokens | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -66,7 +68,7 @@ class Answer:
 
     __slots__ = (
         "_error", "_keeps_text", "_rest", "_streams", "_text", "cached_tokens", "ended", "is_whole",
-        "num_prompt_tokens", "num_tokens", "times",
+        "missed_tokens", "num_prompt_tokens", "num_tokens", "times",
     )  # fmt: skip
 
     def __init__(self, *, streams: bool = True, keeps_text: bool = False) -> None:
@@ -74,6 +76,7 @@ class Answer:
         self.num_tokens: int | None = None
         self.num_prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
+        self.missed_tokens: MissedTokens | None = None
         self.is_whole = False
         self.ended = 0.0
         self._streams, self._keeps_text = streams, keeps_text
@@ -132,6 +135,7 @@ class Answer:
             self.num_prompt_tokens = chunk.usage.prompt_tokens
             if chunk.usage.prompt_tokens_details is not None:
                 self.cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
+                self.missed_tokens = chunk.usage.prompt_tokens_details.missed_tokens
         for choice in chunk.choices or ():
             self._choice(choice, now)
 

@@ -8,6 +8,19 @@ from itertools import pairwise
 import msgspec
 
 
+class MissedTokens(msgspec.Struct, frozen=True):
+    """Prompt tokens that vlmserve's prefix cache lacked, by reason."""
+
+    never_seen: int = 0
+    evicted: int = 0
+    no_checkpoint: int = 0
+
+    def __add__(self, other: MissedTokens) -> MissedTokens:
+        return MissedTokens(
+            self.never_seen + other.never_seen, self.evicted + other.evicted, self.no_checkpoint + other.no_checkpoint
+        )
+
+
 class Record(msgspec.Struct):
     """One request. Times are seconds since the test began."""
 
@@ -22,6 +35,7 @@ class Record(msgspec.Struct):
     num_prompt_tokens: int | None = None
     """The server's count."""
     cached_tokens: int | None = None
+    missed_tokens: MissedTokens | None = None
     is_counted: bool = True
     session: int = 0
     turn: int = 0

@@ -13,7 +13,7 @@ import vlmserve
 from vlmserve.loadtest import figures
 from vlmserve.loadtest.figures import Failure, Histogram, Point, Series, Summary
 from vlmserve.loadtest.machine import ProcessUsage
-from vlmserve.loadtest.record import Record
+from vlmserve.loadtest.record import MissedTokens, Record
 from vlmserve.loadtest.run import Outcome
 from vlmserve.loadtest.search import Trial
 from vlmserve.loadtest.settings import TestConfig
@@ -72,6 +72,7 @@ class Report(msgspec.Struct):
     input_tokens: Summary | None
     output_tokens: Summary | None
     cached_tokens: int | None
+    missed_tokens: MissedTokens | None
     num_images: int
     client: ProcessUsage
     server: list[ProcessUsage]
@@ -105,6 +106,7 @@ def make_report(
     if not config.is_open:
         latencies = {name: values for name, values in latencies.items() if "schedule" not in name}
     cached = [record.cached_tokens for record in good if record.cached_tokens is not None]
+    missed = [record.missed_tokens for record in good if record.missed_tokens is not None]
     report = Report(
         url=url,
         model=model,
@@ -126,6 +128,7 @@ def make_report(
         input_tokens=Summary.of(r.num_prompt_tokens for r in good if r.num_prompt_tokens is not None),
         output_tokens=Summary.of(record.num_tokens for record in good),
         cached_tokens=sum(cached) if cached else None,
+        missed_tokens=sum(missed[1:], missed[0]) if missed else None,
         num_images=sum(record.num_images for record in good),
         client=outcome.usage.client,
         server=outcome.usage.server,

@@ -173,6 +173,7 @@ class Run:
             num_tokens=len(answer.times) if answer.num_tokens is None else answer.num_tokens,
             num_prompt_tokens=answer.num_prompt_tokens,
             cached_tokens=answer.cached_tokens,
+            missed_tokens=answer.missed_tokens,
             is_counted=answer.num_tokens is not None,
             reason=reason,
             message=message,

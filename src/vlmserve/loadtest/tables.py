@@ -96,6 +96,14 @@ def _outcome(report: Report) -> Table:
         table.rows.append(("Images", f"{report.num_images:,}", number(rate)))
     if report.cached_tokens is not None:
         table.rows.append(("Input tokens found in a cache", f"{report.cached_tokens:,}", ""))
+    if (missed := report.missed_tokens) is not None:
+        for reason, count in (
+            ("never seen before", missed.never_seen),
+            ("evicted from the cache", missed.evicted),
+            ("cached without a checkpoint", missed.no_checkpoint),
+        ):
+            if count:
+                table.rows.append((f"Input tokens {reason}", f"{count:,}", ""))
     table.rows.append(("Duration", f"{report.seconds:.2f} s", ""))
     running = report.concurrency
     table.rows.append(("Requests at once", f"{running.mean:.1f} on average, {running.peak} at most", ""))

@@ -115,6 +115,24 @@ ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
         lambda s: s.prefix_cached_tokens,
     ),
     StatMetric(
+        "counter",
+        "prefix_cache_never_seen",
+        "Prompt tokens of requests that have started, in blocks that were never cached.",
+        lambda s: s.prefix_never_seen_tokens,
+    ),
+    StatMetric(
+        "counter",
+        "prefix_cache_evicted",
+        "Prompt tokens of requests that have started, in evicted blocks or before an evicted checkpoint.",
+        lambda s: s.prefix_evicted_tokens,
+    ),
+    StatMetric(
+        "counter",
+        "prefix_cache_no_checkpoint",
+        "Prompt tokens of requests that have started, in cached blocks without a checkpoint of a state.",
+        lambda s: s.prefix_unsaved_tokens,
+    ),
+    StatMetric(
         "counter", "encoder_cache_queries", "Images whose embeddings a request needed.", lambda s: s.encoder_queries
     ),
     StatMetric(

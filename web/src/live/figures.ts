@@ -1,4 +1,5 @@
 /** What the server says at live, and what follows from several such answers. */
+import { count } from "../format";
 
 export interface Percentiles {
   count: number;
@@ -21,6 +22,9 @@ export interface Engine {
   steps: number;
   prefix_queried_tokens: number;
   prefix_cached_tokens: number;
+  prefix_never_seen_tokens: number;
+  prefix_evicted_tokens: number;
+  prefix_unsaved_tokens: number;
   host_blocks_total: number;
   host_blocks_used: number;
   encoder_queries: number;
@@ -49,6 +53,17 @@ export interface Figures {
   latencies: Record<Latency, Record<"60" | "300", Percentiles>>;
   /** Of a cluster, the same of each of its workers, by name. */
   workers?: Record<string, Figures>;
+}
+
+/** Why prompt tokens were not found in the prefix cache. */
+export function missesInWords(engine: Engine): string {
+  const reasons: [number, string][] = [
+    [engine.prefix_never_seen_tokens, "never seen"],
+    [engine.prefix_evicted_tokens, "evicted"],
+    [engine.prefix_unsaved_tokens, "without a checkpoint"],
+  ];
+  const told = reasons.filter(([tokens]) => tokens > 0).map(([tokens, reason]) => `${count(tokens)} ${reason}`);
+  return told.join(" · ") || "none";
 }
 
 /** What went on between two answers, a point of the charts. */

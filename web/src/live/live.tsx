@@ -3,7 +3,7 @@ import { useMemo, useState } from "react";
 import { bytes, count, percent, rate, seconds } from "../format";
 import { BlockMap } from "./block-map";
 import { Chart } from "./chart";
-import type { Engine, Figures, Latency } from "./figures";
+import { missesInWords, type Engine, type Figures, type Latency } from "./figures";
 import { useFigures } from "./use-figures";
 import { Workers } from "./workers";
 
@@ -156,6 +156,15 @@ function HitRates({ engine, imageCache }: { engine?: Engine | null; imageCache: 
             </dd>
           </div>
         ))}
+        {engine && (
+          <div>
+            <dt>Prompt tokens not found</dt>
+            <dd>
+              <b>{count(engine.prefix_never_seen_tokens + engine.prefix_evicted_tokens + engine.prefix_unsaved_tokens)}</b>
+              <span className="hint">{missesInWords(engine)}</span>
+            </dd>
+          </div>
+        )}
         {engine && (
           <div>
             <dt>Encoder cache in use</dt>
