@@ -12,6 +12,7 @@ from tests.loadtest.scripted import answer, chunk, event, piece, plain, scripted
 from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.answer import Answer
 from vlmserve.loadtest.client import Client, RequestFailedError
+from vlmserve.loadtest.record import MissedTokens
 
 PATH = "/v1/chat/completions"
 
@@ -38,6 +39,14 @@ async def test_a_stream_is_read():
         read = await ask(server.url)
     assert (read.text, read.num_tokens, read.num_prompt_tokens, len(read.times)) == (" 0 1", 2, 5, 2)
     assert read.times[0] <= read.times[1] <= read.ended
+
+
+async def test_reasons_of_cache_misses_are_read():
+    missed = {"never_seen": 7, "evicted": 2, "not_cacheable": 1, "seconds_since_eviction": 1.5}
+    usage = {"completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 3, "missed_tokens": missed}}
+    async with scripted(writes(stream(piece("a"), {"choices": [], "usage": usage}, b"[DONE]"))) as server:
+        read = await ask(server.url)
+    assert (read.cached_tokens, read.missed_tokens) == (3, MissedTokens(7, 2))
 
 
 async def test_bytes_may_come_in_any_portions():
