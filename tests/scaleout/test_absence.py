@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import httpx
 import pytest
@@ -85,6 +86,23 @@ async def test_the_only_worker_is_replaced_without_an_error(single):
     assert {(stream.status, stream.error, stream.is_done, stream.failure) for stream in streams} == {
         (200, None, True, "")
     }
+
+
+async def test_failures_of_others_do_not_reject_a_request(tmp_path):
+    cluster = Workers(tmp_path)
+    first = cluster.start("first")
+    gateway = cluster.gateways[0]
+    fleet = gateway.model("m")[1].fleet
+    worker = fleet.get(gateway.members[first.url].hello.info.id)
+    fleet.trip(worker, time.monotonic(), connection=True)
+    asking = asyncio.ensure_future(cluster.post("/v1/completions", model="fixed", prompt="x"))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not asking.done(), "it waits until it is known whether the worker is leaving"
+    cluster.stop("first")
+    cluster.start("second")
+    answer = await asking
+    assert (answer.status_code, answer.text) == (200, "fixed")
 
 
 async def test_request_without_workers_is_rejected_after_waiting(tmp_path, monkeypatch):

@@ -198,38 +198,36 @@ class Proxy:
         raise UnavailableError("No worker can answer now; try again soon")
 
     async def _send(self, excluded: set[str]) -> tuple[int, Route] | None:
-        """Wait if the model's last worker has just left, or if no worker has the adapter yet."""
+        """Wait if the model's last worker has just left or may be leaving, or if no worker has the adapter yet."""
         gateway, account = self.gateway, account_of(self._request)
         now = asyncio.get_running_loop().time
-        until = now() + gateway.patience
+        told, until = now() + _NEWS, now() + gateway.patience
         while True:
             lacking = gateway.lacking(self._name)
             sent = gateway.send(self._router, self._key, {*excluded, *lacking}, account)
             if sent is not None:
                 return sent
-            if self._may_be_absent:
-                await self._hear_of_failed()
+            # Without excluded workers, failures of other requests have closed all.
+            have_failed = self._may_be_absent or not (excluded or lacking)
             if gateway.absent(self._name):
                 await gateway.await_worker(self._name, self.held)
                 excluded.clear()
                 self._find_model()
                 until = now() + gateway.patience
-            elif excluded or not lacking:
+            elif have_failed and now() < told:
+                if await self._worker_changes(told) and not gateway.absent(self._name):
+                    self._find_model()
+            elif excluded or not lacking or not await self._worker_changes(until):
                 return None
-            else:
-                try:
-                    async with asyncio.timeout_at(until):
-                        await gateway.change_of_worker()
-                except TimeoutError:
-                    return None
 
-    async def _hear_of_failed(self) -> None:
-        """Wait `_NEWS` seconds at most until a failed worker is known to be leaving."""
-        self._may_be_absent = False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_NEWS):
-                while not self.gateway.absent(self._name):
-                    await self.gateway.change_of_worker()
+    async def _worker_changes(self, until: float) -> bool:
+        """Wait for news of a worker. Returns False if there is none by `until`, a time of the loop."""
+        try:
+            async with asyncio.timeout_at(until):
+                await self.gateway.change_of_worker()
+        except TimeoutError:
+            return False
+        return True
 
     async def _try(self, number: int, route: Route) -> Response:
         """Raises _Failed."""
