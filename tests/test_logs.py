@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from vlmserve.logs import JsonFormatter, log_format_in_use
+from vlmserve.logs import JsonFormatter, log_format_in_use, process_below
 
 
 def lines_of(program: str, log_format: str = "json") -> list[str]:
@@ -81,6 +81,16 @@ def test_text_has_the_time_and_the_message(log_format, line):
     program = "logging.warning('%s', 'seen', extra={'fields': {'a': 1}})\nassert log_format_in_use() == "
     [written] = lines_of(f"{program}{log_format!r}", log_format)
     assert re.fullmatch(line, written)
+
+
+def test_child_processes_are_named_after_their_parent():
+    [named] = lines_of("logging.warning(process_below('rank 1'))", "short")
+    assert named.endswith("engine engine rank 1")
+    program = "import logging\nfrom vlmserve.logs import *\n"
+    program += "set_up_logging('short', '100%s')\nlogging.warning('seen')\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stderr.endswith(" 100%s seen\n")
+    assert process_below("engine") == "engine"
 
 
 def test_the_lowest_level_is_settable():

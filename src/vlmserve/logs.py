@@ -17,12 +17,16 @@ _TEXT_FORMATS = {
     "short": ("%(asctime)s {process}%(message)s", "%H:%M:%S"),
 }
 """Formats of a line and of its time."""
+_UNNAMED = "server"
+"""The process whose lines have no name."""
 
 
 class JsonFormatter(logging.Formatter):
+    log_format: LogFormat = "json"
+
     def __init__(self, process: str) -> None:
         super().__init__()
-        self._process = process
+        self.process = process
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -30,7 +34,7 @@ class JsonFormatter(logging.Formatter):
             "time": when.replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "process": self._process,
+            "process": self.process,
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
         }
@@ -45,8 +49,10 @@ class JsonFormatter(logging.Formatter):
 class TextFormatter(logging.Formatter):
     def __init__(self, log_format: Literal["text", "short"], process: str) -> None:
         line, time = _TEXT_FORMATS[log_format]
-        self.log_format = log_format
-        super().__init__(line.format(process="" if process == "server" else f"{process} "), time)
+        self.log_format: LogFormat = log_format
+        self.process = process
+        shown = "" if process == _UNNAMED else f"{process} ".replace("%", "%%")
+        super().__init__(line.format(process=shown), time)
 
 
 class _WithoutHandlers(logging.Logger):
@@ -67,8 +73,8 @@ class _WithoutHandlers(logging.Logger):
         self._propagates = wanted
 
 
-def set_up_logging(log_format: LogFormat, process: str = "server", level: int = logging.INFO) -> None:
-    """Log to stderr. Call it before anything logs. process: named in text unless "server"."""
+def set_up_logging(log_format: LogFormat, process: str = _UNNAMED, level: int = logging.INFO) -> None:
+    """Log to stderr. Call it before anything logs. process: named in text unless it is the server."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(log_format, process))
     logging.basicConfig(level=level, handlers=[handler])
@@ -79,12 +85,19 @@ def set_up_logging(log_format: LogFormat, process: str = "server", level: int = 
 
 
 def log_format_in_use() -> LogFormat:
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler.formatter, JsonFormatter):
-            return "json"
-        if isinstance(handler.formatter, TextFormatter):
-            return handler.formatter.log_format
-    return "text"
+    formatter = _formatter()
+    return "text" if formatter is None else formatter.log_format
+
+
+def process_below(name: str) -> str:
+    """Return the name of a process that this one starts."""
+    formatter = _formatter()
+    return name if formatter is None or formatter.process == _UNNAMED else f"{formatter.process} {name}"
+
+
+def _formatter() -> JsonFormatter | TextFormatter | None:
+    formatters = (handler.formatter for handler in logging.getLogger().handlers)
+    return next((one for one in formatters if isinstance(one, JsonFormatter | TextFormatter)), None)
 
 
 def level_number(level: LogLevel) -> int:

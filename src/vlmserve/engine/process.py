@@ -49,7 +49,7 @@ from vlmserve.engine.preload import Process, start_module
 from vlmserve.engine.protocol import VLMEngine
 from vlmserve.errors import ConfigurationError, EngineDeadError, ModelLoadError, VLMServeError
 from vlmserve.garbage import freeze_loaded_objects
-from vlmserve.logs import LogFormat, log_format_in_use, set_up_logging
+from vlmserve.logs import LogFormat, log_format_in_use, process_below, set_up_logging
 from vlmserve.memory import num_killed
 from vlmserve.models.progress import listener
 from vlmserve.settings.config import EngineConfig
@@ -73,6 +73,7 @@ class _Launch(msgspec.Struct, frozen=True):
     folder: str | None
     log_level: int
     log_format: LogFormat
+    log_process: str
 
 
 class EngineProcess:
@@ -97,6 +98,7 @@ class EngineProcess:
             folder=None if folder is None else str(folder),
             log_level=logging.getLogger().getEffectiveLevel(),
             log_format=log_format_in_use(),
+            log_process=process_below("engine"),
         )
         process = start_module("vlmserve.engine.process", _STDERR)  # the parent's output may be piped
         assert process.stdin is not None
@@ -228,7 +230,7 @@ def main() -> int:
     for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to whole process groups; the parent decides when to stop
         signal.signal(ignored, signal.SIG_IGN)
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Launch)
-    set_up_logging(launch.log_format, "engine", launch.log_level)
+    set_up_logging(launch.log_format, launch.log_process, launch.log_level)
     directory = Path(launch.endpoint.removeprefix("ipc://")).parent
     threading.Thread(target=exit_with_parent, args=(directory,), daemon=True).start()
     context = zmq.Context()

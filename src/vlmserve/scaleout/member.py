@@ -87,7 +87,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides when to stop
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     server = ServerConfig.model_validate_json(launch.server)
-    process = "worker" if isinstance(launch, WorkerLaunch) else "gateway"
+    process = launch.name if isinstance(launch, WorkerLaunch) else "gateway"
     set_up_logging(server.log_format, process, level_number(server.log_level))
     try:
         if isinstance(launch, WorkerLaunch):

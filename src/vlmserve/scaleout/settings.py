@@ -64,3 +64,6 @@ class ModelsConfig(Settings):
         ge=0,
         description="Seconds that a request waits for memory before it stops requests to a busy model.",
     )
+    models_load_timeout: float = Field(
+        1800.0, gt=0, description="Maximum seconds of a load; then its process ends and waiting requests get 503."
+    )

@@ -40,14 +40,24 @@ def list_models(folder: Path, **engine: Any) -> list[Listed]:
 class Serving:
     """Use as an asynchronous context manager. room: models that fit into memory."""
 
-    def __init__(self, listed: Sequence[Listed], room: int = 2, *, patience: float = 60.0, **front: Any) -> None:
+    def __init__(
+        self,
+        listed: Sequence[Listed],
+        room: int = 2,
+        *,
+        patience: float = 60.0,
+        load_timeout: float = 600.0,
+        **front: Any,
+    ) -> None:
         self._listed, self._front = listed, ServerConfig(port=0, access_log=False, **front)
         self.shelf = Shelf(int((room + 0.6) * SIZE), patience)
+        self._load_timeout = load_timeout
         self.started: list[ForkedMember] = []
 
     async def __aenter__(self) -> Serving:
         self.gateway = OnDemandGateway(self._front, TOKEN)
-        self.pool = Pool(self._listed, self.shelf, self.start, self.gateway.set_workers, TOKEN)
+        connect, timeout = self.gateway.set_workers, self._load_timeout
+        self.pool = Pool(self._listed, self.shelf, self.start, connect, TOKEN, load_timeout=timeout)
         self.gateway.open(self.pool)
         self._web = WebServer(create_app(self.gateway), self._front, bind(self._front))
         self._web.start()

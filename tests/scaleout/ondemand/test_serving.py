@@ -124,6 +124,28 @@ async def test_crashed_model_loads_again(folder):
         assert serving.model("a").crashes == 1
 
 
+async def test_dead_idle_model_is_unloaded(folder):
+    async with Serving(list_models(folder)) as serving:
+        assert (await serving.ask("a")).status_code == 200
+        os.kill(serving.model("a").pids[-1], signal.SIGKILL)
+        await until(lambda: serving.model("a").crashes)
+        assert await serving.states() == {"a": "unloaded", "b": "unloaded", "c": "unloaded"}
+        assert (await serving.ask("a")).status_code == 200
+
+
+async def test_stuck_load_ends(folder):
+    class Stuck(Serving):
+        def start(self, launch):
+            process = super().start(launch)
+            os.kill(process.pid, signal.SIGSTOP)
+            return process
+
+    async with Stuck(list_models(folder), load_timeout=0.5) as serving:
+        answer = await serving.ask("a")
+        assert (answer.status_code, "--models-load-timeout" in answer.text) == (503, True)
+        assert (await serving.states())["a"] == "failed"
+
+
 async def test_request_survives_a_crash(folder):
     async with Serving(list_models(folder, mock_tpot=0.05)) as serving:
         asking = asyncio.ensure_future(serving.ask("a", max_tokens=40))

@@ -100,12 +100,15 @@ class Pool:
         start: Callable[[WorkerLaunch], WorkerProcess],
         connect: Callable[[list[str]], None],
         token: str,
+        *,
+        load_timeout: float,
     ) -> None:
+        """load_timeout: maximum seconds of a load."""
         self.models = {one.name: Model(one) for one in listed}
         self.shelf = shelf
         self._start = start
         self._connect = connect
-        self._token = token
+        self._token, self._load_timeout = token, load_timeout
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -191,9 +194,11 @@ class Pool:
         if model.estimating is None:
             model.estimating = self._run(self._expect(model))
         estimating = model.estimating
-        await asyncio.wait((estimating,))
+        done, _ = await asyncio.wait((estimating,), timeout=self._load_timeout)
         if self._closing:
             raise UnavailableError("The server is shutting down")
+        if not done:
+            raise UnavailableError(f"{model.listed.name} is still being downloaded or read; try again later")
         estimating.result()
         if model.slot is None:
             raise UnavailableError(f"{model.listed.name} could not be loaded: {model.failure}")
@@ -239,13 +244,21 @@ class Pool:
         model.progress, model.failure, model.began = "", "", time.monotonic()
         model.process, model.pids, model.url = None, (), None
         threading.Thread(target=self._follow, args=(model, self._launch(model)), daemon=True).start()
+        limit = self._load_timeout
+        reason = f"it took longer than {limit:g} s (--models-load-timeout)"
+        self._loop.call_later(limit, self._kill_if, model, model.run, "loading", reason)
 
     def _unload(self, model: Model) -> None:
         assert model.process is not None
         logger.info("Unloading %s: another model needs its memory", model.listed.name)
-        process, run = model.process, model.run
-        process.terminate()
-        self._loop.call_later(_STOP_SECONDS, lambda: process.kill() if model.run == run else None)
+        model.process.terminate()
+        self._loop.call_later(_STOP_SECONDS, self._kill_if, model, model.run, "unloading")
+
+    def _kill_if(self, model: Model, run: int, state: str, failure: str = "") -> None:
+        """Kill a run of the model that is still in a state."""
+        if model.run == run and model.state == state and model.process is not None:
+            model.failure = failure
+            model.process.kill()
 
     def _launch(self, model: Model) -> WorkerLaunch:
         listed, expected = model.listed, model.expected
@@ -321,6 +334,7 @@ class Pool:
         elif state == "loaded" and not self._closing:
             model.crashes += 1
             logger.error("%s has crashed: %s; the next request loads it again", name, model.failure or reason)
+            model.failure = ""
         self._connect_all()
         self._changed.set()
         self._act()

@@ -64,7 +64,7 @@ def serve(listed: Sequence[Listed], config: ModelsConfig, server: ServerConfig) 
         freeze_loaded_objects()
         shelf = Shelf(budget, config.models_patience)
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-            runner.run(run(gateway, web, listed, shelf, token))
+            runner.run(run(gateway, web, listed, shelf, token, load_timeout=config.models_load_timeout))
 
 
 async def run(
@@ -74,8 +74,10 @@ async def run(
     shelf: Shelf,
     token: str,
     start: Callable[[WorkerLaunch], WorkerProcess] = MemberProcess,
+    *,
+    load_timeout: float,
 ) -> None:
-    pool = Pool(listed, shelf, start, gateway.set_workers, token)
+    pool = Pool(listed, shelf, start, gateway.set_workers, token, load_timeout=load_timeout)
     gateway.open(pool)
     stop = stop_on_signals(pool.kill)
     web.start()
