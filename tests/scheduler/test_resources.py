@@ -34,7 +34,7 @@ class States(Resource):
     fetched: steps until a new request's state is there. lost: requests whose states never are.
     """
 
-    in_decodes = may_fail = True
+    in_decodes = True
 
     def __init__(self, num_slots: int, *, fetched: int = 0, lost: frozenset[str] = frozenset()) -> None:
         self.num_slots, self._fetched, self._lost = num_slots, fetched, lost

@@ -250,7 +250,7 @@ class Request:
 
     def bidirectional_span_at(self, place: int) -> tuple[int, int] | None:
         """Around the border before token `place`."""
-        if place >= self.num_prompt_tokens:
+        if not self.bidirectional_spans or place >= self.num_prompt_tokens:
             return None
         return next((span for span in self.bidirectional_spans if span[0] < place < span[1]), None)
 

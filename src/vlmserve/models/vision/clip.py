@@ -154,7 +154,7 @@ class ClipLayer(StagedLayer):
         size, inner, names = spec.hidden_size, spec.intermediate_size, ("fc1", "fc2")
         self.mlp = MLP(size, inner, spec.activation, names=names, dtype=dtype, device=device)
 
-    @property
+    @cached_property
     def parts(self) -> LayerParts:
         attn = self.self_attn
         return LayerParts(self.layer_norm1, attn.qkv_proj, attn.attention, attn.out_proj, self.layer_norm2, self.mlp)

@@ -174,7 +174,7 @@ class Gemma4VisionLayer(StagedLayer):
         for name in names:
             self.add_module(f"{name}_layernorm", RMSNorm(spec.hidden_size, spec.eps, dtype=dtype, device=device))
 
-    @property
+    @cached_property
     def parts(self) -> LayerParts:
         attn = self.self_attn
         return LayerParts(

@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +82,7 @@ class PixtralLayer(StagedLayer):
         size, inner, act = spec.hidden_size, spec.intermediate_size, spec.activation
         self.feed_forward = MLP(size, inner, act, gated=True, bias=False, dtype=dtype, device=device)
 
-    @property
+    @cached_property
     def parts(self) -> LayerParts:
         attn = self.attention
         return LayerParts(

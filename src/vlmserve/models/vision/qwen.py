@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -202,7 +203,7 @@ class VisionLayer(StagedLayer):
         self.attn = mixer(spec, dtype=dtype, device=device)
         self.mlp = VisionMLP(spec, dtype=dtype, device=device)
 
-    @property
+    @cached_property
     def parts(self) -> LayerParts:
         return LayerParts(self.norm1, self.attn.qkv, self.attn.attention, self.attn.proj, self.norm2, self.mlp)
 

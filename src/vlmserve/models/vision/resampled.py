@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class TowerLayer(StagedLayer):
         size, inner, names = spec.hidden_size, spec.intermediate_size, ("c_fc", "c_proj")
         self.mlp = MLP(size, inner, spec.activation, names=names, dtype=dtype, device=device)
 
-    @property
+    @cached_property
     def parts(self) -> LayerParts:
         return LayerParts(self.ln_1, self.attn.in_proj, self.attn.attention, self.attn.out_proj, self.ln_2, self.mlp)
 

@@ -45,7 +45,7 @@ class LayerParts(NamedTuple):
 class StagedLayer(nn.Module):
     """A transformer layer, split into parts before and after attention over an image's tokens."""
 
-    @property
+    @cached_property
     def parts(self) -> LayerParts:
         raise NotImplementedError
 

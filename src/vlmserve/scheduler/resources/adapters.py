@@ -34,8 +34,6 @@ class AdapterSlots(Resource):
     Others overtake requests without a slot. Meanwhile, the adapter with the fewest running requests gets no new ones.
     """
 
-    may_fail = True
-
     def __init__(self, num_slots: int, source: AdapterSource) -> None:
         self._source = source
         self._free = list(range(num_slots))[::-1]

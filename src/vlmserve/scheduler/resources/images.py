@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,8 +37,7 @@ class _Budget:
         return some
 
 
-@dataclass(frozen=True, slots=True)
-class _Use:
+class _Use(NamedTuple):
     image: ImageInput
     place: int
     """First token that needs it. -1: all tokens."""
@@ -131,8 +129,8 @@ class Images(Resource):
         """The first token of an image that will not be ready."""
         if self._plan.request is not request or self._plan.start != start or self._plan.end < end:
             self._plan = _Plan(request, start, end, self._plan_uses(request, start, end))
-        late = next((use for use in self._plan.uses[-1:] if not use.is_ready), None)
-        return end if late is None else min(end, max(start, late.place))
+        uses = self._plan.uses
+        return end if not uses or uses[-1].is_ready else min(end, max(start, uses[-1].place))
 
     def settle(self, step: SchedulerOutput, request: Request, start: int, end: int, wanted: int) -> None:
         """Pin images until later tokens are computed, states while the request runs."""
@@ -205,7 +203,7 @@ class Images(Resource):
             needs.insert(0, (request.cross.image, -1, self._cross_sizes(request, request.cross)))
         budget, held, uses = self._budget, dict[bytes, int](), list[_Use]()
         for image, place, sizes in needs:
-            use = self._plan_use(image, place, sizes, held, copy.copy(budget))
+            use = self._plan_use(image, place, sizes, held, _Budget(budget.macs, budget.num_new))
             uses.append(use)
             if not use.is_ready:
                 break

@@ -21,8 +21,6 @@ class Resource:
 
     in_decodes = False
     """True if `grow` and `advance` are also called for decodes."""
-    may_fail = False
-    """True if `failed` is called."""
 
     def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
         """Also called when a step is planned again."""
@@ -109,7 +107,9 @@ class Resources:
     def __init__(self, resources: Sequence[Resource]) -> None:
         self._all = tuple(resources)
         self._in_decodes = tuple(one for one in resources if one.in_decodes)
-        self._failing = tuple(one for one in resources if one.may_fail)
+        self._extending, self._limiting, self._settling, self._failing = (
+            _overriding(resources, name) for name in ("extend", "limit", "settle", "failed")
+        )
         # called for each token
         single = len(self._in_decodes) == 1
         self.grow_decode: Callable[[Request, int], int] = self._in_decodes[0].grow if single else self._grow_decode
@@ -163,16 +163,17 @@ class Resources:
         """
         if (span := request.bidirectional_span_at(end)) is not None:
             end = span[0] if span[0] > start else span[1]
-        for one in self._all:
+        for one in self._extending:
             end = one.extend(request, start, end)
-        limits = found = [one.limit(request, start, end) for one in self._all]
+        limits = found = [one.limit(request, start, end) for one in self._limiting]
         cut = end
         while (shortest := min(found)) < cut:
             span = request.bidirectional_span_at(shortest)
             cut = max(start, shortest if span is None else span[0])
-            found = [one.limit(request, start, cut) for one in self._all]
-        for number, one in enumerate(self._all):
-            one.settle(step, request, start, cut, min([end, *limits[:number], *limits[number + 1 :]]))
+            found = [one.limit(request, start, cut) for one in self._limiting]
+        for one in self._settling:
+            others = [limit for other, limit in zip(self._limiting, limits, strict=True) if other is not one]
+            one.settle(step, request, start, cut, min([end, *others]))
         return cut
 
     def advance(self, request: Request, num_computed: int) -> None:
@@ -206,3 +207,7 @@ class Resources:
 
     def wait(self, seconds: float) -> bool:
         return any(one.wait(seconds) for one in self._all)
+
+
+def _overriding(resources: Sequence[Resource], name: str) -> tuple[Resource, ...]:
+    return tuple(one for one in resources if getattr(type(one), name) is not getattr(Resource, name))
