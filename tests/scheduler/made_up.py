@@ -101,6 +101,7 @@ class FixedLimits:
     def __init__(self, macs: float = math.inf, *, others: float = math.inf, tokens: float = math.inf) -> None:
         self.macs, self.others, self.tokens = macs, others, tokens
         self.asked: list[int] = []
+        self.generating: list[bool] = []
 
     def tower_macs(self, num_waiting: int, *, generating: bool) -> float:
         """See `StepLimits.tower_macs`. Notes `num_waiting` of steps in which requests generate."""
@@ -108,8 +109,10 @@ class FixedLimits:
             self.asked.append(num_waiting)
         return self.macs if generating else self.others
 
-    def prompt_tokens(self, *, shared: bool) -> float:
-        """See `StepLimits.prompt_tokens`."""
+    def prompt_tokens(self, *, shared: bool, generating: bool) -> float:
+        """See `StepLimits.prompt_tokens`. Notes `generating` of steps with several requests."""
+        if shared:
+            self.generating.append(generating)
         return self.tokens if shared else math.inf
 
 

@@ -124,6 +124,7 @@ def test_prompts_finish_in_order_of_arrival():
         s.add(request(name, 16, max_tokens=1, token=ord(name)))
     steps = [[one.request_id for one in run(s)[1]] for _ in range(5)]
     assert steps == [[], ["a"], [], ["b"], ["c"]], "the last one is alone"
+    assert not any(s.limits.generating), "no stream waits"
 
 
 def test_short_prompts_do_not_wait_for_long_ones():
@@ -142,6 +143,7 @@ def test_a_prompt_beside_a_stream_takes_several_steps():
     s.limits = FixedLimits(tokens=8)
     s.add(request("long", 30))
     assert [plan(run(s)[0]) for _ in range(4)] == [[("text", 1), ("long", 8)]] * 3 + [[("text", 1), ("long", 6)]]
+    assert s.limits.generating == [True] * 4
     s.abort(["text", "long"])
     s.add(request("alone", 30))
     assert plan(run(s)[0]) == [("alone", 30)]

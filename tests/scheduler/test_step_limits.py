@@ -57,36 +57,37 @@ def test_no_step_exceeds_its_image_time(generating: bool):
 
 def test_prompt_tokens_follow_the_measured_rate():
     limits = MeasuredLimits(0.8, 0.25)
-    assert limits.prompt_tokens(shared=True) == PROMPT_TOKENS_MULTIPLE
+    assert limits.prompt_tokens(shared=True, generating=True) == PROMPT_TOKENS_MULTIPLE
     limits.prefilled(256, 0.256)
-    assert limits.prompt_tokens(shared=True) == 224
-    assert limits.prompt_tokens(shared=False) == 480 <= 0.25 * ALONE_FACTOR / 0.001
+    assert limits.prompt_tokens(shared=True, generating=True) == 224
+    assert limits.prompt_tokens(shared=False, generating=False) == 480 <= 0.25 * ALONE_FACTOR / 0.001
     limits.prefilled(PROMPT_TOKENS_MULTIPLE - 1, 1000.0)
-    assert limits.prompt_tokens(shared=True) == 224, "the time of few tokens is that of the weights"
+    assert limits.prompt_tokens(shared=True, generating=True) == 224, "the time of few tokens is that of the weights"
 
 
 def test_slow_prompts_still_get_some_tokens():
     limits = MeasuredLimits(0.8, 0.25)
     limits.prefilled(256, 256.0)
-    assert limits.prompt_tokens(shared=True) == FEWEST_PROMPT_TOKENS
-    assert limits.prompt_tokens(shared=False) == PROMPT_TOKENS_MULTIPLE
+    assert limits.prompt_tokens(shared=True, generating=True) == FEWEST_PROMPT_TOKENS
+    for shared in (True, False):
+        assert limits.prompt_tokens(shared=shared, generating=False) == PROMPT_TOKENS_MULTIPLE, "no stream waits"
 
 
 def test_streams_wait_no_longer_for_slow_prompts():
     limits = MeasuredLimits(0.8, 0.25)
     limits.generated(0.1)
     limits.prefilled(256, 256 * 0.015 + 0.1, 1)
-    assert limits.prompt_tokens(shared=True) == 16 <= 0.25 / 0.015 < PROMPT_TOKENS_MULTIPLE
+    assert limits.prompt_tokens(shared=True, generating=True) == 16 <= 0.25 / 0.015 < PROMPT_TOKENS_MULTIPLE
     for _ in range(100):
         limits.prefilled(16, 16 * 0.001 + 0.1, 1)
-    assert limits.prompt_tokens(shared=True) == 224, "few tokens beside a stream are measured"
+    assert limits.prompt_tokens(shared=True, generating=True) == 224, "few tokens beside a stream are measured"
 
 
 def test_one_slow_first_step_does_not_count():
     limits = MeasuredLimits(0.8, 0.25)
     limits.prefilled(256, 10.0)
     limits.prefilled(32, 0.032)
-    assert limits.prompt_tokens(shared=True) == 224
+    assert limits.prompt_tokens(shared=True, generating=True) == 224
 
 
 def test_decode_time_is_no_prompt_time():
@@ -106,4 +107,4 @@ def test_many_decodes_take_no_prompt_time():
 def test_unlimited_steps_take_whole_prompts():
     limits = MeasuredLimits(math.inf, math.inf)
     limits.prefilled(256, 10.0)
-    assert limits.prompt_tokens(shared=True) == math.inf
+    assert limits.prompt_tokens(shared=True, generating=True) == math.inf

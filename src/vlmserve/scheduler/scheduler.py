@@ -210,12 +210,14 @@ class Scheduler:
         """
         budget = self._schedule_decodes(step, self._max_num_batched_tokens)
         if self.limits is not None:
-            budget = int(min(budget, self.limits.prompt_tokens(shared=len(self.requests) > 1)))
+            generating = budget < self._max_num_batched_tokens
+            most = self.limits.prompt_tokens(shared=len(self.requests) > 1, generating=generating)
+            budget = int(min(budget, most))
         for request in self.running[:]:  # more are admitted meanwhile
             if request.num_uncomputed > 1 and budget > 0:
                 budget = self._schedule_waiting(step, budget, above=request.priority)
-                most = min(self._queues.chunk_budget(request, budget), request.num_uncomputed)
-                budget -= self._schedule_chunk(step, request, self.resources.grow(request, most))
+                wanted = min(self._queues.chunk_budget(request, budget), request.num_uncomputed)
+                budget -= self._schedule_chunk(step, request, self.resources.grow(request, wanted))
         return budget
 
     def _schedule_decodes(self, step: SchedulerOutput, budget: int) -> int:

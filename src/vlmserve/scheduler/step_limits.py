@@ -19,7 +19,7 @@ PROMPT_TOKENS_MULTIPLE = 32
 first measurement."""
 
 FEWEST_PROMPT_TOKENS = 8
-"""Minimum prompt tokens of a step that others wait for, if `PROMPT_TOKENS_MULTIPLE` takes too long."""
+"""Minimum prompt tokens of a step that generating requests wait for, if `PROMPT_TOKENS_MULTIPLE` takes too long."""
 
 ALONE_FACTOR = 2.0
 """A prompt that delays no one gets steps longer by this factor, which read the weights less often."""
@@ -30,8 +30,8 @@ class StepLimits(Protocol):
         """At least 1. num_waiting: running requests with images and uncomputed prompts."""
         ...
 
-    def prompt_tokens(self, *, shared: bool) -> float:
-        """At least 1. shared: there are several requests."""
+    def prompt_tokens(self, *, shared: bool, generating: bool) -> float:
+        """At least 1. shared: there are several requests. generating: the step also decodes."""
         ...
 
 
@@ -91,12 +91,12 @@ class MeasuredLimits(StepLimits):
             seconds = min(seconds, max(share, SEVERAL_SECONDS) if num_waiting > 1 else share)
         return max(1.0, seconds / self.seconds_per_mac)
 
-    def prompt_tokens(self, *, shared: bool) -> float:
+    def prompt_tokens(self, *, shared: bool, generating: bool) -> float:
         if math.isinf(self._seconds):
             return math.inf
         if not self.seconds_per_token:
             return PROMPT_TOKENS_MULTIPLE
         tokens = int((self._seconds if shared else ALONE_FACTOR * self._seconds) / self.seconds_per_token)
-        is_small = shared and tokens < PROMPT_TOKENS_MULTIPLE
+        is_small = generating and tokens < PROMPT_TOKENS_MULTIPLE
         multiple = FEWEST_PROMPT_TOKENS if is_small else PROMPT_TOKENS_MULTIPLE
         return max(1, tokens // multiple) * multiple
