@@ -164,6 +164,9 @@ def _quantized_blocks(kind: str) -> np.ndarray:
     import gguf
 
     random = np.random.default_rng(0)
+    if kind == "BF16":
+        values = (random.standard_normal(BLOCK) * 0.02).astype(np.float32)
+        return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = random.integers(0, 256, (2**20 // size, num_bytes), dtype=np.uint8)
     for place in _SCALES.get(kind, (0,)):

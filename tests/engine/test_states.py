@@ -11,9 +11,11 @@ import pytest
 import torch
 import transformers
 
+import vlmserve.engine.ranks
 from tests.engine.kinds import with_kernels
 from tests.engine.test_structured import engine_of, run
 from tests.models.test_families import make
+from tests.ranks import RankThreads
 from vlmserve.engine.engine import Engine
 from vlmserve.errors import ConfigurationError
 from vlmserve.runner.runner import ModelRunner
@@ -34,8 +36,8 @@ def engine(folder: Path, **settings: Any) -> Engine:
 
 def with_slots(folder: Path, slots: int, **settings: Any) -> Engine:
     """An engine with that many slots of states."""
-    probe = engine(folder)
-    return engine(folder, state_cache_memory=(1 + slots) * probe.sizes.state_bytes, **settings)
+    of_slot = engine(folder, **settings).sizes.state_bytes * settings.get("tensor_parallel_size", 1)
+    return engine(folder, state_cache_memory=(1 + slots) * of_slot, **settings)
 
 
 def request(name: str, token_ids: Sequence[int], **options: Any) -> EngineRequest:
@@ -117,20 +119,38 @@ def test_equal_requests_share_a_prompt(folder: Path, expected: dict[str, list[En
         assert_same({"long": parts}, {"long": expected["long"]})
 
 
-def test_preempted_requests_give_the_same_answers(folder: Path, expected: dict[str, list[EngineOutput]]) -> None:
-    small = with_slots(folder, 2)
-    rows = [request(name, prompt, priority=1) for name, prompt in PROMPTS.items() if name != "middle"]
+def run_preempted(small: Engine) -> dict[str, list[EngineOutput]]:
+    """Answer `REQUESTS`; "middle" comes last and has priority."""
     outputs: dict[str, list[EngineOutput]] = {name: [] for name in PROMPTS}
-    for one in rows:
-        small.add(one)
+    before = small.stats().preemptions
+    for name in ("long", "short", "one"):
+        small.add(request(name, PROMPTS[name], priority=1))
     for number in range(60):
         if number == 3:
             small.add(request("middle", PROMPTS["middle"]))
         for output in small.step():
             outputs[output.request_id].append(output)
     assert not small.has_work()
-    assert small.stats().preemptions > 0
-    assert_same(outputs, expected)
+    assert small.stats().preemptions > before
+    return outputs
+
+
+def test_preempted_requests_give_the_same_answers(folder: Path, expected: dict[str, list[EngineOutput]]) -> None:
+    assert_same(run_preempted(with_slots(folder, 2)), expected)
+
+
+def test_two_ranks_preempt_and_evict_states_alike(
+    folder: Path, expected: dict[str, list[EngineOutput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vlmserve.engine.ranks, "RankProcesses", RankThreads)
+    small = with_slots(folder, 2, tensor_parallel_size=2)
+    assert small.stats().state_slots_total == 2
+    for _ in range(3):
+        assert_same(run_preempted(small), expected)
+        for is_cached in (False, True):
+            repeated = run(small, [request("long", PROMPTS["long"])])
+            assert bool(repeated["long"][0].cached_tokens) is is_cached
+            assert_same(repeated, {"long": expected["long"]})
 
 
 @pytest.mark.parametrize("logprobs", [1, None], ids=["waiting", "ahead"])
