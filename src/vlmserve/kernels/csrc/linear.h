@@ -61,7 +61,8 @@ INLINE void multiply_vectors(const typename Format::Input* x, const typename For
     for (long unit = 0; unit < units; ++unit, weights += Format::PAIR * PANEL, x += ROWS) {
         for (int i = 0; i < WIDTH; ++i)
             if (i % PANEL_VECTORS * VECTOR % LINE == 0)
-                __builtin_prefetch(reinterpret_cast<const char*>(weights + vector_start<Format>(i, panel_size)) + PREFETCH_BYTES);
+                // To the second-level cache, because few lines from memory can be in flight to the first.
+                __builtin_prefetch(reinterpret_cast<const char*>(weights + vector_start<Format>(i, panel_size)) + PREFETCH_BYTES, 0, 2);
 #pragma GCC unroll 2
         for (int step = 0; step < Format::STEPS; ++step) {
             typename Format::Weights w[WIDTH];
