@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import re
-import statistics
 import time
 from collections.abc import Callable
 from functools import cache
@@ -89,6 +88,7 @@ def _one_after_another(product: PackedLinear) -> Callable[[Tensor], Tensor]:
 
 
 def seconds_of(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """Return the shortest time, which other processes disturb least."""
     times = []
     product(x)
     for _ in range(REPEATS):
@@ -97,7 +97,7 @@ def seconds_of(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
         times.append(time.perf_counter() - started)
         if sum(times) > ENOUGH_SECONDS:
             break
-    return statistics.median(times)
+    return min(times)
 
 
 def machine(cpuinfo: Path = CPUINFO) -> str:
