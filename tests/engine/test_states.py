@@ -36,7 +36,8 @@ def engine(folder: Path, **settings: Any) -> Engine:
 
 def with_slots(folder: Path, slots: int, **settings: Any) -> Engine:
     """An engine with that many slots of states."""
-    of_slot = engine(folder, **settings).sizes.state_bytes * settings.get("tensor_parallel_size", 1)
+    ranks = settings.get("tensor_parallel_size", 1)
+    of_slot = engine(folder, tensor_parallel_size=ranks).sizes.state_bytes * ranks
     return engine(folder, state_cache_memory=(1 + slots) * of_slot, **settings)
 
 
