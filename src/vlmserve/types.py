@@ -449,6 +449,11 @@ class EngineStats(DiskStats, frozen=True):
     drafted_tokens: int = 0
     accepted_drafts: int = 0
 
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that requests hold."""
+        return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
+
 
 MAX_MAP_CELLS = 1024
 """Maximum cells of a `BlockMap`."""

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from vlmserve.errors import ConfigurationError
-from vlmserve.loadtest.arrivals import arrival_times
+from vlmserve.loadtest.perform import arrival_times
 from vlmserve.loadtest.settings import LoadConfig, WorkloadConfig
 from vlmserve.loadtest.text import Vocabulary
 from vlmserve.loadtest.workload import Session, digest, make_workload

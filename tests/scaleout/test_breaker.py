@@ -1,4 +1,4 @@
-from vlmserve.scaleout.breaker import FIRST_PAUSE, LONGEST_PAUSE, MOST_ERRORS, Breaker
+from vlmserve.scaleout.fleet import FIRST_PAUSE, LONGEST_PAUSE, MOST_ERRORS, Breaker
 
 
 def test_failed_connection_opens_it_until_one_request_succeeds():

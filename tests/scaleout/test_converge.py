@@ -23,12 +23,12 @@ from starlette.types import Receive, Scope, Send
 from vlmserve.errors import AdapterError, UnknownModelError
 from vlmserve.scaleout import converge
 from vlmserve.scaleout.app import create_app
+from vlmserve.scaleout.converge import Member
 from vlmserve.scaleout.door import Door
 from vlmserve.scaleout.gateway import Gateway
 from vlmserve.scaleout.messages import TOKEN_HEADER
 from vlmserve.scaleout.settings import GatewayConfig
 from vlmserve.scaleout.upstream import Upstream, UpstreamError
-from vlmserve.scaleout.workers import Member
 from vlmserve.server.adapters import Adapters
 from vlmserve.server.body import BodyMemory
 from vlmserve.server.demand import Demand

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from vlmserve.scaleout.image_sizes import size_of
-from vlmserve.scaleout.keys import MAX_SEGMENTS, RequestKey, request_key
+from vlmserve.scaleout.keys import MAX_SEGMENTS, RequestKey, request_key, size_of
 
 
 def image_url(data: bytes, kind: str = "image/png") -> str:

@@ -206,15 +206,15 @@ def test_start_shows_progress_without_rays_lines(cluster):
 
 
 def test_failed_worker_ends_the_start(monkeypatch):
-    from vlmserve.scaleout.ray import starting
+    from vlmserve.scaleout.ray import cluster
 
     trace = "It failed to start.\nTraceback:\n  File ...\nvlmserve.errors.ModelLoadError: ./eyes has no weights\n"
     deployment = SimpleNamespace(replica_states={}, message=trace)
     application = SimpleNamespace(status="DEPLOY_FAILED", message="it failed", deployments={"worker": deployment})
     status = SimpleNamespace(applications={"workers eyes": application})
-    monkeypatch.setattr(starting.serve, "status", lambda: status)
+    monkeypatch.setattr(cluster.serve, "status", lambda: status)
     with pytest.raises(ModelLoadError, match=r"^workers eyes cannot start: ./eyes has no weights$"):
-        starting.wait_until_running(threading.Event(), 1)
+        cluster.wait_until_running(threading.Event(), 1)
 
 
 def test_second_gateway_serves_and_a_third_replaces_it(cluster):

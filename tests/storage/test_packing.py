@@ -7,7 +7,7 @@ import base64
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmserve.storage.packing import digest_of, pack, unpack
+from vlmserve.storage.items import digest_of, pack, unpack
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 _URL = st.binary(max_size=40).map(lambda data: "data:image/png;base64," + base64.b64encode(data).decode())

@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+import msgspec
 import zmq
 import zmq.asyncio
 
+from vlmserve.engine.heartbeat import INTERVAL, Beat, beat_endpoint
 from vlmserve.engine.messages import (
     Abort,
     Accepted,
@@ -36,7 +38,6 @@ from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import EngineDeadError, InvalidRequestError, ModelLoadError, UnavailableError, VLMServeError
 from vlmserve.frontend.engine_calls import EngineCalls
 from vlmserve.frontend.engine_stream import EngineStream
-from vlmserve.frontend.heartbeat import HeartbeatListener
 from vlmserve.frontend.outbox import Outbox
 from vlmserve.settings.config import EngineConfig
 from vlmserve.types import EngineRequest, EngineStats, ModelInfo
@@ -54,6 +55,7 @@ _OUT_OF_MEMORY = (
     "The kernel killed the engine process because memory ran out: free some, or set --quantize int4, a smaller "
     "--max-model-len or a smaller model (vlmserve doctor names those that fit)"
 )
+_PATIENCE = 2 * INTERVAL
 
 
 class KeptContext(zmq.asyncio.Context):
@@ -328,3 +330,29 @@ def _check_task(process: EngineProcess, task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.error("The engine's messages cannot be read", exc_info=task.exception())
         process.kill()
+
+
+class HeartbeatListener:
+    """silence: seconds since the last beat of the engine or a rank. step_seconds: age of the running step then."""
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
+        self.silence = self.step_seconds = 0.0
+        self._socket = context.socket(zmq.PULL)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.bind(beat_endpoint(endpoint))
+
+    async def run(self) -> None:
+        """Listen until cancelled. While the engine loads, it has no heartbeat."""
+        while True:
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    frame = await self._socket.recv()
+            except TimeoutError:
+                # While this process is suspended, no heartbeat arrives, so do not read the clock.
+                self.silence += _PATIENCE
+            else:
+                beat = msgspec.msgpack.decode(frame, type=Beat)
+                self.silence, self.step_seconds = beat.rank_silence, beat.step_seconds
+
+    def close(self) -> None:
+        self._socket.close()

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 from urllib.parse import unquote
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.frontend.tool_arguments import ArgumentsReader, overlap
-from vlmserve.frontend.tools import Function, ToolForm, guided, literal
+from vlmserve.frontend.tools import ArgumentsReader, Function, ToolForm, guided, literal, overlap
 from vlmserve.sampling.dialects import NUMBER_BOUNDS
 
 _QUOTE = '<|"|>'

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 from uuid import uuid4
 
-from vlmserve.frontend.tool_arguments import ArgumentsReader, overlap
-from vlmserve.frontend.tools import ToolForm, ToolUse
+from vlmserve.frontend.tools import ArgumentsReader, ToolForm, ToolUse, overlap
 
 
 @dataclass(frozen=True)

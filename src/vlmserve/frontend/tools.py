@@ -6,10 +6,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.frontend.tool_arguments import ArgumentsReader, JSONArguments
 from vlmserve.prompt.template import ChatTemplate, ImagePart, Message, Part, VideoPart
 from vlmserve.sampling.schemas import UNBOUNDED, JSONBounds, any_object, guided_schema
 from vlmserve.types import Grammar
@@ -319,3 +318,37 @@ def _embedded(answer: Grammar, bounds: JSONBounds) -> str:
         "set tool_choice to none or required",
         param=answer.source,
     )
+
+
+class ArgumentsReader(Protocol):
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Return new JSON, and the text after the arguments; None while they have not ended."""
+
+
+class JSONArguments:
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        end = next((place for place, character in enumerate(text, 1) if self._ends_with(character)), None)
+        return (text, None) if end is None else (text[:end], text[end:])
+
+    def _ends_with(self, character: str) -> bool:
+        """Add a character; return whether it ends the JSON object."""
+        if self._escaped:
+            self._escaped = False
+        elif self._in_string:
+            self._escaped = character == "\\"
+            self._in_string = character != '"'
+        elif character == '"':
+            self._in_string = True
+        else:
+            self._depth += (character in "{[") - (character in "}]")
+            return character == "}" and self._depth == 0
+        return False
+
+
+def overlap(text: str, beginning: str) -> int:
+    """Length of the longest end of `text` that starts `beginning`."""
+    return next((n for n in range(min(len(text), len(beginning)), 0, -1) if text.endswith(beginning[:n])), 0)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.frontend.tool_arguments import ArgumentsReader, overlap
-from vlmserve.frontend.tools import Function, ToolForm, guided, literal
+from vlmserve.frontend.tools import ArgumentsReader, Function, ToolForm, guided, literal, overlap
 
 _VALUE_END = "\n</parameter>"
 _CALL_END = "</function>"

@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from vlmserve.errors import ConfigurationError
-from vlmserve.loadtest.arrivals import arrival_times
 from vlmserve.loadtest.figures import Summary, latencies
 from vlmserve.loadtest.machine import Monitor
 from vlmserve.loadtest.record import Record
 from vlmserve.loadtest.report import Report, client_limits, make_report, throughput
 from vlmserve.loadtest.run import Counts, Outcome, Run, shown_every
 from vlmserve.loadtest.search import Trial, best, find_rate
-from vlmserve.loadtest.settings import TestConfig
+from vlmserve.loadtest.settings import LoadConfig, TestConfig
 from vlmserve.loadtest.target import Target, open_target
 from vlmserve.loadtest.workload import Session, digest, make_workload
 
@@ -246,3 +248,37 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
         if not is_frozen:
             gc.unfreeze()
+
+
+def arrival_times(load: LoadConfig, count: int, seed: int) -> npt.NDArray[np.float64]:
+    """Seconds from the start to each of `count` requests, [count], ascending.
+
+    Gaps have a gamma distribution with shape `burstiness`; 1 is a Poisson process. Scale them to the sum of the mean
+    gaps, for the requested rate even in a short test. Raises ConfigurationError for a ramp without rates.
+    """
+    if load.request_rate is not None and np.isinf(load.request_rate):
+        return np.zeros(count)
+    mean_gaps = 1 / _rates(load, count)
+    if np.isinf(load.burstiness):
+        return np.asarray(np.cumsum(mean_gaps) - mean_gaps[0], dtype=np.float64)
+    draw = np.random.default_rng((seed, 1))
+    times = np.cumsum(draw.gamma(load.burstiness, mean_gaps / load.burstiness))
+    return np.asarray(times * (mean_gaps.sum() / times[-1]), dtype=np.float64)
+
+
+def _rates(load: LoadConfig, count: int) -> npt.NDArray[np.float64]:
+    """Requests/s around each request."""
+    if load.ramp_up_strategy is None:
+        assert load.request_rate is not None
+        return np.full(count, load.request_rate)
+    start, end = load.ramp_up_start_rps, load.ramp_up_end_rps
+    if start is None or end is None:
+        raise ConfigurationError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
+    if load.request_rate is not None:
+        raise ConfigurationError("--request-rate is one rate and --ramp-up-strategy many; give one of the two")
+    place = np.linspace(0, 1, count)
+    if load.ramp_up_strategy == "linear":
+        # A rate linear in time has a square linear in the number of requests.
+        return np.asarray(np.sqrt(start**2 + (end**2 - start**2) * place))
+    # A rate exponential in time is linear in the number of requests.
+    return np.asarray(start + (end - start) * place)

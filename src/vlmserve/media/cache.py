@@ -29,6 +29,10 @@ class ImageCacheStats(msgspec.Struct, frozen=True):
     misses: int
     """Prepared images."""
 
+    @property
+    def queries(self) -> int:
+        return self.hits + self.misses
+
 
 class ImageCache:
     """An LRU cache of images and videos, with at most `capacity_bytes` of pixels; 0: no cache. Thread-safe.

@@ -29,24 +29,23 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(gateway: Gateway) -> Starlette:
-    own: dict[str, Endpoint] = {
-        "/v1/models": list_models,
-        "/v1/models/{name:path}": show_model,
-        "/health": health,
-        "/ping": health,
-        "/ready": ready,
-        "/version": show_version,
-        "/metrics": show_metrics,
-        "/live": show_live,
-        "/v1/load_lora_adapter": load_adapter,
-        "/v1/unload_lora_adapter": unload_adapter,
-    }
+    own = {"/v1/models": list_models, "/v1/models/{name:path}": show_model, "/metrics": show_metrics}
     offered = [one for one in operations(gateway.config) if not one.path.startswith(OLLAMA)]
     return app_of(gateway, own, offered)
 
 
 def app_of(gateway: Gateway, own: Mapping[str, Endpoint], offered: Iterable[Operation]) -> Starlette:
-    """own: endpoints by path that answer here."""
+    """own: endpoints by path that answer here, besides those of all gateways."""
+    own = {
+        "/v1/load_lora_adapter": load_adapter,
+        "/v1/unload_lora_adapter": unload_adapter,
+        "/health": health,
+        "/ping": health,
+        "/ready": ready,
+        "/version": show_version,
+        "/live": show_live,
+        **own,
+    }
     served = [Route(one.path, own.get(one.path, forward), methods=[one.method]) for one in offered]
     app = assemble(gateway, served)
     app.state.gateway = gateway

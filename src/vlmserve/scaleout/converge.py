@@ -10,15 +10,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import NamedTuple
 
 import msgspec
 
 from vlmserve.scaleout.changes import Change, Changes
-from vlmserve.scaleout.messages import ADAPTERS_PATH, MakeChange
-from vlmserve.scaleout.upstream import UpstreamError
-from vlmserve.scaleout.workers import Member
+from vlmserve.scaleout.messages import ADAPTERS_PATH, Hello, MakeChange
+from vlmserve.scaleout.upstream import Upstream, UpstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -137,3 +137,15 @@ def _message(body: bytes) -> str:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return body.decode(errors="replace")
+
+
+@dataclass
+class Member:
+    url: str
+    upstream: Upstream
+    listening: asyncio.Task[None] | None = None
+    hello: Hello | None = None
+    """None until it has answered."""
+    made: Changes = field(default_factory=Changes)
+    """Changes of adapters that the worker has made."""
+    is_heard: bool = False

@@ -7,19 +7,19 @@ import contextlib
 import hmac
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Container
 from http import HTTPStatus
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlmserve.errors import VLMServeError
+from vlmserve.scaleout.changes import Change, Changes
 from vlmserve.scaleout.fleet import tag_of
 from vlmserve.scaleout.lost import store_lost
-from vlmserve.scaleout.making import MadeChanges
 from vlmserve.scaleout.messages import (
     ADAPTERS_PATH,
     CLIENT_HEADER,
@@ -41,15 +41,19 @@ from vlmserve.scaleout.messages import (
     HeldPrompt,
     Hello,
     Load,
+    MakeChange,
     ModelFacts,
     WorkerInfo,
 )
 from vlmserve.scaleout.pace import Pace
+from vlmserve.server.body import read_body
 from vlmserve.server.errors import RefusedError, error_response, json_response
 from vlmserve.server.generation import Generation
 from vlmserve.server.guard import TENANT
 from vlmserve.server.history import OWNER
 from vlmserve.server.hop import Hop, set_hop
+from vlmserve.server.routes.adapters import load, unload
+from vlmserve.server.schema.models import LoadAdapterRequest, UnloadAdapterRequest
 from vlmserve.server.service import Service
 
 BEAT = 0.5
@@ -60,17 +64,15 @@ _MOST_MESSAGES = 10_000
 """Maximum messages queued for a gateway; more are dropped."""
 _OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/metrics"})
 """Probes and metrics, open to everybody."""
+_MOST_BYTES = 64 * 1024
 
 
 class Door:
     """name: kept across restarts. token: proves that a request comes from a gateway."""
 
     def __init__(self, app: ASGIApp, service: Service, *, name: str, token: str, capacity: int) -> None:
-        self._app = app
-        self._service = service
-        self._name = name
+        self._app, self._service, self._name, self._capacity = app, service, name, capacity
         self._token = token.encode()
-        self._capacity = capacity
         self._id = secrets.token_hex(8)
         self._tag = tag_of(name)
         self._feeds: dict[str, asyncio.Queue[FeedMessage]] = {}
@@ -106,7 +108,8 @@ class Door:
                     response = await store_lost(self._service, request, headers.get(OWNER_HEADER, ""))
                 else:
                     response = await self._made.answer(request)
-                    self._tell_all(Beat(self.load()))
+                    for gateway in self._feeds:
+                        self.tell(gateway, Beat(self.load()))
             except VLMServeError as error:
                 response = error_response(error, scope["path"])
             await response(scope, receive, send)
@@ -161,10 +164,6 @@ class Door:
         for other, prompts in self._prompts.items():
             if other != gateway:
                 prompts.append(prompt)
-
-    def _tell_all(self, message: FeedMessage) -> None:
-        for gateway in self._feeds:
-            self.tell(gateway, message)
 
     def hello(self) -> Hello:
         service = self._service
@@ -227,10 +226,7 @@ class _Watch:
     """One request. prompt: its digests."""
 
     def __init__(self, door: Door, gateway: str, route: int, prompt: str) -> None:
-        self._door = door
-        self._gateway = gateway
-        self._route = route
-        self._prompt = prompt
+        self._door, self._gateway, self._route, self._prompt = door, gateway, route, prompt
         self._generation: Generation | None = None
         self._has_begun = False
 
@@ -277,3 +273,55 @@ class _Watch:
             usage.completion_tokens,
             stored,
         )
+
+
+class MadeChanges:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._changes = Changes()
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    def now(self, served: Container[str]) -> tuple[Change, ...]:
+        """Changes that still hold: a restarted engine may have failed to load an adapter. served: names of all
+        adapters."""
+        return tuple(
+            change
+            for change in self._changes
+            if change.adapter in served or (change.part is None and change.path is None)
+        )
+
+    async def answer(self, request: Request) -> Response:
+        """Raises VLMServeError."""
+        service = self._service
+        service.check_serving()
+        with service.bodies.share() as share, service.demand.in_use():
+            asked = msgspec.json.decode(await read_body(request, _MOST_BYTES, share), type=MakeChange)
+            await service.wake()
+            return PlainTextResponse(await self._make(asked.change, force=asked.force))
+
+    async def _make(self, change: Change, *, force: bool) -> str:
+        async with self._locks.setdefault(change.adapter, asyncio.Lock()):
+            known = Changes(self.now({name for name, _ in self._service.names.adapter_infos()}))
+            if not known.is_news(change):
+                if change in known:
+                    return "Nothing to change."
+                message = f"{change.adapter!r} was changed again in the meantime"
+                raise RefusedError(HTTPStatus.CONFLICT, message, "changed_meanwhile")
+            said = await self._apply(change, force=force)
+            self._changes.add(change)
+            return said
+
+    async def _apply(self, change: Change, *, force: bool) -> str:
+        mixture = change.mixture or None
+        if change.path is not None:
+            body = LoadAdapterRequest(lora_name=change.name, lora_path=change.path, load_inplace=force, mixture=mixture)
+            return await load(self._service, body)
+        if force and self._is_unloaded(change):
+            return "Nothing to change."
+        return await unload(self._service, UnloadAdapterRequest(lora_name=change.name, mixture=mixture))
+
+    def _is_unloaded(self, change: Change) -> bool:
+        served = self._service.client.calls.adapters
+        if change.mixture:
+            return change.mixture in served and change.name not in served[change.mixture].mixes
+        return change.name not in served

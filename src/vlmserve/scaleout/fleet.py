@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from vlmserve.scaleout.breaker import Breaker
 from vlmserve.scaleout.messages import Load, WorkerInfo
 from vlmserve.scaleout.pace import IMAGE_SECONDS, TOKEN_SECONDS
 
@@ -223,3 +222,47 @@ class Fleet:
         self._shut = np.concatenate([self._shut, np.full(_GROWTH, np.inf)])
         self.per_request = np.concatenate([self.per_request, np.ones(_GROWTH)])
         self._hashes = np.concatenate([self._hashes, np.zeros(_GROWTH, np.uint64)])
+
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+"""Seconds without requests; doubled after each failed try."""
+MOST_ERRORS = 3
+"""Consecutive 5xx answers that open the breaker. One failed connection opens it at once."""
+
+
+class Breaker:
+    """Times are in seconds. Do not count client errors."""
+
+    def __init__(self) -> None:
+        self._errors = 0
+        self._pause = FIRST_PAUSE
+        self._until: float | None = None
+        self._trying = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._until is None
+
+    def allows(self, now: float) -> bool:
+        """Return True while closed; after the pause, for one request at a time."""
+        return self._until is None or (now >= self._until and not self._trying)
+
+    def begin(self) -> None:
+        """While the breaker is open, this is the one try."""
+        self._trying = self._until is not None
+
+    def succeed(self) -> None:
+        self._errors, self._pause, self._until, self._trying = 0, FIRST_PAUSE, None, False
+
+    def abandon(self) -> None:
+        """Record a request whose client left."""
+        self._trying = False
+
+    def fail(self, now: float, *, connection: bool) -> None:
+        """connection: no answer, or a broken one; otherwise a 5xx."""
+        self._errors += 1
+        is_news = self._until is None or now >= self._until  # requests in flight fail together and count once
+        if is_news and (connection or self._trying or self._errors >= MOST_ERRORS):
+            self._until = now + self._pause
+            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+        self._trying = False

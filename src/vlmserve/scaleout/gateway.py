@@ -17,7 +17,7 @@ import msgspec
 from vlmserve.errors import InvalidRequestError, UnavailableError, UnknownModelError, VLMServeError
 from vlmserve.scaleout.absence import Absences
 from vlmserve.scaleout.changes import Change, Changes
-from vlmserve.scaleout.converge import ClusterAdapters
+from vlmserve.scaleout.converge import ClusterAdapters, Member
 from vlmserve.scaleout.keys import RequestKey
 from vlmserve.scaleout.limits import ClusterLimits
 from vlmserve.scaleout.lost import LostResponses
@@ -38,7 +38,6 @@ from vlmserve.scaleout.metrics import GatewayMetrics
 from vlmserve.scaleout.router import Route, Router
 from vlmserve.scaleout.settings import GatewayConfig
 from vlmserve.scaleout.upstream import Upstream, UpstreamError
-from vlmserve.scaleout.workers import Member
 from vlmserve.server.accounts import Account, KeyRing
 from vlmserve.server.body import BodyMemory
 from vlmserve.server.service import open_tracing
@@ -217,9 +216,6 @@ class Gateway:
             if len(model.router.fleet):
                 return name, model.router
         raise self.problem() or UnavailableError("No worker is ready yet; try again soon")
-
-    def upstream_of(self, info: WorkerInfo) -> Upstream:
-        return self.members[info.url].upstream
 
     def send(
         self, router: Router, key: RequestKey, excluded: Collection[str], account: Account | None

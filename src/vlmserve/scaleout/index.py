@@ -90,10 +90,6 @@ class CacheIndex:
             self._touch(worker, cache, digest, added)
             self._evict(worker, cache)
 
-    def history_length(self, digest: bytes) -> int | None:
-        """None: no worker is known to have it."""
-        return self.lengths.get(digest)
-
     def some_holders(self, digest: bytes, most: int, source: random.Random) -> Collection[int]:
         """A random sample if more than `most` workers have the digest."""
         holders = self.holders.get(digest, ())

@@ -112,13 +112,7 @@ def run_worker(launch: WorkerLaunch, say: Callable[[News], None]) -> None:
         say(Up(url, service.client.process.pid))
 
     def wrap(app: ASGIApp, service: Service) -> ASGIApp:
-        return Door(
-            app,
-            service,
-            name=launch.name,
-            token=launch.token,
-            capacity=engine.max_num_seqs,
-        )
+        return Door(app, service, name=launch.name, token=launch.token, capacity=engine.max_num_seqs)
 
     media, server = MediaConfig.model_validate_json(launch.media), ServerConfig.model_validate_json(launch.server)
     serve(engine, media, server, Membership(wrap, announce, lambda text: say(Loading(text))))

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -87,11 +87,10 @@ class _Failed(Exception):
         self.answer = answer
 
 
-class _Whole:
-    def __init__(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        self.status = status
-        self.headers = headers
-        self.body = body
+class _Whole(NamedTuple):
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
 
 
 class Proxy:
@@ -234,7 +233,7 @@ class Proxy:
         stack = contextlib.AsyncExitStack()
         try:
             async with contextlib.AsyncExitStack() as opening:
-                upstream = self.gateway.upstream_of(route.worker.info)
+                upstream = self.gateway.members[route.worker.info.url].upstream
                 asking = upstream.request(self._request.method, self._target, self._headers(number), self._body)
                 answer = await opening.enter_async_context(asking)
                 first = await answer.read()

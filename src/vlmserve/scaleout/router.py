@@ -65,7 +65,7 @@ class Router:
     def _with_history(self, key: RequestKey, id: str) -> RequestKey:
         """Add the known length of a stored response to the key."""
         digest = key.history(id)
-        length = self.index.history_length(digest)
+        length = self.index.lengths.get(digest)
         if length is None and (worker := self.fleet.tagged(id)) is not None:
             # Only the gateway that sent it there knows the length.
             length = _UNKNOWN_HISTORY

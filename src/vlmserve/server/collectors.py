@@ -7,9 +7,8 @@ import contextlib
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import psutil
 from prometheus_client import Metric
@@ -17,23 +16,19 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from vlmserve.media.cache import ImageCacheStats
 from vlmserve.server.gpu import GpuReader, GpuStats
 from vlmserve.types import EngineStats, ModelInfo
 
 PREFIX = "vlmserve:"
 
-Stats = TypeVar("Stats")
 
-
-@dataclass(frozen=True, slots=True)
-class StatMetric(Generic[Stats]):
-    """A metric that is read from statistics. Counters' names omit ``_total``."""
+class StatMetric(NamedTuple):
+    """A metric that is read from a field of statistics. Counters' names omit ``_total``."""
 
     kind: Literal["gauge", "counter"]
     name: str
     text: str
-    value: Callable[[Stats], float]
+    field: str
 
 
 class RunningEngine(NamedTuple):
@@ -45,204 +40,144 @@ class RunningEngine(NamedTuple):
     silence: float = 0.0
 
 
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
-
-
-ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
-    StatMetric("gauge", "num_requests_running", "Requests in the running batch.", lambda s: s.num_running),
-    StatMetric("gauge", "num_requests_waiting", "Requests in the waiting queue.", lambda s: s.num_waiting),
+ENGINE_METRICS = (
+    StatMetric("gauge", "num_requests_running", "Requests in the running batch.", "num_running"),
+    StatMetric("gauge", "num_requests_waiting", "Requests in the waiting queue.", "num_waiting"),
     StatMetric(
-        "gauge",
-        "kv_cache_usage_perc",
-        "Share of the KV cache's blocks that requests hold; 1 is all.",
-        lambda s: _share(s.kv_blocks_used, s.kv_blocks_total),
+        "gauge", "kv_cache_usage_perc", "Share of the KV cache's blocks that requests hold; 1 is all.", "kv_usage"
     ),
     StatMetric(
         "gauge",
         "kv_cache_blocks",
         "Blocks of the KV cache. With sliding windows, a block holds tokens of some layers.",
-        lambda s: s.kv_blocks_total,
+        "kv_blocks_total",
     ),
-    StatMetric("gauge", "kv_cache_used_blocks", "Blocks that requests hold.", lambda s: s.kv_blocks_used),
+    StatMetric("gauge", "kv_cache_used_blocks", "Blocks that requests hold.", "kv_blocks_used"),
     StatMetric(
         "gauge",
         "kv_cache_cached_blocks",
         "Blocks whose content can be found again, those that requests hold included.",
-        lambda s: s.kv_blocks_cached,
+        "kv_blocks_cached",
     ),
-    StatMetric("counter", "kv_cache_evictions", "Cached blocks that were evicted.", lambda s: s.kv_evictions),
-    StatMetric("gauge", "state_cache_slots", "Slots of states of hybrid models.", lambda s: s.state_slots_total),
-    StatMetric("gauge", "state_cache_used_slots", "Slots that requests hold.", lambda s: s.state_slots_used),
-    StatMetric("gauge", "state_cache_checkpoints", "States that can be found again.", lambda s: s.state_checkpoints),
-    StatMetric("counter", "state_cache_evictions", "Checkpoints that were evicted.", lambda s: s.state_evictions),
-    StatMetric("gauge", "host_state_slots", "Slots of host memory for checkpoints.", lambda s: s.host_states_total),
-    StatMetric("gauge", "host_state_checkpoints", "Checkpoints in host memory.", lambda s: s.host_states_used),
-    StatMetric("counter", "state_offload_saved", "Checkpoints copied to host memory.", lambda s: s.states_offloaded),
-    StatMetric("counter", "state_offload_loaded", "Checkpoints copied back.", lambda s: s.states_loaded),
-    StatMetric("gauge", "host_cache_blocks", "Blocks of host memory for evicted ones.", lambda s: s.host_blocks_total),
-    StatMetric("gauge", "host_cache_used_blocks", "Host blocks in use.", lambda s: s.host_blocks_used),
-    StatMetric(
-        "counter",
-        "kv_offload_blocks_saved",
-        "Blocks copied to host memory.",
-        lambda s: s.blocks_offloaded,
-    ),
-    StatMetric(
-        "counter",
-        "kv_offload_blocks_loaded",
-        "Blocks copied back from host memory.",
-        lambda s: s.blocks_loaded,
-    ),
-    StatMetric("counter", "num_preemptions", "Running requests that were preempted.", lambda s: s.preemptions),
+    StatMetric("counter", "kv_cache_evictions", "Cached blocks that were evicted.", "kv_evictions"),
+    StatMetric("gauge", "state_cache_slots", "Slots of states of hybrid models.", "state_slots_total"),
+    StatMetric("gauge", "state_cache_used_slots", "Slots that requests hold.", "state_slots_used"),
+    StatMetric("gauge", "state_cache_checkpoints", "States that can be found again.", "state_checkpoints"),
+    StatMetric("counter", "state_cache_evictions", "Checkpoints that were evicted.", "state_evictions"),
+    StatMetric("gauge", "host_state_slots", "Slots of host memory for checkpoints.", "host_states_total"),
+    StatMetric("gauge", "host_state_checkpoints", "Checkpoints in host memory.", "host_states_used"),
+    StatMetric("counter", "state_offload_saved", "Checkpoints copied to host memory.", "states_offloaded"),
+    StatMetric("counter", "state_offload_loaded", "Checkpoints copied back.", "states_loaded"),
+    StatMetric("gauge", "host_cache_blocks", "Blocks of host memory for evicted ones.", "host_blocks_total"),
+    StatMetric("gauge", "host_cache_used_blocks", "Host blocks in use.", "host_blocks_used"),
+    StatMetric("counter", "kv_offload_blocks_saved", "Blocks copied to host memory.", "blocks_offloaded"),
+    StatMetric("counter", "kv_offload_blocks_loaded", "Blocks copied back from host memory.", "blocks_loaded"),
+    StatMetric("counter", "num_preemptions", "Running requests that were preempted.", "preemptions"),
     StatMetric(
         "counter",
         "prompt_tokens",
         "Prompt tokens computed, without cached ones, with those computed again.",
-        lambda s: s.prompt_tokens,
+        "prompt_tokens",
     ),
-    StatMetric("counter", "generation_tokens", "Tokens generated, end tokens left out.", lambda s: s.generation_tokens),
+    StatMetric("counter", "generation_tokens", "Tokens generated, end tokens left out.", "generation_tokens"),
     StatMetric(
-        "counter",
-        "prefix_cache_queries",
-        "Prompt tokens of requests that have started.",
-        lambda s: s.prefix_queried_tokens,
+        "counter", "prefix_cache_queries", "Prompt tokens of requests that have started.", "prefix_queried_tokens"
     ),
     StatMetric(
         "counter",
         "prefix_cache_hits",
         "Prompt tokens of requests that have started, found in the prefix cache.",
-        lambda s: s.prefix_cached_tokens,
+        "prefix_cached_tokens",
     ),
     StatMetric(
         "counter",
         "prefix_cache_never_seen",
         "Prompt tokens of requests that have started, in blocks that were never cached.",
-        lambda s: s.prefix_never_seen_tokens,
+        "prefix_never_seen_tokens",
     ),
     StatMetric(
         "counter",
         "prefix_cache_evicted",
         "Prompt tokens of requests that have started, in evicted blocks or before an evicted checkpoint.",
-        lambda s: s.prefix_evicted_tokens,
+        "prefix_evicted_tokens",
     ),
     StatMetric(
         "counter",
         "prefix_cache_no_checkpoint",
         "Prompt tokens of requests that have started, in cached blocks without a checkpoint of a state.",
-        lambda s: s.prefix_unsaved_tokens,
+        "prefix_unsaved_tokens",
     ),
-    StatMetric(
-        "counter", "encoder_cache_queries", "Images whose embeddings a request needed.", lambda s: s.encoder_queries
-    ),
+    StatMetric("counter", "encoder_cache_queries", "Images whose embeddings a request needed.", "encoder_queries"),
     StatMetric(
         "counter",
         "encoder_cache_hits",
         "Images that a request needed and whose embeddings were cached or about to be.",
-        lambda s: s.encoder_hits,
+        "encoder_hits",
     ),
-    StatMetric(
-        "gauge", "encoder_cache_bytes", "Bytes that the encoder cache may take.", lambda s: s.encoder_cache_bytes
-    ),
-    StatMetric(
-        "gauge", "encoder_cache_used_bytes", "Bytes that the encoder cache takes.", lambda s: s.encoder_cache_used_bytes
-    ),
+    StatMetric("gauge", "encoder_cache_bytes", "Bytes that the encoder cache may take.", "encoder_cache_bytes"),
+    StatMetric("gauge", "encoder_cache_used_bytes", "Bytes that the encoder cache takes.", "encoder_cache_used_bytes"),
     StatMetric(
         "gauge",
         "encoder_cache_pinned_images",
         "Images whose embeddings a running request needs.",
-        lambda s: s.encoder_cache_pinned,
+        "encoder_cache_pinned",
     ),
-    StatMetric("gauge", "images_in_progress", "Images that are being encoded.", lambda s: s.images_in_progress),
+    StatMetric("gauge", "images_in_progress", "Images that are being encoded.", "images_in_progress"),
     StatMetric(
         "gauge",
         "image_seconds_left",
         "Expected seconds of the vision tower for the images in progress.",
-        lambda s: s.image_seconds_left,
+        "image_seconds_left",
     ),
-    StatMetric(
-        "gauge", "disk_cache_bytes", "Bytes that the disk cache may take; 0 without one.", lambda s: s.disk_limit_bytes
-    ),
+    StatMetric("gauge", "disk_cache_bytes", "Bytes that the disk cache may take; 0 without one.", "disk_limit_bytes"),
     StatMetric(
         "gauge",
         "disk_cache_used_bytes",
         "Bytes of the files of all engines, counted from time to time.",
-        lambda s: s.disk_used_bytes,
+        "disk_used_bytes",
     ),
-    StatMetric("counter", "disk_cache_hits", "Entries that were read from disk.", lambda s: s.disk_hits),
+    StatMetric("counter", "disk_cache_hits", "Entries that were read from disk.", "disk_hits"),
     StatMetric(
-        "counter",
-        "disk_cache_misses",
-        "Entries that were looked for on disk and are not there.",
-        lambda s: s.disk_misses,
+        "counter", "disk_cache_misses", "Entries that were looked for on disk and are not there.", "disk_misses"
     ),
     StatMetric(
-        "counter",
-        "disk_cache_broken",
-        "Files that were changed or incomplete, which count as missing.",
-        lambda s: s.disk_broken,
+        "counter", "disk_cache_broken", "Files that were changed or incomplete, which count as missing.", "disk_broken"
     ),
-    StatMetric("counter", "disk_cache_read_bytes", "Bytes of the entries that were read.", lambda s: s.disk_read_bytes),
-    StatMetric("counter", "disk_cache_written", "Entries that were written.", lambda s: s.disk_written),
+    StatMetric("counter", "disk_cache_read_bytes", "Bytes of the entries that were read.", "disk_read_bytes"),
+    StatMetric("counter", "disk_cache_written", "Entries that were written.", "disk_written"),
+    StatMetric("counter", "disk_cache_written_bytes", "Bytes of the entries that were written.", "disk_written_bytes"),
+    StatMetric("gauge", "disk_cache_queued_bytes", "Bytes that wait to be written.", "disk_queued_bytes"),
     StatMetric(
-        "counter", "disk_cache_written_bytes", "Bytes of the entries that were written.", lambda s: s.disk_written_bytes
+        "counter", "disk_cache_dropped", "Entries that were not written because too many waited.", "disk_dropped"
     ),
-    StatMetric("gauge", "disk_cache_queued_bytes", "Bytes that wait to be written.", lambda s: s.disk_queued_bytes),
+    StatMetric("counter", "disk_cache_evictions", "Files that were removed for others.", "disk_evictions"),
+    StatMetric("gauge", "lora_adapters_served", "Adapters that are served.", "adapters_served"),
+    StatMetric("gauge", "lora_adapters_loaded", "Adapters in memory.", "adapters_loaded"),
+    StatMetric("gauge", "lora_adapters_active", "Adapters of running requests.", "adapters_active"),
+    StatMetric("gauge", "lora_memory_used_bytes", "Bytes that adapters in memory take.", "adapter_bytes"),
+    StatMetric("counter", "lora_loads", "Adapters that were read into memory.", "adapter_loads"),
+    StatMetric("counter", "lora_evictions", "Adapters that left memory for others.", "adapter_evictions"),
+    StatMetric("counter", "spec_decode_num_draft_tokens", "Draft tokens that were checked.", "drafted_tokens"),
     StatMetric(
-        "counter",
-        "disk_cache_dropped",
-        "Entries that were not written because too many waited.",
-        lambda s: s.disk_dropped,
+        "counter", "spec_decode_num_accepted_tokens", "Draft tokens that became part of answers.", "accepted_drafts"
     ),
-    StatMetric("counter", "disk_cache_evictions", "Files that were removed for others.", lambda s: s.disk_evictions),
-    StatMetric("gauge", "lora_adapters_served", "Adapters that are served.", lambda s: s.adapters_served),
-    StatMetric("gauge", "lora_adapters_loaded", "Adapters in memory.", lambda s: s.adapters_loaded),
-    StatMetric("gauge", "lora_adapters_active", "Adapters of running requests.", lambda s: s.adapters_active),
-    StatMetric("gauge", "lora_memory_used_bytes", "Bytes that adapters in memory take.", lambda s: s.adapter_bytes),
-    StatMetric("counter", "lora_loads", "Adapters that were read into memory.", lambda s: s.adapter_loads),
-    StatMetric("counter", "lora_evictions", "Adapters that left memory for others.", lambda s: s.adapter_evictions),
-    StatMetric(
-        "counter", "spec_decode_num_draft_tokens", "Draft tokens that were checked.", lambda s: s.drafted_tokens
-    ),
-    StatMetric(
-        "counter",
-        "spec_decode_num_accepted_tokens",
-        "Draft tokens that became part of answers.",
-        lambda s: s.accepted_drafts,
-    ),
-    StatMetric("counter", "images_encoded", "Images that went through the vision tower.", lambda s: s.images_encoded),
-    StatMetric("counter", "steps", "Batches run.", lambda s: s.steps),
-    StatMetric("counter", "step_seconds", "Seconds that the engine spent in steps.", lambda s: s.step_seconds),
-    StatMetric(
-        "counter", "vision_seconds", "Seconds of steps that went to the vision tower.", lambda s: s.vision_seconds
-    ),
+    StatMetric("counter", "images_encoded", "Images that went through the vision tower.", "images_encoded"),
+    StatMetric("counter", "steps", "Batches run.", "steps"),
+    StatMetric("counter", "step_seconds", "Seconds that the engine spent in steps.", "step_seconds"),
+    StatMetric("counter", "vision_seconds", "Seconds of steps that went to the vision tower.", "vision_seconds"),
 )
-IMAGE_CACHE_METRICS: tuple[StatMetric[ImageCacheStats], ...] = (
-    StatMetric("counter", "mm_cache_queries", "Images in requests.", lambda s: s.hits + s.misses),
-    StatMetric(
-        "counter",
-        "mm_cache_hits",
-        "Images in requests that were prepared already or about to be.",
-        lambda s: s.hits,
-    ),
-    StatMetric(
-        "gauge",
-        "mm_cache_images",
-        "Prepared images in memory.",
-        lambda s: s.num_images,
-    ),
-    StatMetric("gauge", "mm_cache_bytes", "Bytes that prepared images may take.", lambda s: s.capacity_bytes),
-    StatMetric("gauge", "mm_cache_used_bytes", "Bytes that prepared images take.", lambda s: s.used_bytes),
+IMAGE_CACHE_METRICS = (
+    StatMetric("counter", "mm_cache_queries", "Images in requests.", "queries"),
+    StatMetric("counter", "mm_cache_hits", "Images in requests that were prepared already or about to be.", "hits"),
+    StatMetric("gauge", "mm_cache_images", "Prepared images in memory.", "num_images"),
+    StatMetric("gauge", "mm_cache_bytes", "Bytes that prepared images may take.", "capacity_bytes"),
+    StatMetric("gauge", "mm_cache_used_bytes", "Bytes that prepared images take.", "used_bytes"),
 )
 
 
-class StatsCollector(Collector, Generic[Stats]):
-    def __init__(
-        self, model_name: str, metrics: Sequence[StatMetric[Stats]], stats: Callable[[], Stats | None]
-    ) -> None:
-        self._model_name = model_name
-        self._metrics = metrics
-        self._stats = stats
+class StatsCollector(Collector):
+    def __init__(self, model_name: str, metrics: Sequence[StatMetric], stats: Callable[[], object]) -> None:
+        self._model_name, self._metrics, self._stats = model_name, metrics, stats
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
@@ -251,7 +186,7 @@ class StatsCollector(Collector, Generic[Stats]):
         for metric in self._metrics:
             make = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
             family = make(PREFIX + metric.name, metric.text, labels=("model_name",))
-            family.add_metric((self._model_name,), metric.value(stats))
+            family.add_metric((self._model_name,), getattr(stats, metric.field))
             yield family
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -18,11 +19,11 @@ from vlmserve.frontend.media_preparer import KnownMedia
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.media.cache import ImageCacheStats
 from vlmserve.media.fetch import fetch_file
+from vlmserve.memory import return_free_memory
 from vlmserve.prompt.template_limits import SlowRenderingError, only_quick
 from vlmserve.sampling.trials import SlowGrammarError
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.fair_queue import FairQueue
-from vlmserve.server.idle_memory import IdleMemory
 from vlmserve.settings.config import MediaConfig
 from vlmserve.types import Grammar, Prompt
 
@@ -41,6 +42,8 @@ _IMAGE_REQUESTS = 16
 """Concurrent requests with images per decoding thread; most of them wait for such a thread."""
 _FILES = frozenset({"file", "video_url"})
 """Types of parts that separate processes decode."""
+_PAUSE = 1.0
+"""Seconds after work ends to check for new work."""
 
 
 class Preparation:
@@ -221,3 +224,31 @@ def _num_characters(message: Mapping[str, Any]) -> int:
 def _urls(part: Mapping[str, Any]) -> Sequence[str]:
     kind = part["type"]
     return part["video"] if kind == "video" else (part[kind]["url"],)
+
+
+class IdleMemory:
+    """The C library keeps freed memory. executor: runs the call. is_busy: returns whether work runs."""
+
+    def __init__(self, executor: Executor, is_busy: Callable[[], bool]) -> None:
+        self._executor = executor
+        self._is_busy = is_busy
+        self._timer: asyncio.TimerHandle | None = None
+
+    def worked(self) -> None:
+        if self._timer is None:
+            self._wait()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wait(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_PAUSE, self._look)
+
+    def _look(self) -> None:
+        if self._is_busy():
+            self._wait()
+            return
+        self._timer = None
+        with contextlib.suppress(RuntimeError):  # the server closes
+            self._executor.submit(return_free_memory)

@@ -16,7 +16,6 @@ from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError, Ope
 from sqlalchemy.pool import StaticPool
 
 from vlmserve.errors import ConfigurationError, StorageError
-from vlmserve.storage.reserve import Reserve
 from vlmserve.storage.tables import EMPTY_WAL, LEAN_SETTINGS, SQLITE_SETTINGS, create_tables
 
 logger = logging.getLogger(__name__)
@@ -30,6 +29,9 @@ SQLITE_TIMEOUT = 30
 _SQLITE_PAUSE = 0.02
 
 Result = TypeVar("Result")
+RESERVED_BYTES = 16 * 1024**2
+"""Bytes: 4x the size that makes SQLite write its log back."""
+_BLOCK = bytes(1024**2)
 
 
 class Database:
@@ -230,3 +232,27 @@ def _begin_sqlite(connection: Connection) -> None:
     # SQLite cannot upgrade a read transaction while another one writes.
     writes = connection.get_execution_options().get("writes")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+class Reserve:
+    """A file next to a database that only takes space."""
+
+    def __init__(self, database: Path) -> None:
+        self._path = database.with_name(f"{database.name}-reserve")
+
+    def take(self) -> None:
+        """Reserve the space if the disk has it."""
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_size == RESERVED_BYTES:
+                return
+        try:
+            with open(self._path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                for _ in range(RESERVED_BYTES // len(_BLOCK)):
+                    file.write(_BLOCK)
+        except OSError as error:
+            logger.warning("No disk space could be reserved in %s: %s", self._path, error.strerror)
+            self.give()
+
+    def give(self) -> None:
+        with contextlib.suppress(OSError):
+            self._path.unlink()

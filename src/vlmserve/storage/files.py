@@ -10,8 +10,7 @@ from sqlalchemy import ColumnElement, Connection, Row, delete, insert, or_, sele
 
 from vlmserve.errors import InvalidRequestError, NotFoundError
 from vlmserve.storage.database import Database
-from vlmserve.storage.items import Page, delete_orphans, insert_blobs
-from vlmserve.storage.packing import digest_of
+from vlmserve.storage.items import Page, delete_orphans, digest_of, insert_blobs
 from vlmserve.storage.tables import blobs, files
 
 

@@ -7,7 +7,7 @@ import os
 import psutil
 import pytest
 
-from vlmserve.scaleout.ondemand.usage import private_memory
+from vlmserve.scaleout.ondemand.pool import private_memory
 
 
 def test_children_named_twice_count_once():

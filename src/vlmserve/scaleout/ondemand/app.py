@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import msgspec
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vlmserve.scaleout.adapters import load_adapter, unload_adapter
-from vlmserve.scaleout.app import Endpoint, app_of, health, ready, show_live
+from vlmserve.scaleout.app import app_of
 from vlmserve.scaleout.metrics import exposition
 from vlmserve.scaleout.ondemand.gateway import OnDemandGateway
-from vlmserve.scaleout.ondemand.metrics import pool_metrics
-from vlmserve.server.app import operations, show_version
+from vlmserve.scaleout.ondemand.pool import Pool
+from vlmserve.server.app import operations
 from vlmserve.server.errors import json_response
 from vlmserve.server.routes.models import is_for_anthropic
 from vlmserve.server.routes.ollama import local_model, ollama_version
@@ -23,20 +24,13 @@ from vlmserve.server.schema.ollama import LocalModels
 
 
 def create_app(gateway: OnDemandGateway) -> Starlette:
-    own: dict[str, Endpoint] = {
+    own = {
         "/v1/models": list_models,
         "/v1/models/{name:path}": show_model,
-        "/v1/load_lora_adapter": load_adapter,
-        "/v1/unload_lora_adapter": unload_adapter,
         "/api/tags": list_for_ollama,
         "/api/ps": list_loaded_for_ollama,
         "/api/version": ollama_version,
-        "/health": health,
-        "/ping": health,
-        "/ready": ready,
-        "/version": show_version,
         "/metrics": show_metrics,
-        "/live": show_live,
     }
     return app_of(gateway, own, operations(gateway.config))
 
@@ -77,19 +71,19 @@ async def show_model(request: Request) -> Response:
 
 async def list_for_ollama(request: Request) -> Response:
     """List all models in the form of Ollama's API."""
-    return _local_models(_gateway(request), _gateway(request).pool.models)
+    gateway = _gateway(request)
+    return _local_models(gateway, gateway.pool.models)
 
 
 async def list_loaded_for_ollama(request: Request) -> Response:
     """List the loaded models in the form of Ollama's API."""
-    models = _gateway(request).pool.models
-    return _local_models(_gateway(request), [name for name, model in models.items() if model.state == "loaded"])
+    gateway = _gateway(request)
+    return _local_models(gateway, [name for name, model in gateway.pool.models.items() if model.state == "loaded"])
 
 
 def _local_models(gateway: OnDemandGateway, names: Iterable[str]) -> Response:
-    facts = gateway.facts
-    abilities = {name: facts[name].abilities if name in facts else None for name in names}
-    return json_response(LocalModels([local_model(name, gateway.created, abilities[name]) for name in names]))
+    known = {name: facts.abilities for name, facts in gateway.facts.items()}
+    return json_response(LocalModels([local_model(name, gateway.created, known.get(name)) for name in names]))
 
 
 async def show_metrics(request: Request) -> Response:
@@ -97,3 +91,40 @@ async def show_metrics(request: Request) -> Response:
     gateway = _gateway(request)
     page = pool_metrics(gateway.pool) + await exposition(gateway.metrics, gateway.heard)
     return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+_PREFIX = "vlmserve:model_"
+
+
+def pool_metrics(pool: Pool) -> str:
+    registry = CollectorRegistry()
+    registry.register(_Models(pool))
+    return generate_latest(registry).decode()
+
+
+class _Models:
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        label = ["model"]
+        loaded = GaugeMetricFamily(_PREFIX + "loaded", "1 if the model is loaded.", labels=label)
+        size = GaugeMetricFamily(_PREFIX + "bytes", "Memory reserved for the model; 0 if unloaded.", labels=label)
+        waiting = GaugeMetricFamily(_PREFIX + "waiting", "Requests that wait for the model to load.", labels=label)
+        loads = CounterMetricFamily(_PREFIX + "loads", "Loads of the model.", labels=label)
+        seconds = CounterMetricFamily(_PREFIX + "load_seconds", "Seconds of all loads of the model.", labels=label)
+        failures = CounterMetricFamily(_PREFIX + "load_failures", "Failed loads of the model.", labels=label)
+        crashes = CounterMetricFamily(_PREFIX + "crashes", "Crashes of the model's processes.", labels=label)
+        for name, model in self._pool.models.items():
+            slot = model.slot
+            loaded.add_metric([name], model.state == "loaded")
+            size.add_metric([name], 0 if slot is None or slot.state == "unloaded" else slot.size)
+            waiting.add_metric([name], len(model.waiting))
+            loads.add_metric([name], model.loads)
+            seconds.add_metric([name], model.load_seconds)
+            failures.add_metric([name], model.failed_loads)
+            crashes.add_metric([name], model.crashes)
+        yield from (loaded, size, waiting, loads, seconds, failures, crashes)

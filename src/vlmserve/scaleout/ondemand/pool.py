@@ -10,16 +10,17 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
+import psutil
 
 from vlmserve.errors import UnavailableError, VLMServeError
 from vlmserve.models.footprint import loads_into_main_memory
+from vlmserve.scaleout.launch import MemberProcess
 from vlmserve.scaleout.member import Failed, Loading, News, Up, WorkerLaunch
 from vlmserve.scaleout.ondemand.catalogue import Expected, Listed, expect
 from vlmserve.scaleout.ondemand.shelf import Admit, Load, Shelf, Slot, Unload
-from vlmserve.scaleout.ondemand.usage import private_memory
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +30,6 @@ _STOP_SECONDS = 10.0
 """Seconds that an unused worker gets to end."""
 _MEASURE_SECONDS = 5.0
 """Seconds between measurements of memory."""
-
-
-class WorkerProcess(Protocol):
-    """See `MemberProcess`."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def news(self) -> Iterable[News]: ...
-    def terminate(self) -> None: ...
-    def kill(self) -> None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def close(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -59,7 +47,7 @@ class Model:
     expected: Expected | None = None
     """None before the first request."""
     slot: Slot | None = None
-    process: WorkerProcess | None = None
+    process: MemberProcess | None = None
     pids: tuple[int, ...] = ()
     url: str | None = None
     """The address of its process, also while it unloads: it still reports the tokens of its last answers."""
@@ -97,7 +85,7 @@ class Pool:
         self,
         listed: Iterable[Listed],
         shelf: Shelf,
-        start: Callable[[WorkerLaunch], WorkerProcess],
+        start: Callable[[WorkerLaunch], MemberProcess],
         connect: Callable[[list[str]], None],
         token: str,
         *,
@@ -173,13 +161,9 @@ class Pool:
                 model.process.kill()
 
     async def _wait_for_processes(self) -> None:
-        while self._has_processes:
+        while any(model.state in ("loading", "loaded", "unloading") for model in self.models.values()):
             self._changed.clear()
             await self._changed.wait()
-
-    @property
-    def _has_processes(self) -> bool:
-        return any(model.state in ("loading", "loaded", "unloading") for model in self.models.values())
 
     def _check(self, model: Model) -> None:
         """Raise UnavailableError if a request must not wait."""
@@ -290,7 +274,7 @@ class Pool:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _started(self, model: Model, process: WorkerProcess) -> None:
+    def _started(self, model: Model, process: MemberProcess) -> None:
         model.process = process
         if self._closing:
             process.terminate()
@@ -404,3 +388,23 @@ def _inner(listed: Listed) -> str:
     if own.storage_url is None and own.storage_path is None:
         update["storage_url"] = "none"
     return own.model_copy(update=update).model_dump_json()
+
+
+def private_memory(pids: Iterable[int]) -> int:
+    """Bytes that would be free without these processes and their children; 0: unknown."""
+    return sum(map(_private, {process for pid in pids for process in _family(pid)}))
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def _private(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().uss)
+    except psutil.Error:
+        return 0

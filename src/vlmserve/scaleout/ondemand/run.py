@@ -20,7 +20,7 @@ from vlmserve.scaleout.member import WorkerLaunch
 from vlmserve.scaleout.ondemand.app import create_app
 from vlmserve.scaleout.ondemand.catalogue import Listed, check_names
 from vlmserve.scaleout.ondemand.gateway import OnDemandGateway
-from vlmserve.scaleout.ondemand.pool import Pool, WorkerProcess
+from vlmserve.scaleout.ondemand.pool import Pool
 from vlmserve.scaleout.ondemand.shelf import Shelf
 from vlmserve.scaleout.settings import ModelsConfig
 from vlmserve.server.run import (
@@ -73,7 +73,7 @@ async def run(
     listed: Sequence[Listed],
     shelf: Shelf,
     token: str,
-    start: Callable[[WorkerLaunch], WorkerProcess] = MemberProcess,
+    start: Callable[[WorkerLaunch], MemberProcess] = MemberProcess,
     *,
     load_timeout: float,
 ) -> None:

@@ -5,26 +5,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import ray
 from ray import serve
 from ray._private import ray_constants, services
 from ray._private.authentication import authentication_token_setup
 from ray.serve._private.constants import SERVE_LOGGER_NAME
+from ray.serve.schema import ApplicationStatus, ServeStatus
 
 from vlmserve.cores import usable_cores
-from vlmserve.errors import ConfigurationError
+from vlmserve.errors import ConfigurationError, ModelLoadError
 from vlmserve.logs import level_number, set_up_logging
 from vlmserve.scaleout.member import GatewayLaunch, WorkerLaunch
 from vlmserve.scaleout.ray import head
 from vlmserve.scaleout.ray.deployments import gateway_application, worker_application, worker_launch
 from vlmserve.scaleout.ray.directory import NAMESPACE
 from vlmserve.scaleout.ray.membership import Membership
-from vlmserve.scaleout.ray.starting import show, wait_until_ready, wait_until_running
 from vlmserve.scaleout.settings import GatewayConfig, WorkerKind
 from vlmserve.scaleout.storage import check_local, check_shared, refuse_local
 from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
@@ -42,8 +46,11 @@ _SETTINGS = {
 _OBJECT_STORE = 100 * 1024**2
 """Bytes; requests do not use the object store."""
 _EXTRA_GRACE = 10.0
-_LOOK = 0.5
+_LOOK = 0.2
 """Seconds between checks of started processes."""
+_PATIENCE = 5.0
+"""Seconds that the gateway gets for an answer."""
+_GATEWAY, _RUNNING = "gateway", "RUNNING"
 _LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -235,3 +242,60 @@ def _serve(grace: float) -> Iterator[None]:
             head.drain_members(grace)
         else:
             serve.shutdown()
+
+
+_began = time.monotonic()
+
+
+def show(step: str) -> None:
+    print(f"{time.monotonic() - _began:5.1f} s  {step}", file=sys.stderr, flush=True)
+
+
+def wait_until_running(stopped: threading.Event, workers: int) -> bool:
+    """Show how many workers run until all of them and the gateway do. Returns False if `stopped` is set earlier.
+
+    Raises ModelLoadError if a worker or the gateway cannot start.
+    """
+    shown = -1
+    while not stopped.wait(_LOOK):
+        status = serve.status()
+        _check(status)
+        running = num_workers(status)
+        if running != shown:
+            show(f"{running} of {workers} workers loaded")
+            shown = running
+        if all(one.status == ApplicationStatus.RUNNING for one in status.applications.values()):
+            return True
+    return False
+
+
+def wait_until_ready(url: str, stopped: threading.Event) -> None:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while not stopped.is_set():
+        try:
+            opener.open(f"{url}/ready", timeout=_PATIENCE).close()
+            return
+        except OSError:  # an error status, too
+            stopped.wait(_LOOK)
+
+
+def num_workers(status: ServeStatus) -> int:
+    return sum(
+        deployment.replica_states.get(_RUNNING, 0)
+        for name, application in status.applications.items()
+        if name != _GATEWAY
+        for deployment in application.deployments.values()
+    )
+
+
+def _check(status: ServeStatus) -> None:
+    for name, application in status.applications.items():
+        if application.status == ApplicationStatus.DEPLOY_FAILED:
+            messages = [application.message, *(one.message for one in application.deployments.values())]
+            raise ModelLoadError(f"{name} cannot start: {_reason(messages)}")
+
+
+def _reason(messages: Iterable[str]) -> str:
+    """The error in Serve's messages, which may end with a traceback."""
+    last = "\n".join(messages).strip().splitlines()[-1]
+    return re.sub(r"^[\w.]+: ", "", last)
