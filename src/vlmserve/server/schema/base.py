@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args
 
 import msgspec
 from pydantic import (
@@ -17,6 +17,7 @@ from pydantic import (
     Discriminator,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -180,26 +181,44 @@ class RequestModel(BaseModel):
         return schema
 
 
-# Tags in angle brackets never reach a client: `_path` leaves them out.
-def by_type(*kinds: str) -> Discriminator:
-    """Choose a class by the field ``type``. Tags are ``<type>``."""
+@dataclass(frozen=True)
+class ByType:
+    """Chooses a class of a union by the field ``type``. default: the type of objects without this field."""
 
-    def tag(value: Any) -> str | None:
-        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        return f"<{kind}>" if kind in kinds else None
+    default: str | None = None
 
-    message = f"must be an object of type {', '.join(map(repr, kinds))}"
-    return Discriminator(tag, custom_error_type="type", custom_error_message=message)
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        classes = {kind: one for one in get_args(source) for kind in get_args(one.model_fields["type"].annotation)}
+        kinds = tuple(classes)
+
+        def tag(value: Any) -> str | None:
+            kind = value.get("type", self.default) if isinstance(value, dict) else getattr(value, "type", None)
+            return f"<{kind}>" if kind in kinds else None
+
+        message = f"must be an object of type {', '.join(map(repr, kinds))}"
+        choose = Discriminator(tag, custom_error_type="type", custom_error_message=message)
+        return _tagged(handler, {f"<{kind}>": one for kind, one in classes.items()}, choose)
 
 
-def text_or_list(items: str) -> Discriminator:
-    """Choose between a string, tag ``<text>``, and a list, tag ``<list>``."""
+@dataclass(frozen=True)
+class TextOrList:
+    """Chooses between a string and a list. items: what the list has, for errors."""
 
-    def tag(value: Any) -> str | None:
-        return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
+    items: str
 
-    message = f"must be a string or a list of {items}"
-    return Discriminator(tag, custom_error_type="text_or_list", custom_error_message=message)
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def tag(value: Any) -> str | None:
+            return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
+
+        message = f"must be a string or a list of {self.items}"
+        choose = Discriminator(tag, custom_error_type="text_or_list", custom_error_message=message)
+        return _tagged(handler, dict(zip(("<text>", "<list>"), get_args(source), strict=True)), choose)
+
+
+def _tagged(handler: GetCoreSchemaHandler, members: Mapping[str, Any], choose: Discriminator) -> CoreSchema:
+    """Tags in angle brackets never reach a client: `_path` leaves them out."""
+    union = Union[tuple(Annotated[member, Tag(tag)] for tag, member in members.items())]  # noqa: UP007
+    return handler.generate_schema(Annotated[union, choose])
 
 
 Body = TypeVar("Body", bound=RequestModel)

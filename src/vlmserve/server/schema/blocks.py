@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.media.budget import BUDGET_FIELDS
-from vlmserve.server.schema.base import JSONObject, RequestModel, by_type, log_once, text_or_list
+from vlmserve.server.schema.base import ByType, JSONObject, RequestModel, TextOrList, log_once
 from vlmserve.server.schema.content import Budget, Pages, thoughts_of
 
 _PATH = re.compile(r"(?:messages|tools)\[\d+\](?:\.\w+|\[\d+\])*")
@@ -72,12 +72,7 @@ class ImageBlock(Block, Budget):
     """An image."""
 
     type: Literal["image"]
-    source: Annotated[
-        Annotated[Base64Source, Tag("<base64>")]
-        | Annotated[URLSource, Tag("<url>")]
-        | Annotated[UploadedSource, Tag("<file>")],
-        by_type("base64", "url", "file"),
-    ]
+    source: Annotated[Base64Source | URLSource | UploadedSource, ByType()]
 
     def parts(self) -> list[dict[str, Any]]:
         if isinstance(self.source, UploadedSource):
@@ -105,19 +100,7 @@ class ContentSource(RequestModel):
     """A document of text and images."""
 
     type: Literal["content"]
-    content: Annotated[
-        Annotated[str, Tag("<text>")]
-        | Annotated[
-            list[
-                Annotated[
-                    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")],
-                    by_type("text", "image"),
-                ]
-            ],
-            Tag("<list>"),
-        ],
-        text_or_list("blocks"),
-    ]
+    content: Annotated[str | list[Annotated[TextBlock | ImageBlock, ByType()]], TextOrList("blocks")]
 
 
 class DocumentBlock(Block, Budget):
@@ -127,14 +110,7 @@ class DocumentBlock(Block, Budget):
     """
 
     type: Literal["document"]
-    source: Annotated[
-        Annotated[Base64Source, Tag("<base64>")]
-        | Annotated[URLSource, Tag("<url>")]
-        | Annotated[TextSource, Tag("<text>")]
-        | Annotated[ContentSource, Tag("<content>")]
-        | Annotated[UploadedSource, Tag("<file>")],
-        by_type("base64", "url", "text", "content", "file"),
-    ]
+    source: Annotated[Base64Source | URLSource | TextSource | ContentSource | UploadedSource, ByType()]
     title: str | None = None
     context: str | None = None
     pages: Pages = None
@@ -219,14 +195,7 @@ class RedactedThinkingBlock(Block):
     data: str
 
 
-ShownBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")]
-    | Annotated[ImageBlock, Tag("<image>")]
-    | Annotated[DocumentBlock, Tag("<document>")]
-    | Annotated[SearchResultBlock, Tag("<search_result>")]
-    | Annotated[ToolReferenceBlock, Tag("<tool_reference>")],
-    by_type("text", "image", "document", "search_result", "tool_reference"),
-]
+ShownBlock = Annotated[TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock, ByType()]
 
 
 class ToolResultBlock(Block):
@@ -234,9 +203,7 @@ class ToolResultBlock(Block):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[ShownBlock], Tag("<list>")], text_or_list("blocks")
-    ] = ""
+    content: Annotated[str | list[ShownBlock], TextOrList("blocks")] = ""
     is_error: bool = False
 
 
@@ -267,35 +234,24 @@ def _as_known(block: Any) -> Any:
 
 
 ContentBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")]
-    | Annotated[ImageBlock, Tag("<image>")]
-    | Annotated[DocumentBlock, Tag("<document>")]
-    | Annotated[ToolUseBlock, Tag("<tool_use>")]
-    | Annotated[ToolResultBlock, Tag("<tool_result>")]
-    | Annotated[ThinkingBlock, Tag("<thinking>")]
-    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
-    | Annotated[SearchResultBlock, Tag("<search_result>")]
-    | Annotated[ToolReferenceBlock, Tag("<tool_reference>")]
-    | Annotated[CompactionBlock, Tag("<compaction>")],
-    by_type(
-        "text",
-        "image",
-        "document",
-        "tool_use",
-        "tool_result",
-        "thinking",
-        "redacted_thinking",
-        "search_result",
-        "tool_reference",
-        "compaction",
-    ),
+    TextBlock
+    | ImageBlock
+    | DocumentBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | SearchResultBlock
+    | ToolReferenceBlock
+    | CompactionBlock,
+    ByType(),
     BeforeValidator(_as_known),
 ]
 _Said = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock | CompactionBlock
 """Blocks that the model sees as text and images."""
 
 
-System = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[TextBlock], Tag("<list>")], text_or_list("blocks")]
+System = Annotated[str | list[TextBlock], TextOrList("blocks")]
 """The system prompt."""
 
 
@@ -303,10 +259,7 @@ class Turn(RequestModel):
     """A message. Only the assistant calls tools, only the user returns results, and the system has only text."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[ContentBlock], Field(min_length=1), Tag("<list>")],
-        text_or_list("blocks"),
-    ]
+    content: Annotated[str | Annotated[list[ContentBlock], Field(min_length=1)], TextOrList("blocks")]
 
     @model_validator(mode="after")
     def _says_what_its_role_may(self) -> Self:

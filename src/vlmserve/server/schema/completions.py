@@ -39,16 +39,17 @@ def prompt_kind(value: Any) -> str | None:
     return "<tokens>" if isinstance(first, int) else "<lists>"
 
 
+BY_KIND_OF_PROMPT = Discriminator(
+    prompt_kind,
+    custom_error_type="prompt",
+    custom_error_message="must be a text, a list of token ids, or a list of several of either",
+)
 Prompts = Annotated[
     Annotated[Text, Tag("<text>")]
     | Annotated[Annotated[list[Text], Field(max_length=MAX_PROMPTS)], Tag("<texts>")]
     | Annotated[TokenIds, Tag("<tokens>")]
     | Annotated[Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS)], Tag("<lists>")],
-    Discriminator(
-        prompt_kind,
-        custom_error_type="prompt",
-        custom_error_message="must be a text, a list of token ids, or a list of several of either",
-    ),
+    BY_KIND_OF_PROMPT,
 ]
 
 

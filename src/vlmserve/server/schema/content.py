@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.conversations import thinking_settings
 from vlmserve.frontend.tools import ToolUse
-from vlmserve.server.schema.base import MAX_COUNT, JSONObject, RequestModel, by_type, text_or_list
+from vlmserve.server.schema.base import MAX_COUNT, ByType, JSONObject, RequestModel, TextOrList
 from vlmserve.server.schema.tools import CalledFunction, SentToolCall
 from vlmserve.settings.config import MAX_FPS
 from vlmserve.types import Grammar
@@ -176,18 +176,11 @@ class FilePart(ChatPart, Budget):
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("<text>")]
-    | Annotated[ImagePart, Tag("<image_url>")]
-    | Annotated[VideoURLPart, Tag("<video_url>")]
-    | Annotated[VideoPart, Tag("<video>")]
-    | Annotated[FilePart, Tag("<file>")],
-    by_type("text", "image_url", "video_url", "video", "file"),
+    TextPart | ImagePart | VideoURLPart | VideoPart | FilePart,
+    ByType(),
     BeforeValidator(_refusal_as_text),
 ]
-Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<list>")],
-    text_or_list("parts"),
-]
+Content = Annotated[str | list[Part], TextOrList("parts")]
 
 
 class Message(RequestModel):

@@ -6,12 +6,12 @@ import json
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from vlmserve.frontend.deciding import Parts, answers_as_text
 from vlmserve.frontend.deciding import Question as AskedQuestion
 from vlmserve.server.schema.asking import ModelRequest
-from vlmserve.server.schema.base import RequestModel, by_type, text_or_list
+from vlmserve.server.schema.base import ByType, RequestModel, TextOrList
 from vlmserve.server.schema.content import PromptRequest
 from vlmserve.server.schema.items import MAX_ITEMS, InputFile, InputImage, InputItem, InputText, MessageItem
 from vlmserve.server.schema.responses import ResponseUsage
@@ -64,12 +64,7 @@ def _as_items(value: Any) -> Any:
     ]
 
 
-_Part = Annotated[
-    Annotated[InputText, Tag("<input_text>")]
-    | Annotated[InputImage, Tag("<input_image>")]
-    | Annotated[InputFile, Tag("<input_file>")],
-    by_type("input_text", "input_image", "input_file"),
-]
+_Part = Annotated[InputText | InputImage | InputFile, ByType()]
 
 
 class _Question(RequestModel):
@@ -77,8 +72,8 @@ class _Question(RequestModel):
 
     name: str | None = None
     instructions: Annotated[
-        Annotated[str, Field(min_length=1), Tag("<text>")] | Annotated[list[_Part], Field(min_length=1), Tag("<list>")],
-        text_or_list("parts"),
+        Annotated[str, Field(min_length=1)] | Annotated[list[_Part], Field(min_length=1)],
+        TextOrList("parts"),
         BeforeValidator(_json_as_text),
     ]
 
@@ -167,10 +162,7 @@ class Score(_Question):
         return len(self.levels)
 
 
-Question = Annotated[
-    Annotated[Predicate, Tag("<predicate>")] | Annotated[Choice, Tag("<choice>")] | Annotated[Score, Tag("<score>")],
-    by_type("predicate", "choice", "score"),
-]
+Question = Annotated[Predicate | Choice | Score, ByType()]
 
 
 class DecisionRequest(PromptRequest, ModelRequest):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from vlmserve.server.schema.asking import ModelRequest
 from vlmserve.server.schema.base import MAX_COUNT
-from vlmserve.server.schema.completions import Text, TokenIds, listed, prompt_kind
+from vlmserve.server.schema.completions import BY_KIND_OF_PROMPT, Text, TokenIds, listed
 from vlmserve.server.schema.content import Message, PromptRequest, TemplateSettings
 from vlmserve.server.schema.usage import PromptTokensDetails
 from vlmserve.tasks import Pooling
@@ -21,11 +21,7 @@ Inputs = Annotated[
     | Annotated[Annotated[list[Text], Field(max_length=MAX_INPUTS)], Tag("<texts>")]
     | Annotated[TokenIds, Tag("<tokens>")]
     | Annotated[Annotated[list[TokenIds], Field(max_length=MAX_INPUTS)], Tag("<lists>")],
-    Discriminator(
-        prompt_kind,
-        custom_error_type="prompt",
-        custom_error_message="must be a text, a list of token ids, or a list of several of either",
-    ),
+    BY_KIND_OF_PROMPT,
 ]
 
 

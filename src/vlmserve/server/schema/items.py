@@ -6,9 +6,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from vlmserve.server.schema.base import RequestModel, by_type, text_or_list
+from vlmserve.server.schema.base import ByType, RequestModel, TextOrList
 from vlmserve.server.schema.content import Budget, Pages
 from vlmserve.server.schema.foreign_items import as_known, as_message
 
@@ -102,21 +102,8 @@ class Refusal(RequestModel):
     refusal: str
 
 
-Part = Annotated[
-    Annotated[InputText, Tag("<input_text>")]
-    | Annotated[InputImage, Tag("<input_image>")]
-    | Annotated[InputFile, Tag("<input_file>")]
-    | Annotated[OutputText, Tag("<output_text>")]
-    | Annotated[Refusal, Tag("<refusal>")],
-    by_type("input_text", "input_image", "input_file", "output_text", "refusal"),
-]
-ResultPart = Annotated[
-    Annotated[InputText, Tag("<input_text>")]
-    | Annotated[InputImage, Tag("<input_image>")]
-    | Annotated[InputFile, Tag("<input_file>")]
-    | Annotated[OutputText, Tag("<output_text>")],
-    by_type("input_text", "input_image", "input_file", "output_text"),
-]
+Part = Annotated[InputText | InputImage | InputFile | OutputText | Refusal, ByType()]
+ResultPart = Annotated[InputText | InputImage | InputFile | OutputText, ByType()]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -125,10 +112,7 @@ class MessageItem(RequestModel):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(min_length=1), Tag("<list>")],
-        text_or_list("parts"),
-    ]
+    content: Annotated[str | Annotated[list[Part], Field(min_length=1)], TextOrList("parts")]
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -162,10 +146,7 @@ class OutputItem(RequestModel):
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[ResultPart], Tag("<list>")],
-        text_or_list("parts"),
-    ]
+    output: Annotated[str | list[ResultPart], TextOrList("parts")]
     id: str | None = None
     status: str | None = None
     name: str | None = None
@@ -299,12 +280,6 @@ def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-def _item_kind(value: Any) -> str:
-    """The discriminator's tag of an item; without a type it is a message."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind or 'message'}>"
-
-
 def _known_kind(*kinds: str) -> BeforeValidator:
     """Convert items of other types to known ones. Rejects references unless they are in `kinds`."""
 
@@ -312,7 +287,7 @@ def _known_kind(*kinds: str) -> BeforeValidator:
         if not isinstance(value, dict):
             return value
         value = as_known(value)
-        kind = _item_kind(value)[1:-1]
+        kind = value.get("type") or "message"
         if kind in kinds:
             return value
         if kind == "item_reference" or not isinstance(value["type"], str):
@@ -322,25 +297,12 @@ def _known_kind(*kinds: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_Item = (
-    Annotated[MessageItem, Tag("<message>")]
-    | Annotated[CallItem, Tag("<function_call>")]
-    | Annotated[OutputItem, Tag("<function_call_output>")]
-    | Annotated[McpCallItem, Tag("<mcp_call>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")]
-)
+_Item = MessageItem | CallItem | OutputItem | McpCallItem | ReasoningItem
 _KINDS = ("message", "function_call", "function_call_output", "mcp_call", "reasoning")
-InputItem = Annotated[Annotated[_Item, Discriminator(_item_kind)], _known_kind(*_KINDS)]
+_BY_TYPE = ByType(default="message")
+InputItem = Annotated[_Item, _BY_TYPE, _known_kind(*_KINDS)]
 InputItems = Annotated[
-    list[
-        Annotated[
-            Annotated[
-                _Item | Annotated[ItemReference, Tag("<item_reference>")],
-                Discriminator(_item_kind),
-            ],
-            _known_kind(*_KINDS, "item_reference"),
-        ]
-    ],
+    list[Annotated[_Item | ItemReference, _BY_TYPE, _known_kind(*_KINDS, "item_reference")]],
     Field(max_length=MAX_ITEMS),
 ]
 Input = Annotated[InputItems, BeforeValidator(_as_items)]

@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import Field, Tag
+from pydantic import Field
 
 from vlmserve.frontend.conversations import thinking_settings
 from vlmserve.frontend.tools import Function, ToolUse
 from vlmserve.server.cache_diagnosis import DETAILS, Changed, Miss
 from vlmserve.server.schema.asking import IGNORED_FIELDS
-from vlmserve.server.schema.base import MAX_COUNT, JSONObject, RequestModel, by_type
+from vlmserve.server.schema.base import MAX_COUNT, ByType, JSONObject, RequestModel
 from vlmserve.server.schema.blocks import ChatMessages, System, Turn
 from vlmserve.server.schema.caching import Prewarming
 from vlmserve.server.schema.content import PromptRequest
@@ -96,32 +96,18 @@ class ThinkingDisabled(RequestModel):
 class PromptFields(PromptRequest):
     """Fields of the prompt."""
 
-    thinking: (
-        Annotated[
-            Annotated[ThinkingEnabled, Tag("<enabled>")]
-            | Annotated[ThinkingAdaptive, Tag("<adaptive>")]
-            | Annotated[ThinkingDisabled, Tag("<disabled>")]
-            | Annotated[ThinkingDisabled, Tag("<between_tools>")],
-            by_type("enabled", "adaptive", "disabled", "between_tools"),
-        ]
-        | None
-    ) = Field(None, description="Reason before the answer, and how long. Default: no, if the model has a switch.")
+    thinking: Annotated[ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, ByType()] | None = Field(
+        None, description="Reason before the answer, and how long. Default: no, if the model has a switch."
+    )
 
     messages: Annotated[list[Turn], Field(min_length=1)]
     system: System = ""
     tools: Annotated[list[CustomTool], offered("custom")] = Field(
         default_factory=list, max_length=MAX_TOOLS, description="Tools that the model may call."
     )
-    tool_choice: (
-        Annotated[
-            Annotated[ToolChoice, Tag("<auto>")]
-            | Annotated[ToolChoice, Tag("<any>")]
-            | Annotated[ToolChoice, Tag("<none>")]
-            | Annotated[NamedToolChoice, Tag("<tool>")],
-            by_type("auto", "any", "none", "tool"),
-        ]
-        | None
-    ) = Field(None, description="auto, any, none or a tool. Default: auto.")
+    tool_choice: Annotated[ToolChoice | NamedToolChoice, ByType()] | None = Field(
+        None, description="auto, any, none or a tool. Default: auto."
+    )
 
     def template_settings(self, known: Collection[str]) -> dict[str, Any]:
         """Return values for the chat template. known: names that the template uses."""

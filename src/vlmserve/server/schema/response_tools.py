@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import RequestModel
 from vlmserve.server.schema.tools import (
+    BY_KIND_OF_CHOICE,
     MAX_TOOLS,
     FunctionDefinition,
     FunctionName,
     NamedTool,
+    Word,
     allowed_tool_use,
-    choice_kind,
     tool_use,
 )
 
@@ -59,14 +60,7 @@ class AllowedTools(RequestModel):
 
 
 ResponseToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-    | Annotated[NamedFunction, Tag("<named>")]
-    | Annotated[AllowedTools, Tag("<allowed>")],
-    Discriminator(
-        choice_kind,
-        custom_error_type="tool_choice",
-        custom_error_message="must be 'none', 'auto', 'required', or an object of type function or allowed_tools",
-    ),
+    Word | Annotated[NamedFunction, Tag("<named>")] | Annotated[AllowedTools, Tag("<allowed>")], BY_KIND_OF_CHOICE
 ]
 
 

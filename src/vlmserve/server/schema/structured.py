@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.server.schema.base import RequestModel, by_type
+from vlmserve.server.schema.base import ByType, RequestModel
 from vlmserve.types import Grammar, GrammarKind
 
 
@@ -60,13 +60,7 @@ class SchemaFormat(RequestModel):
         return value
 
 
-_FORMAT = by_type("text", "json_object", "json_schema")
-ResponseFormat = Annotated[
-    Annotated[TextFormat, Tag("<text>")]
-    | Annotated[ObjectFormat, Tag("<json_object>")]
-    | Annotated[SchemaFormat, Tag("<json_schema>")],
-    _FORMAT,
-]
+ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, ByType()]
 
 
 class StructuredOutputs(RequestModel):
@@ -105,12 +99,7 @@ class MessagesFormat(RequestModel):
         return _grammar("json_schema", self.schema_, "output_config.format.schema")
 
 
-OutputFormat = Annotated[
-    Annotated[TextFormat, Tag("<text>")]
-    | Annotated[ObjectFormat, Tag("<json_object>")]
-    | Annotated[FlatSchemaFormat, Tag("<json_schema>")],
-    _FORMAT,
-]
+OutputFormat = Annotated[TextFormat | ObjectFormat | FlatSchemaFormat, ByType()]
 
 
 def output_grammar(output: TextFormat | ObjectFormat | FlatSchemaFormat | None) -> Grammar | None:

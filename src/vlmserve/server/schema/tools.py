@@ -72,15 +72,14 @@ class AllowedTools(RequestModel):
     allowed_tools: AllowedFunctions
 
 
+Word = Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+BY_KIND_OF_CHOICE = Discriminator(
+    choice_kind,
+    custom_error_type="tool_choice",
+    custom_error_message="must be 'none', 'auto', 'required', or an object of type function or allowed_tools",
+)
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-    | Annotated[NamedTool, Tag("<named>")]
-    | Annotated[AllowedTools, Tag("<allowed>")],
-    Discriminator(
-        choice_kind,
-        custom_error_type="tool_choice",
-        custom_error_message="must be 'none', 'auto', 'required', or an object of type function or allowed_tools",
-    ),
+    Word | Annotated[NamedTool, Tag("<named>")] | Annotated[AllowedTools, Tag("<allowed>")], BY_KIND_OF_CHOICE
 ]
 
 
