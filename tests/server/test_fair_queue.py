@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.waiting import until
 from vlmserve.cancellation import client
 from vlmserve.sampling.trials import SlowGrammarError
-from vlmserve.server.fair_queue import FairQueue
+from vlmserve.server.fair_queue import FairQueue, FairThreads
 from vlmserve.server.service import Service
 from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.types import Grammar
@@ -97,9 +96,9 @@ def test_abandoned_work_counts_until_its_thread_is_free() -> None:
             begun.set()
             over.wait()
 
-        queue = FairQueue(1, 1)
-        with ThreadPoolExecutor(2) as threads:
-            leaving = asyncio.create_task(queue.run(threads, work))
+        queue = FairThreads("work", 1, 1)
+        with queue.executor:
+            leaving = asyncio.create_task(queue.run(work))
             await until(begun.is_set)
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)

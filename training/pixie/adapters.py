@@ -33,13 +33,13 @@ from training.pixie.export import IMAGE_TOKENS
 from training.pixie.model import seen
 from training.pixie.precision import autocast
 from training.pixie.rows import BROAD, KINDS, apart, branching, pack, squash
+from training.pixie.skills import SKILLS, sample_questions, sample_skill
 from training.pixie.tokenizer import ASSISTANT, BOS, IMAGE, encode_example
 from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.evaluation import messages_of
 from vlmserve.pixie.phrasings import SYSTEM_PROMPTS
 from vlmserve.pixie.questions import Example, sample_example, single, text_only
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS, sample_scene
-from vlmserve.pixie.skills import SKILLS, sample_questions, sample_skill
 
 RANK: Final = 8
 TARGETS: Final = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from training.pixie.export import IMAGE_TOKENS
 from training.pixie.rows import IMAGES_PER_ROW, READING, Group, Mixture, RowMaker, apart, branching, pack, squash
+from training.pixie.skills import sample_questions
 from training.pixie.tokenizer import IMAGE, encode_example
 from vlmserve.pixie.calls import Dialog, ask_all_with_tools
 from vlmserve.pixie.forms import Form, Span, ask_form, ask_suggested
 from vlmserve.pixie.phrasings import SYSTEM_PROMPTS
 from vlmserve.pixie.questions import Example
 from vlmserve.pixie.scenes import Scene
-from vlmserve.pixie.skills import sample_questions
 
 LENGTH: Final = 384
 ROWS_PER_IMAGE: Final = 3

@@ -29,8 +29,8 @@ from training.pixie.model import Decoder, Tower, hugging_face_names, take_weight
 from training.pixie.optimizer import Optimizer
 from training.pixie.precision import parameter_dtype
 from training.pixie.segments import SegmentDecoder
+from training.pixie.skills import SKILLS
 from vlmserve.models.hub import resolve_model
-from vlmserve.pixie.skills import SKILLS
 
 RATE = 1.2e-3
 WARM_UP_STEPS = 40

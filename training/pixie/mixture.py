@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from training.pixie.adapters import MIXTURE, NONE, RANK, TARGETS, TEXT, Questions, base_model, console, tidy
 from training.pixie.precision import autocast
 from training.pixie.rows import PADDING_GROUP
+from training.pixie.skills import SKILLS
 from training.pixie.tokenizer import IMAGE
-from vlmserve.pixie.skills import SKILLS
 
 ROUTER: Final = "router"
 ROUTER_BATCH, ROUTER_RATE = 8, 3e-3

@@ -421,9 +421,7 @@ def version() -> None:
 
     Example: vlmserve version
     """
-    import vlmserve
-
-    typer.echo(vlmserve.__version__)
+    _print_version(True)
 
 
 @app.command(cls=HelpfulCommand, rich_help_panel=MODELS)
@@ -459,16 +457,11 @@ def merge_lora(
 
     from vlmserve.adapters.location import find_adapter
     from vlmserve.adapters.merge import merge_adapter
+    from vlmserve.cli.tables import add_bar
     from vlmserve.models.hub import resolve_model
 
     with Progress(console=Console(stderr=True)) as progress:
-        bar = progress.add_task("Merging")
-        changed = merge_adapter(
-            resolve_model(model),
-            find_adapter(adapter),
-            out,
-            lambda done, total: progress.update(bar, completed=done, total=total),
-        )
+        changed = merge_adapter(resolve_model(model), find_adapter(adapter), out, add_bar(progress, "Merging"))
     Console().print(f"{changed} tensors changed. Try it: vlmserve serve {out}", highlight=False, soft_wrap=True)
 
 

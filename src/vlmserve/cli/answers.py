@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,17 +17,7 @@ from vlmserve.types import SamplingParams
 if TYPE_CHECKING:
     from rich.console import Console
 
-
-class Answers(Protocol):
-    """Streams an answer. on_thought: see `LLM.stream`."""
-
-    def stream(
-        self,
-        messages: list[dict[str, Any]],
-        params: SamplingParams,
-        *,
-        on_thought: Callable[[str], None] | None = None,
-    ) -> Iterator[str]: ...
+    from vlmserve.offline.llm import LLM
 
 
 class ShownThoughts:
@@ -47,13 +37,16 @@ class ShownThoughts:
         self._begun = False
 
 
-def open_answers(engine: EngineConfig, media: MediaConfig, url: str | None) -> Answers:
+def open_answers(engine: EngineConfig, media: MediaConfig, url: str | None) -> LLM | ServerAnswers:
     """Connect to `url`, or load an engine. Raises VLMServeError."""
-    if url is not None:
-        return ServerAnswers(url)
-    from vlmserve.offline.llm import LLM
+    return ServerAnswers(url) if url is not None else open_llm(engine, media)
 
+
+def open_llm(engine: EngineConfig, media: MediaConfig) -> LLM:
+    """Load an engine. Raises VLMServeError."""
     with status(f"Loading {engine.model} ..."):
+        from vlmserve.offline.llm import LLM
+
         return LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
 
 
@@ -75,6 +68,8 @@ def status(text: str) -> AbstractContextManager[Any]:
 
 
 class ServerAnswers:
+    """Streams answers like `LLM`."""
+
     def __init__(self, url: str) -> None:
         self._client, self._model = connect(url)
         self._url = url

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from os.path import expanduser
 from typing import TYPE_CHECKING, Any
 
-from vlmserve.cli.answers import Answers, ShownThoughts, open_answers
+from vlmserve.cli.answers import ServerAnswers, ShownThoughts, open_answers
 from vlmserve.errors import VLMServeError
 from vlmserve.frontend.wire import medium_part
 from vlmserve.settings.config import EngineConfig, MediaConfig
@@ -15,6 +15,8 @@ from vlmserve.types import SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from vlmserve.offline.llm import LLM
 
 HELP = """\
 /image PATH  send an image with the next message (also a URL; may be repeated)
@@ -36,7 +38,11 @@ def run_chat(engine: EngineConfig, media: MediaConfig, url: str | None, params: 
 
 class TerminalChat:
     def __init__(
-        self, answers: Answers, params: SamplingParams, console: Console, read_line: Callable[[str], str] = input
+        self,
+        answers: LLM | ServerAnswers,
+        params: SamplingParams,
+        console: Console,
+        read_line: Callable[[str], str] = input,
     ) -> None:
         self._answers = answers
         self._params = params

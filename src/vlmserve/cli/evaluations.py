@@ -32,6 +32,7 @@ def eval_pixie(
     from rich.console import Console
     from rich.progress import Progress
 
+    from vlmserve.cli.tables import add_bar
     from vlmserve.models.hub import resolve_model
     from vlmserve.offline.llm import LLM
     from vlmserve.pixie.evaluation import evaluate, greedy_answers, write_card
@@ -48,22 +49,12 @@ def eval_pixie(
         raise ConfigurationError("--write needs all tasks" if task else f"there is no model card {card}")
     llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
     with Progress(console=Console(stderr=True)) as progress:
-        bar = progress.add_task("Asking")
-        report = evaluate(
-            greedy_answers(llm),
-            per_task=per_task,
-            tasks=[name for name in TASKS if name in wanted],
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
+        tasks = [name for name in TASKS if name in wanted]
+        bar = add_bar(progress, "Asking")
+        report = evaluate(greedy_answers(llm), per_task=per_task, tasks=tasks, progress=bar)
         if forms := [name for name in FORM_TASKS if name in wanted]:
-            bar = progress.add_task("Asking for forms")
-            report.tasks |= evaluate_forms(
-                llm,
-                folder,
-                per_task=per_task,
-                tasks=forms,
-                progress=lambda done, total: progress.update(bar, completed=done, total=total),
-            )
+            bar = add_bar(progress, "Asking for forms")
+            report.tasks |= evaluate_forms(llm, folder, per_task=per_task, tasks=forms, progress=bar)
     typer.echo(report.to_markdown())
     endless = sum(result.endless for result in report.tasks.values())
     typer.echo(f"Answers that did not end: {endless}", err=True)

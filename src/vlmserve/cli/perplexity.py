@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 from rich.table import Table
 
+from vlmserve.cli.tables import add_bar
 from vlmserve.engine.loading import load
 from vlmserve.errors import ConfigurationError
 from vlmserve.models.hub import resolve_model
@@ -28,10 +28,9 @@ def run_perplexity(
     losses: list[float] = []
     with Progress(console=Console(stderr=True)) as progress:
         for scheme in schemes:
-            bar = progress.add_task(scheme, total=len(token_ids))
-            show = partial(_show, progress, bar)
+            bar = add_bar(progress, scheme)
             model = load(config.model_copy(update={"quantize": scheme}), folder)
-            result = perplexity(model, token_ids, window=window, progress=show)
+            result = perplexity(model, token_ids, window=window, progress=bar)
             losses.append(result.value)
             change = f"{losses[-1] / losses[0] - 1:+.2%}" if len(losses) > 1 else ""
             table.add_row("plain" if scheme == "none" else scheme, f"{result.value:.4f}", change)
@@ -50,7 +49,3 @@ def _read(path: Path) -> str:
         raise ConfigurationError(f"--text {path}: the file cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigurationError(f"--text {path}: the file is not text in UTF-8") from None
-
-
-def _show(progress: Progress, bar: TaskID, done: int, total: int) -> None:
-    progress.update(bar, completed=done, total=total)

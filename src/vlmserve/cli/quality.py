@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 
 import msgspec
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 from rich.table import Table
 
 from vlmserve.calibration.plot import Point, quality_plot
 from vlmserve.calibration.quality import Comparison, Quality, quality_samples
 from vlmserve.calibration.questions import read_questions, share_right
+from vlmserve.cli.tables import add_bar
 from vlmserve.engine.loading import load
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.loadtest.dataset import Entry
@@ -70,14 +70,14 @@ def run_quality(
     with Progress(console=Console(stderr=True)) as progress:
         preparer = RequestPreparer(folder, read_settings(MediaConfig, {}))
         samples = quality_samples(preparer, num_tokens, conversations)
-        bar = progress.add_task(Path(against).name, total=None)
+        bar = add_bar(progress, Path(against).name)
         reference = load(config.model_copy(update={"model": against}), folder)
-        comparison = Comparison(reference, samples, partial(_show, progress, bar))
+        comparison = Comparison(reference, samples, bar)
         qualities: list[Quality | None] = [None]
         for name in models:
-            bar = progress.add_task(Path(name).name, total=None)
+            bar = add_bar(progress, Path(name).name)
             model = load(config.model_copy(update={"model": name}))
-            qualities.append(comparison.of(model, partial(_show, progress, bar)))
+            qualities.append(comparison.of(model, bar))
             del model
             gc.collect()
         del comparison, reference
@@ -130,17 +130,12 @@ def _scores(
     llm = LLM(**{**config.model_dump(exclude_unset=True), "model": name})
     core = further = right = None
     if per_task:
-        bar = progress.add_task(f"{Path(name).name}: tasks", total=None)
-        report = evaluate(greedy_answers(llm), per_task=per_task, progress=partial(_show, progress, bar))
+        bar = add_bar(progress, f"{Path(name).name}: tasks")
+        report = evaluate(greedy_answers(llm), per_task=per_task, progress=bar)
         core, further = report.mean("core"), report.mean("further")
     if asked:
-        bar = progress.add_task(f"{Path(name).name}: questions", total=None)
-        right = share_right(llm, asked, partial(_show, progress, bar))
+        right = share_right(llm, asked, add_bar(progress, f"{Path(name).name}: questions"))
     return core, further, right
-
-
-def _show(progress: Progress, bar: TaskID, done: int, total: int) -> None:
-    progress.update(bar, completed=done, total=total)
 
 
 def _print(rows: Sequence[Row]) -> None:

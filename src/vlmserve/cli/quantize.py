@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vlmserve.calibration.quantizing import quantize_checkpoint
+from vlmserve.cli.tables import add_bar
 from vlmserve.engine.loading import set_threads
 from vlmserve.models.hub import resolve_model
 from vlmserve.settings.config import EngineConfig
@@ -23,12 +24,7 @@ def run_quantize(engine: EngineConfig, how: QuantizationConfig, out: Path) -> No
     started = time.perf_counter()
     console = Console(stderr=True)
     with Progress(console=console) as progress:
-        bar = progress.add_task("Quantizing", total=None)
-
-        def show(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total)
-
-        saving, notes = quantize_checkpoint(folder, out, how, engine.kernels, show)
+        saving, notes = quantize_checkpoint(folder, out, how, engine.kernels, add_bar(progress, "Quantizing"))
     for note in notes[:NOTES_SHOWN]:
         console.print(note, highlight=False, soft_wrap=True)
     if len(notes) > NOTES_SHOWN:

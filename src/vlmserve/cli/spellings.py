@@ -31,26 +31,18 @@ class CommandLine:
     notes: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
 class Spelling:
-    """Translates one command's lines.
+    """Translates one command's lines."""
 
-    switches, values, lists: its flags without a value, with one, and repeatable ones. num_arguments: words besides
-    flags; None: any number. takes_model: a word is the model.
-    """
-
-    def __init__(
-        self,
-        switches: Collection[str],
-        values: Collection[str],
-        lists: Collection[str],
-        num_arguments: int | None,
-        takes_model: bool = False,
-    ) -> None:
-        self._switches = switches
-        self._values = values
-        self._lists = lists
-        self._num_arguments = num_arguments
-        self._takes_model = takes_model
+    switches: Collection[str]
+    """Flags without a value."""
+    values: Collection[str]
+    lists: Collection[str]
+    """Repeatable flags."""
+    num_arguments: int | None
+    """Words besides flags; None: any number."""
+    takes_model: bool = False
 
     def read(self, words: Sequence[str]) -> CommandLine:
         """Translate a line; keep unknown words. Raises ConfigurationError."""
@@ -73,7 +65,7 @@ class Spelling:
             elif "." in name and self._knows(name.partition(".")[0]):
                 base, _, key = name.partition(".")
                 _put(keys.setdefault(base, {}), name, key.split("."), value if equals else _next(name, rest))
-            elif name in MODEL_FLAGS and self._takes_model:
+            elif name in MODEL_FLAGS and self.takes_model:
                 num_arguments += 1
                 line.words.append(value if equals else _next(name, rest))
             elif (entry := _entry(name)) is not None and self._applies(entry):
@@ -94,26 +86,26 @@ class Spelling:
         return base.replace("_", "-") + dot + key, equals, value
 
     def _is_own(self, name: str) -> bool:
-        return name in self._switches or name in self._values or name in self._lists
+        return name in self.switches or name in self.values or name in self.lists
 
     def _positive(self, name: str) -> str:
         """Remove ``no-`` from a flag of ours."""
         positive = "--" + name.removeprefix("--no-")
-        return positive if name.startswith("--no-") and positive in self._switches else name
+        return positive if name.startswith("--no-") and positive in self.switches else name
 
     def _knows(self, base: str) -> bool:
         entry = FLAGS.get(base)
-        return base in self._values or (isinstance(entry, Renamed) and self._applies(entry))
+        return base in self.values or (isinstance(entry, Renamed) and self._applies(entry))
 
     def _applies(self, entry: Entry) -> bool:
         return not isinstance(entry, Renamed) or all(self._is_own(flag(name)) for name in entry.fields)
 
     def _take(self, name: str, rest: list[str], num_arguments: int) -> list[str]:
         """Words of one flag. A list flag takes several once the other arguments have come."""
-        if name in self._switches or not rest:
+        if name in self.switches or not rest:
             return []
         taken = [rest.pop(0)]
-        if name in self._lists and self._num_arguments is not None and num_arguments >= self._num_arguments:
+        if name in self.lists and self.num_arguments is not None and num_arguments >= self.num_arguments:
             while rest and not rest[0].startswith("-"):
                 taken.append(rest.pop(0))
         return taken
@@ -130,7 +122,7 @@ class Spelling:
         """Insert at the front: the rest may end in words."""
         rest = line.words
         line.words = []
-        if base in self._values:
+        if base in self.values:
             self._add(line, base, [value])
         else:
             self._translate(line, base, FLAGS[base], value, [])
@@ -151,10 +143,10 @@ class Spelling:
         own: Mapping[str, str] = entry.convert(value or "") if entry.convert else {entry.fields[0]: value or ""}
         for target, converted in own.items():
             line.written[target] = name
-            if flag(target) in self._switches:
+            if flag(target) in self.switches:
                 line.words.append(flag(target if converted == "true" else f"no_{target}"))
             else:
-                self._add(line, flag(target), parse_list(converted) if flag(target) in self._lists else [converted])
+                self._add(line, flag(target), parse_list(converted) if flag(target) in self.lists else [converted])
 
 
 def _entry(name: str) -> Entry | None:

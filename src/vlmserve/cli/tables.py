@@ -1,13 +1,20 @@
-"""Prints tables, tab-separated for other programs."""
+"""Tables, tab-separated for other programs, and progress bars."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
+
+
+def add_bar(progress: Progress, text: str) -> Callable[[int, int], None]:
+    """Add a progress bar; return a function that shows done and total."""
+    task = progress.add_task(text, total=None)
+    return lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def show_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> None:

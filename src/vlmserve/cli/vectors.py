@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vlmserve.batch.rows import Question, read_rows
 from vlmserve.batch.vectors import check_vectors, embed_rows, write_vectors
-from vlmserve.cli.answers import status
+from vlmserve.cli.answers import open_llm
 from vlmserve.cli.messages import note
 from vlmserve.errors import ConfigurationError
 from vlmserve.settings.config import EngineConfig, MediaConfig
@@ -31,10 +31,7 @@ def run(
         raise ConfigurationError(f"{output} exists; --overwrite replaces it")
     rows, question = read_rows(source), Question(prompt, system)
     check_vectors(output, rows, question)
-    with status(f"Loading {engine.model} ..."):
-        from vlmserve.offline.llm import LLM
-
-        llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
+    llm = open_llm(engine, media)
     columns = (TextColumn("Embedding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with llm, Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(rows))

@@ -54,9 +54,7 @@ def with_kwargs(media: Sequence[Medium], kwargs: Any) -> list[Medium]:
     place, known = "mm_processor_kwargs", (*BUDGET_FIELDS, "fps")
     unknown = [name for name in kwargs if name not in known] if isinstance(kwargs, Mapping) else [kwargs]
     if unknown:
-        raise InvalidRequestError(
-            f"{place} must be an object with {', '.join(known)}, not {unknown[0]!r:.100}", param=place
-        )
+        raise _wrong(place, f"must be an object with {', '.join(known)}, not {unknown[0]!r:.100}")
     default, fps = _budget(kwargs, place), _fps(kwargs, place)
     return [replace(medium, budget=medium.budget.or_else(default), fps=medium.fps or fps) for medium in media]
 
@@ -196,7 +194,7 @@ def _tool_calls(calls: Any, place: str) -> tuple[ToolCall | _IncompleteCall, ...
         if not isinstance(function, Mapping) or not all(
             isinstance(x, str) for x in (call.get("id"), function.get("name"))
         ):
-            raise InvalidRequestError(f"{at} must be an object with an id and a function with a name", param=at)
+            raise _wrong(at, "must be an object with an id and a function with a name")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
@@ -209,10 +207,7 @@ def _tool_calls(calls: Any, place: str) -> tuple[ToolCall | _IncompleteCall, ...
             except RecursionError:
                 arguments = None
         if not isinstance(arguments, dict) or is_too_deep(arguments):
-            raise InvalidRequestError(
-                f"{at}.function.arguments must be a JSON object of at most {MAX_DEPTH} levels",
-                param=f"{at}.function.arguments",
-            )
+            raise _wrong(f"{at}.function.arguments", f"must be a JSON object of at most {MAX_DEPTH} levels")
         for text in (call["id"], function["name"], json.dumps(arguments, ensure_ascii=False)):
             check_unicode(text, at)
         parsed.append(ToolCall(call["id"], function["name"], arguments))
@@ -222,9 +217,7 @@ def _tool_calls(calls: Any, place: str) -> tuple[ToolCall | _IncompleteCall, ...
 def _result(turn: Message, call_id: Any, names: Mapping[str, str], place: str) -> Message:
     """Make a result's message. names: function names by call id."""
     if not isinstance(call_id, str):
-        raise InvalidRequestError(
-            f"{place}.tool_call_id must name the call whose result this is", param=f"{place}.tool_call_id"
-        )
+        raise _wrong(f"{place}.tool_call_id", "must name the call whose result this is")
     check_unicode(call_id, f"{place}.tool_call_id")
     return replace(turn, tool_call_id=call_id, name=names.get(call_id))
 
@@ -305,9 +298,7 @@ def _parts(content: Any, place: str, media: list[Medium], allow_local: bool) -> 
             media.append(Medium("document", place_of, document, budget, is_local=allow_local, pages=pages))
             parts.append(ImagePart())
         else:
-            raise InvalidRequestError(
-                f"{at}.type must be text, image_url, video_url, video or file, not {kind!r:.100}", param=f"{at}.type"
-            )
+            raise _wrong(f"{at}.type", f"must be text, image_url, video_url, video or file, not {kind!r:.100}")
     return tuple(parts) or ("",)
 
 
@@ -385,9 +376,7 @@ def _budget(fields: Mapping[str, Any], place: str) -> ImageBudget:
     for name in BUDGET_FIELDS:
         value = fields.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise InvalidRequestError(
-                f"{place}.{name} must be a positive whole number, not {value!r:.100}", param=f"{place}.{name}"
-            )
+            raise _wrong(f"{place}.{name}", f"must be a positive whole number, not {value!r:.100}")
     url = fields.get("image_url")
     return ImageBudget.of(fields, url.get("detail") if isinstance(url, Mapping) else None)
 
@@ -397,7 +386,9 @@ def _fps(part: Mapping[str, Any], place: str) -> float | None:
     if fps is None:
         return None
     if not isinstance(fps, int | float) or isinstance(fps, bool) or not 0 < fps <= MAX_FPS:
-        raise InvalidRequestError(
-            f"{place}.fps must be more than 0 and at most {MAX_FPS}, not {fps!r:.100}", param=f"{place}.fps"
-        )
+        raise _wrong(f"{place}.fps", f"must be more than 0 and at most {MAX_FPS}, not {fps!r:.100}")
     return float(fps)
+
+
+def _wrong(place: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{place} {problem}", param=place)

@@ -40,17 +40,8 @@ class Summary(msgspec.Struct, frozen=True):
         if not array.size:
             return None
         median, p90, p95, p99 = map(float, np.percentile(array, PERCENTILES))
-        return cls(
-            count=array.size,
-            mean=float(array.mean()),
-            std=float(array.std()),
-            min=float(array.min()),
-            median=median,
-            p90=p90,
-            p95=p95,
-            p99=p99,
-            max=float(array.max()),
-        )
+        mean, std, low, high = map(float, (array.mean(), array.std(), array.min(), array.max()))
+        return cls(array.size, mean, std, low, median, p90, p95, p99, high)
 
 
 class Failure(msgspec.Struct, frozen=True):

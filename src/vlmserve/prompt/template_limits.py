@@ -250,15 +250,6 @@ def _concat(_: Context, values: list[Any]) -> str:
 class _Charges(NodeTransformer):
     """Makes a template's code charge for loop bodies, joined texts and new lists."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        return self._body(node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._body(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        return self._body(node)
-
     def visit_Output(self, node: nodes.Output) -> nodes.Node:
         self.generic_visit(node)
         node.nodes = [
@@ -269,12 +260,6 @@ class _Charges(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return _filter(nodes.List(node.nodes, lineno=node.lineno), _CONCAT)
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        return self._measured(node)
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        return self._measured(node)
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         return self._measured(node) if node.ctx == "load" else node
@@ -289,6 +274,9 @@ class _Charges(NodeTransformer):
     def _measured(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
         return _filter(node, _MEASURE)
+
+    visit_For = visit_Macro = visit_CallBlock = _body
+    visit_List = visit_Dict = _measured
 
 
 def _filter(node: nodes.Expr, name: str) -> nodes.Filter:

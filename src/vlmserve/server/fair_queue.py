@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from vlmserve.cancellation import Result, client, run_in_thread
@@ -30,11 +30,6 @@ class FairQueue:
     @property
     def is_free(self) -> bool:
         return self.running < self._capacity and self._running[client.get()] < self._per_client
-
-    async def run(self, executor: Executor, work: Callable[[], Result]) -> Result:
-        """Run `work` in a thread (see `run_in_thread`). After a caller leaves, it still counts until its end."""
-        name = await self.acquire()
-        return await run_in_thread(executor, work, partial(self.release, name))
 
     async def acquire(self) -> str:
         """Wait until work of the client may run. Returns its name for `release`."""
@@ -76,3 +71,16 @@ class FairQueue:
             queue.remove(granted)
             if not queue:
                 del self._waiting[name]
+
+
+class FairThreads(FairQueue):
+    """Threads that clients share fairly."""
+
+    def __init__(self, name: str, capacity: int, per_client: int) -> None:
+        super().__init__(capacity, per_client)
+        self.executor = ThreadPoolExecutor(capacity, name)
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Run `work` in a thread (see `run_in_thread`). After a caller leaves, it still counts until its end."""
+        name = await self.acquire()
+        return await run_in_thread(self.executor, work, partial(self.release, name))

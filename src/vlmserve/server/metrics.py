@@ -34,7 +34,7 @@ _TOKENS = tuple(float(10**power * step) for power in range(6) for step in (1, 2,
 _ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
-class ServerMetrics:
+class ServerMetrics(Collector):
     """All metrics of a server, in their own registry. Use it from one thread.
 
     engine_stats, image_cache_stats, engine: called at every scrape; metrics of None are omitted. cache_config: settings
@@ -159,7 +159,7 @@ class ServerMetrics:
         if content_type.startswith("application/openmetrics-text"):
             # the names need no escaping, but the library would escape their colons
             encode = partial(encode, escaping=ALLOWUTF8)  # type: ignore[call-arg]  # which it has in that case
-        return encode(_Page(self.collect)), content_type
+        return encode(self), content_type
 
     def _counter(self, name: str, text: str, label: str) -> Counter:
         return Counter(PREFIX + name, text, ("model_name", label), registry=self._registry)
@@ -242,11 +242,3 @@ class AnswerRecord:
             return timings
         # after a stop string, the engine does not know yet that the answer has ended
         return msgspec.structs.replace(timings, decode=self._last - self._first)
-
-
-class _Page(Collector):
-    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterator[Metric]:
-        return self._collect()

@@ -23,7 +23,7 @@ from vlmserve.memory import return_free_memory
 from vlmserve.prompt.template_limits import SlowRenderingError, only_quick
 from vlmserve.sampling.trials import SlowGrammarError
 from vlmserve.server.errors import RefusedError
-from vlmserve.server.fair_queue import FairQueue
+from vlmserve.server.fair_queue import FairQueue, FairThreads
 from vlmserve.settings.config import MediaConfig
 from vlmserve.types import Grammar, Prompt
 
@@ -51,28 +51,19 @@ class Preparation:
         self._preparer: RequestPreparer | None = None
         # slow images must not delay text, and slow hosts must not delay images that have arrived
         self._body_workers = ThreadPoolExecutor(1, "parse-bodies")
-        self._text_workers = ThreadPoolExecutor(_TEXT_THREADS, "prepare-text")
-        self._text_queue = FairQueue(_TEXT_THREADS, _TEXT_THREADS - 1)
-        self._slow_text_workers = ThreadPoolExecutor(_SLOW_TEXT_THREADS, "prepare-slow-text")
-        self._slow_text_queue = FairQueue(_SLOW_TEXT_THREADS, 1)
+        self._texts = FairThreads("prepare-text", _TEXT_THREADS, _TEXT_THREADS - 1)
+        self._slow_texts = FairThreads("prepare-slow-text", _SLOW_TEXT_THREADS, 1)
         # Each thread waits for a compiling process.
-        self._grammar_workers = ThreadPoolExecutor(_GRAMMAR_PROCESSES, "check-grammars")
-        self._grammar_queue = FairQueue(_GRAMMAR_PROCESSES, _GRAMMAR_PROCESSES - 1)
-        self._slow_grammar_workers = ThreadPoolExecutor(_SLOW_GRAMMAR_PROCESSES, "check-slow-grammars")
-        self._slow_grammar_queue = FairQueue(_SLOW_GRAMMAR_PROCESSES, _SLOW_GRAMMAR_PROCESSES)
+        self._grammars = FairThreads("check-grammars", _GRAMMAR_PROCESSES, _GRAMMAR_PROCESSES - 1)
+        self._slow_grammars = FairThreads("check-slow-grammars", _SLOW_GRAMMAR_PROCESSES, _SLOW_GRAMMAR_PROCESSES)
         image_requests = _IMAGE_REQUESTS * media.threads
-        self._image_workers = ThreadPoolExecutor(image_requests, "prepare-images")
-        self._fetch_workers = ThreadPoolExecutor(media.media_fetches, "prepare-remote")
-        self._file_workers = ThreadPoolExecutor(media.media_processes, "prepare-files")
-        self._queues = {
-            self._image_workers: FairQueue(image_requests, image_requests * 3 // 4),
-            self._fetch_workers: FairQueue(media.media_fetches, media.client_media_fetches),
-            self._file_workers: FairQueue(media.media_processes, media.client_media_processes),
-        }
-        """Fair queues of thread pools that one client could fill."""
+        self._images = FairThreads("prepare-images", image_requests, image_requests * 3 // 4)
+        self._fetches = FairThreads("prepare-remote", media.media_fetches, media.client_media_fetches)
+        self._files = FairThreads("prepare-files", media.media_processes, media.client_media_processes)
+        self._media = (self._images, self._fetches, self._files)
         self._slow_files = FairQueue(media.media_processes, media.client_media_processes)
         """Conversations with documents or videos and a slow chat template."""
-        self.memory = IdleMemory(self._text_workers, lambda: any(queue.running for queue in self._queues.values()))
+        self.memory = IdleMemory(self._texts.executor, lambda: any(one.running for one in self._media))
 
     def open(self, preparer: RequestPreparer) -> None:
         self._preparer = preparer
@@ -97,16 +88,8 @@ class Preparation:
 
     def close(self) -> None:
         self.memory.close()
-        for pool in (
-            self._body_workers,
-            self._text_workers,
-            self._slow_text_workers,
-            self._grammar_workers,
-            self._slow_grammar_workers,
-            self._image_workers,
-            self._fetch_workers,
-            self._file_workers,
-        ):
+        shared = (self._texts, self._slow_texts, self._grammars, self._slow_grammars, *self._media)
+        for pool in (self._body_workers, *(one.executor for one in shared)):
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def parse(self, parse: Callable[[], Result]) -> Result:
@@ -117,7 +100,7 @@ class Preparation:
         """Call `make` for text of `size` characters, in a worker thread if it is long."""
         if size <= _SHORT_TEXT:
             return make(self.preparer)
-        return await self._text_queue.run(self._text_workers, functools.partial(make, self.preparer))
+        return await self._texts.run(functools.partial(make, self.preparer))
 
     async def predict(self, prompt: Prompt, text: str) -> Prompt:
         """Add text that the answer probably repeats. Raises InvalidRequestError for a too long text."""
@@ -133,26 +116,27 @@ class Preparation:
         if self.preparer.answers.knows_grammar(grammar):
             return check()
         try:
-            return await self._grammar_queue.run(self._grammar_workers, functools.partial(check, quick=True))
+            return await self._grammars.run(functools.partial(check, quick=True))
         except SlowGrammarError:
-            return await self._slow_grammar_queue.run(self._slow_grammar_workers, check)
+            return await self._slow_grammars.run(check)
 
     async def read_file(self, work: Callable[[], Result]) -> Result:
         """Run work that may take as long as opening a file, in an image thread."""
-        return await self._run_media(self._image_workers, work)
+        return await self._run(self._images, work)
 
     async def render(self, work: Callable[[], Result]) -> Result:
-        return await self._run_media(self._file_workers, work)
+        return await self._run(self._files, work)
 
     async def fetch(self, url: str, limits: MediaConfig) -> bytes:
         """Fetch a file. Takes and raises the same as `fetch_file`."""
-        return await self._run_media(self._fetch_workers, functools.partial(fetch_file, url, limits))
+        return await self._run(self._fetches, functools.partial(fetch_file, url, limits))
 
-    async def _run_media(self, workers: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
+    async def _run(self, workers: FairThreads, work: Callable[[], Result]) -> Result:
         try:
-            return await self._queues[workers].run(workers, work)
+            return await workers.run(work)
         finally:
-            self.memory.worked()
+            if workers in self._media:
+                self.memory.worked()
 
     async def prepare(
         self, messages: list[dict[str, Any]], known: KnownMedia | None = None, **options: Unpack[ConversationOptions]
@@ -178,16 +162,14 @@ class Preparation:
         try:
             # In `except`, the handled exception would keep the files in memory.
             with contextlib.suppress(SlowRenderingError):
-                return await self._prepare_in(None if is_short else workers, quickly)
+                return quickly() if is_short else await self._run(workers, quickly)
             return await self._prepare_slowly(conversation, workers, has_files=has_files)
         except MemoryError:
             raise RefusedError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these images", "out_of_memory"
             ) from None
 
-    async def _prepare_slowly(
-        self, conversation: Conversation, workers: ThreadPoolExecutor, *, has_files: bool
-    ) -> Prompt:
+    async def _prepare_slowly(self, conversation: Conversation, workers: FairThreads, *, has_files: bool) -> Prompt:
         """Prepare slowly. Few conversations at a time may keep files in memory."""
         with contextlib.ExitStack() as stack:
             if has_files:
@@ -195,24 +177,17 @@ class Preparation:
                     conversation.forget()
                 stack.callback(self._slow_files.release, await self._slow_files.acquire())
                 if waits:
-                    await self._prepare_in(workers, conversation.read)
-            await self._slow_text_queue.run(self._slow_text_workers, conversation.render)
-            return await self._prepare_in(workers, conversation.prompt)
+                    await self._run(workers, conversation.read)
+            await self._slow_texts.run(conversation.render)
+            return await self._run(workers, conversation.prompt)
 
-    async def _prepare_in(self, workers: ThreadPoolExecutor | None, prepare: Callable[[], Result]) -> Result:
-        if workers is None:
-            return prepare()
-        if workers in self._queues:
-            return await self._run_media(workers, prepare)
-        return await self._text_queue.run(workers, prepare)
-
-    def _workers(self, shown: Sequence[Mapping[str, Any]]) -> ThreadPoolExecutor:
+    def _workers(self, shown: Sequence[Mapping[str, Any]]) -> FairThreads:
         """Choose the threads by how long the parts take."""
         if any(part["type"] in _FILES for part in shown):
-            return self._file_workers
+            return self._files
         if any(not url.startswith("data:") for part in shown for url in _urls(part)):
-            return self._fetch_workers
-        return self._image_workers if shown else self._text_workers
+            return self._fetches
+        return self._images if shown else self._texts
 
 
 def _num_characters(message: Mapping[str, Any]) -> int:

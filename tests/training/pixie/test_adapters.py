@@ -17,10 +17,10 @@ from training.pixie.adapters import (
 from training.pixie.export import IMAGE_TOKENS
 from training.pixie.mixture import ROUTER, train_mixture
 from training.pixie.rows import squash
+from training.pixie.skills import SKILLS, sample_questions
 from training.pixie.tokenizer import IMAGE, encode_example
 from vlmserve.engine.engine import Engine
 from vlmserve.models.hub import resolve_model
-from vlmserve.pixie.skills import SKILLS, sample_questions
 from vlmserve.settings.config import EngineConfig
 
 

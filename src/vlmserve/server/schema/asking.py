@@ -10,23 +10,8 @@ from vlmserve.server.schema.base import MAX_COUNT, RequestModel
 from vlmserve.types import MAX_CACHE_SALT
 
 IGNORED_FIELDS = frozenset(
-    {
-        "client_metadata",
-        "guided_decoding_backend",
-        "inference_geo",
-        "metadata",
-        "models",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "speed",
-        "store",
-        "user",
-        "verbosity",
-    }
+    "client_metadata guided_decoding_backend inference_geo metadata models prediction prompt_cache_key "
+    "prompt_cache_options prompt_cache_retention safety_identifier service_tier speed store user verbosity".split()
 )
 """Fields of other servers that never change an answer."""
 

@@ -217,7 +217,7 @@ class TextOrList:
 
 def _tagged(handler: GetCoreSchemaHandler, members: Mapping[str, Any], choose: Discriminator) -> CoreSchema:
     """Tags in angle brackets never reach a client: `_path` leaves them out."""
-    union = Union[tuple(Annotated[member, Tag(tag)] for tag, member in members.items())]  # noqa: UP007
+    union: Any = Union[tuple(Annotated[member, Tag(tag)] for tag, member in members.items())]  # noqa: UP007
     return handler.generate_schema(Annotated[union, choose])
 
 

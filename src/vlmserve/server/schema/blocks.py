@@ -208,19 +208,9 @@ class ToolResultBlock(Block):
 
 
 _LEFT_OUT = frozenset(
-    {
-        "bash_code_execution_tool_result",
-        "code_execution_tool_result",
-        "container_upload",
-        "fallback",
-        "mcp_tool_result",
-        "mcp_tool_use",
-        "server_tool_use",
-        "text_editor_code_execution_tool_result",
-        "tool_search_tool_result",
-        "web_fetch_tool_result",
-        "web_search_tool_result",
-    }
+    "bash_code_execution_tool_result code_execution_tool_result container_upload fallback mcp_tool_result mcp_tool_use "
+    "server_tool_use text_editor_code_execution_tool_result tool_search_tool_result web_fetch_tool_result "
+    "web_search_tool_result".split()
 )
 """Blocks about tools that another server ran."""
 

@@ -88,17 +88,8 @@ class Budget(RequestModel):
 
 
 _PROCESSOR_SETTINGS = (
-    "crop_size",
-    "do_pan_and_scan",
-    "do_resize",
-    "images_kwargs",
-    "max_dynamic_patch",
-    "max_image_size",
-    "min_dynamic_patch",
-    "num_crops",
-    "num_frames",
-    "size",
-    "videos_kwargs",
+    "crop_size do_pan_and_scan do_resize images_kwargs max_dynamic_patch max_image_size min_dynamic_patch num_crops "
+    "num_frames size videos_kwargs".split()
 )
 """Settings of transformers' processors that requests cannot change."""
 

@@ -8,12 +8,12 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from training.pixie.skills import CORNERS, SKILLS, sample_questions, sample_skill
 from vlmserve import LLM, LoRARequest, SamplingParams
 from vlmserve.adapters.location import find_adapter
 from vlmserve.pixie.evaluation import messages_of
 from vlmserve.pixie.questions import sample_example
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS
-from vlmserve.pixie.skills import CORNERS, SKILLS, sample_questions, sample_skill
 from vlmserve.pixie.vocabulary import SHAPES
 
 COUNT = 40
