@@ -308,7 +308,9 @@ class Gateway:
                 if not member.is_heard:
                     member.is_heard = True
                     logger.info("The worker %s at %s answers", info.name, member.url)
-                self._heal(member)
+                fleet = self.models[facts.names[0]].router.fleet
+                if (worker := fleet.get(info.id)) is not None:
+                    fleet.heal(worker)
                 self._note_absence(facts.names[0])
                 self._catch_up(facts.names[0])
             case Beat(load, prompts):
@@ -328,12 +330,6 @@ class Gateway:
         if sent.account is not None:
             sent.account.charge(tokens - sent.charged)
         sent.charged = tokens
-
-    def _heal(self, member: Member) -> None:
-        assert member.hello is not None
-        router = self.models[member.hello.facts.names[0]].router
-        if (worker := router.fleet.get(member.hello.info.id)) is not None:
-            router.fleet.heal(worker)
 
     def _lose(self, member: Member) -> None:
         if member.hello is None or not member.is_heard:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,7 +15,7 @@ from starlette.responses import Response
 from vlmserve.scaleout.app import app_of
 from vlmserve.scaleout.metrics import exposition
 from vlmserve.scaleout.ondemand.gateway import OnDemandGateway
-from vlmserve.scaleout.ondemand.pool import Pool
+from vlmserve.scaleout.ondemand.pool import Model, Pool
 from vlmserve.server.app import operations
 from vlmserve.server.errors import json_response
 from vlmserve.server.routes.models import is_for_anthropic
@@ -93,38 +94,30 @@ async def show_metrics(request: Request) -> Response:
     return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-_PREFIX = "vlmserve:model_"
-
-
 def pool_metrics(pool: Pool) -> str:
     registry = CollectorRegistry()
     registry.register(_Models(pool))
     return generate_latest(registry).decode()
 
 
-class _Models:
+class _Models(Collector):
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
     def collect(self) -> Iterator[Metric]:
-        label = ["model"]
-        loaded = GaugeMetricFamily(_PREFIX + "loaded", "1 if the model is loaded.", labels=label)
-        size = GaugeMetricFamily(_PREFIX + "bytes", "Memory reserved for the model; 0 if unloaded.", labels=label)
-        waiting = GaugeMetricFamily(_PREFIX + "waiting", "Requests that wait for the model to load.", labels=label)
-        loads = CounterMetricFamily(_PREFIX + "loads", "Loads of the model.", labels=label)
-        seconds = CounterMetricFamily(_PREFIX + "load_seconds", "Seconds of all loads of the model.", labels=label)
-        failures = CounterMetricFamily(_PREFIX + "load_failures", "Failed loads of the model.", labels=label)
-        crashes = CounterMetricFamily(_PREFIX + "crashes", "Crashes of the model's processes.", labels=label)
-        for name, model in self._pool.models.items():
-            slot = model.slot
-            loaded.add_metric([name], model.state == "loaded")
-            size.add_metric([name], 0 if slot is None or slot.state == "unloaded" else slot.size)
-            waiting.add_metric([name], len(model.waiting))
-            loads.add_metric([name], model.loads)
-            seconds.add_metric([name], model.load_seconds)
-            failures.add_metric([name], model.failed_loads)
-            crashes.add_metric([name], model.crashes)
-        yield from (loaded, size, waiting, loads, seconds, failures, crashes)
+        for kind, name, text, value in _METRICS:
+            family = kind(f"vlmserve:model_{name}", text, labels=["model"])
+            for model in self._pool.models.values():
+                family.add_metric([model.listed.name], value(model))
+            yield family
+
+
+_METRICS: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[Model], float]], ...] = (
+    (GaugeMetricFamily, "loaded", "1 if the model is loaded.", lambda model: model.state == "loaded"),
+    (GaugeMetricFamily, "bytes", "Memory reserved for the model; 0 if unloaded.", lambda model: model.reserved_bytes),
+    (GaugeMetricFamily, "waiting", "Requests that wait for the model to load.", lambda model: len(model.waiting)),
+    (CounterMetricFamily, "loads", "Loads of the model.", lambda model: model.loads),
+    (CounterMetricFamily, "load_seconds", "Seconds of all loads of the model.", lambda model: model.load_seconds),
+    (CounterMetricFamily, "load_failures", "Failed loads of the model.", lambda model: model.failed_loads),
+    (CounterMetricFamily, "crashes", "Crashes of the model's processes.", lambda model: model.crashes),
+)

@@ -74,6 +74,10 @@ class Model:
         state = "unloaded" if self.slot is None else self.slot.state
         return "failed" if state == "unloaded" and self.failure else state
 
+    @property
+    def reserved_bytes(self) -> int:
+        return 0 if self.slot is None or self.slot.state == "unloaded" else self.slot.size
+
 
 class Pool:
     """Starts and ends workers. Use it from one event loop.

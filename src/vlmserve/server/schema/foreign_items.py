@@ -13,20 +13,9 @@ from vlmserve.server.schema.base import log_once
 Item = dict[str, Any]
 
 _LEFT_OUT = frozenset(
-    {
-        "additional_tools",
-        "compaction",
-        "compaction_summary",
-        "compaction_trigger",
-        "configuration_update",
-        "image_generation_call",
-        "mcp_approval_request",
-        "mcp_approval_response",
-        "mcp_list_tools",
-        "tool_search_call",
-        "tool_search_output",
-        "web_search_call",
-    }
+    "additional_tools compaction compaction_summary compaction_trigger configuration_update image_generation_call "
+    "mcp_approval_request mcp_approval_response mcp_list_tools tool_search_call tool_search_output "
+    "web_search_call".split()
 )
 """Types of items without content for another server's model."""
 

@@ -17,31 +17,22 @@ from vlmserve.types import MAX_BIASES, BeamSearch, Grammar, SamplingParams
 MAX_CHOICES = 16
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
+_WITH_DEFAULTS = "temperature top_p top_k min_p repetition_penalty repeat_last_n no_repeat_ngram_size".split()
+"""Fields of `SamplingParams` for which a model may have defaults."""
+_AS_GIVEN = (
+    "logit_bias frequency_penalty presence_penalty no_repeat_ngram_window thinking_token_budget seed ignore_eos "
+    "min_tokens bad_words include_stop_str_in_output skip_special_tokens spaces_between_special_tokens "
+    "truncate_prompt_tokens".split()
+)
+"""Fields of `SamplingParams` that requests have, too."""
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "chat_template": (),
-    "documents": (),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "early_stopping": (False,),
-    "length_penalty": (1,),
-    "logits_processors": (),
-    "media_io_kwargs": (),
-    "mirostat": (0,),
+    **dict.fromkeys("audio chat_template documents logits_processors media_io_kwargs prompt_logprobs".split(), ()),
+    **dict.fromkeys("early_stopping return_token_ids return_tokens_as_token_ids use_beam_search".split(), (False,)),
+    **dict.fromkeys("dry_multiplier dynatemp_range mirostat smoothing_factor top_a xtc_probability".split(), (0,)),
+    **dict.fromkeys("best_of length_penalty n tfs_z typical_p".split(), (1,)),
     "modalities": (["text"],),
-    "n": (1,),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "smoothing_factor": (0,),
-    "tfs_z": (1,),
-    "top_a": (0,),
     "top_n_sigma": (0, -1),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
     "web_search_options": (),
-    "xtc_probability": (0,),
 }
 """Unsupported fields of other servers, with the values that have no effect."""
 LIMIT_NAMES = ("max_length", "max_new_tokens", "max_tokens_to_sample", "n_predict")
@@ -187,39 +178,19 @@ class SamplingRequest(ModelRequest):
 
         limit: maximum tokens of the answer. default_limit: maximum if the request sets none.
         """
+        own = {name: getattr(self, name) for name in _AS_GIVEN}
+        own |= {name: getattr(defaults if getattr(self, name) is None else self, name) for name in _WITH_DEFAULTS}
+        own["top_k"] = max(0, own["top_k"])
         return SamplingParams(
-            temperature=defaults.temperature if self.temperature is None else self.temperature,
-            top_p=defaults.top_p if self.top_p is None else self.top_p,
-            top_k=defaults.top_k if self.top_k is None else 0 if self.top_k == -1 else self.top_k,
-            min_p=defaults.min_p if self.min_p is None else self.min_p,
-            logit_bias=self.logit_bias,
-            repetition_penalty=(
-                defaults.repetition_penalty if self.repetition_penalty is None else self.repetition_penalty
-            ),
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            repeat_last_n=defaults.repeat_last_n if self.repeat_last_n is None else self.repeat_last_n,
-            no_repeat_ngram_size=(
-                defaults.no_repeat_ngram_size if self.no_repeat_ngram_size is None else self.no_repeat_ngram_size
-            ),
-            no_repeat_ngram_window=self.no_repeat_ngram_window,
+            **own,
             logprobs=self.wanted_logprobs,
             prompt_logprobs=self.wanted_prompt_logprobs,
-            thinking_token_budget=self.thinking_token_budget,
-            seed=self.seed,
+            logprob_token_ids=self.wanted_logprob_ids,
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
             max_tokens=max(default_limit, self.min_tokens) if limit is None else limit,
-            min_tokens=self.min_tokens,
             grammar=self.grammar(),
             allowed_token_ids=self.allowed_token_ids or None,
-            bad_words=self.bad_words,
-            logprob_token_ids=self.wanted_logprob_ids,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            skip_special_tokens=self.skip_special_tokens,
-            spaces_between_special_tokens=self.spaces_between_special_tokens,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
 
     def grammar(self) -> Grammar | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -159,11 +160,7 @@ def wanted_grammar(
             "structured_outputs must have one of json, json_object, regex, choice and grammar",
             param="structured_outputs",
         )
-    if len(found) > 1:
-        raise InvalidRequestError(
-            f"an answer cannot obey both {found[0].source} and {found[1].source}; leave one out", param=found[1].source
-        )
-    return found[0] if found else None
+    return functools.reduce(either_grammar, found, None)
 
 
 def _object_grammar(wanted: ObjectFormat, source: str) -> Grammar:
