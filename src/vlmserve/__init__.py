@@ -17,12 +17,7 @@ if TYPE_CHECKING:
     from vlmserve.offline.llm import LLM
     from vlmserve.offline.outputs import CompletionOutput, Logprob, RequestOutput
     from vlmserve.offline.requests import LoRARequest
-    from vlmserve.sampling_params import (
-        Grammar,
-        GuidedDecodingParams,
-        SamplingParams,
-        StructuredOutputsParams,
-    )
+    from vlmserve.sampling_params import Grammar, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 
 if "torch" not in sys.modules:  # otherwise it is too late, and the engine warns
     bound_spinning(os.environ)

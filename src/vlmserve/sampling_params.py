@@ -124,11 +124,7 @@ def grammar_of(wanted: Any, param: str) -> Grammar:
     return makers[name](value)
 
 
-_VLLM_DEFAULTS: Mapping[str, Any] = {
-    "detokenize": True,
-    "logits_processors": None,
-    "extra_args": None,
-}
+_VLLM_DEFAULTS: Mapping[str, Any] = {"detokenize": True, "logits_processors": None, "extra_args": None}
 """vLLM's parameters that `SamplingParams` lacks, with their neutral values."""
 
 
@@ -381,15 +377,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 _NUMBERS: dict[str, tuple[type[int] | type[float], bool]] = {
     **dict.fromkeys(
-        (
-            "n",
-            "top_k",
-            "repeat_last_n",
-            "no_repeat_ngram_size",
-            "no_repeat_ngram_window",
-            "min_tokens",
-        ),
-        (int, False),
+        ("n", "top_k", "repeat_last_n", "no_repeat_ngram_size", "no_repeat_ngram_window", "min_tokens"), (int, False)
     ),
     **dict.fromkeys(
         (
@@ -404,8 +392,7 @@ _NUMBERS: dict[str, tuple[type[int] | type[float], bool]] = {
         (int, True),
     ),
     **dict.fromkeys(
-        ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-        (float, False),
+        ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"), (float, False)
     ),
 }
 """Type of each numeric field, and whether it may be None."""

@@ -53,10 +53,7 @@ COMMON_LOAD_FIELDS = (
 )  # fmt: skip
 """Flags that `vlmserve loadtest --help` shows."""
 
-Url = Annotated[
-    str | None,
-    typer.Option(help="Ask this server instead of loading a model (key: VLMSERVE_API_KEY)."),
-]
+Url = Annotated[str | None, typer.Option(help="Ask this server instead of loading a model (key: VLMSERVE_API_KEY).")]
 MaxTokens = Annotated[
     int | None, typer.Option(metavar="INT", min=1, help="Maximum tokens of the answer (default: no limit).")
 ]

@@ -75,11 +75,7 @@ class ServerAnswers:
         self._url = url
 
     def stream(
-        self,
-        messages: list[dict[str, Any]],
-        params: SamplingParams,
-        *,
-        on_thought: Callable[[str], None] | None = None,
+        self, messages: list[dict[str, Any]], params: SamplingParams, *, on_thought: Callable[[str], None] | None = None
     ) -> Iterator[str]:
         import httpx
 

@@ -49,8 +49,7 @@ def up(
     described: Workers,
     model: Model = BUILT_IN_MODEL,
     workers: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="INT", help="Number of engines (default: 2, or as --config says)."),
+        int | None, typer.Option(min=1, metavar="INT", help="Number of engines (default: 2, or as --config says).")
     ] = None,
     gpus: Annotated[float, typer.Option(min=0, metavar="FLOAT", help="GPUs per engine.")] = 0.0,
 ) -> None:

@@ -147,15 +147,13 @@ def eval_quality(
         int, typer.Option(metavar="INT", min=2, help="Tokens to compare, image tokens included.")
     ] = 32768,
     conversations: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Prompts with answers to compare on, as JSON lines."),
+        Path | None, typer.Option(metavar="FILE", help="Prompts with answers to compare on, as JSON lines.")
     ] = None,
     per_task: Annotated[
         int, typer.Option(metavar="INT", min=0, help="Questions to ask for each of pixie's tasks.")
     ] = 0,
     questions: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Questions with known answers to ask, as JSON lines."),
+        Path | None, typer.Option(metavar="FILE", help="Questions with known answers to ask, as JSON lines.")
     ] = None,
     speed: Annotated[
         int, typer.Option(metavar="INT", min=0, help="Speed measurements per model; medians are shown.")

@@ -183,11 +183,7 @@ class HelpfulGroup(typer.core.TyperGroup):
 
 def group(**settings: Any) -> typer.Typer:
     return typer.Typer(
-        cls=HelpfulGroup,
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        **settings,
+        cls=HelpfulGroup, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, **settings
     )
 
 
@@ -198,14 +194,12 @@ def _show_all(context: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
-HELP_ALL_PARAMETER = inspect.Parameter(
-    "help_all",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
-        bool,
-        typer.Option(
-            "--help-all", is_eager=True, expose_value=False, callback=_show_all, help="Show all flags and exit."
-        ),
-    ],
+def keyword(name: str, kind: Any, option: Any, default: Any) -> inspect.Parameter:
+    """A parameter of a command. option: its flag."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+_HELP_ALL = typer.Option(
+    "--help-all", is_eager=True, expose_value=False, callback=_show_all, help="Show all flags and exit."
 )
+HELP_ALL_PARAMETER = keyword("help_all", bool, _HELP_ALL, False)

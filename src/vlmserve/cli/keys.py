@@ -37,18 +37,15 @@ def add(
     ] = None,
     requests_per_minute: Limit = None,
     tokens_per_minute: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="INT", help="Prompt and answer tokens/min (default: no limit)."),
+        int | None, typer.Option(min=1, metavar="INT", help="Prompt and answer tokens/min (default: no limit).")
     ] = None,
     cache_salt: Annotated[str | None, typer.Option(help="Keys of equal salt share caches (default: none).")] = None,
     admin: Annotated[bool, typer.Option("--admin", help="Allow loading and unloading adapters.")] = False,
     storage_url: Annotated[
-        str | None,
-        typer.Option(metavar="URL", envvar="VLMSERVE_STORAGE_URL", help="Server's database."),
+        str | None, typer.Option(metavar="URL", envvar="VLMSERVE_STORAGE_URL", help="Server's database.")
     ] = None,
     storage_path: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", envvar="VLMSERVE_STORAGE_PATH", help="Server's SQLite file."),
+        str | None, typer.Option(metavar="FILE", envvar="VLMSERVE_STORAGE_PATH", help="Server's SQLite file.")
     ] = None,
 ) -> None:
     """Add a key and print it; only its hash is stored.

@@ -7,13 +7,13 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic.fields import FieldInfo
 
 from vlmserve.cli.fields import SECTION_OF, flag, is_json, is_list, is_size, is_switch, plain_type, size_text
-from vlmserve.cli.help import HELP_ALL_PARAMETER, Rare
+from vlmserve.cli.help import HELP_ALL_PARAMETER, Rare, keyword
 from vlmserve.cli.messages import FAILED, exit_status, report
 from vlmserve.cli.sources import CONFIG, WORKER, Found, Origin, Origins, described, read_sources
 from vlmserve.cli.spellings import WRITTEN
@@ -33,8 +33,7 @@ class Models(dict[str, dict[str, Any]]):
 
 
 def command(
-    fields: Collection[str] | None = None,
-    common: Collection[str] | None = None,
+    fields: Collection[str] | None = None, common: Collection[str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a typer command: expand settings into flags, add ``--debug``, report errors in a red line.
 
@@ -171,8 +170,7 @@ def _parameter(kind: type[Settings], name: str, field: FieldInfo, *, is_rare: bo
         autocompletion=_completion(_choices(field)),
         rich_help_panel=Rare(panel(kind)) if is_rare else panel(kind),
     )
-    annotation: Any = Annotated[_typed(field) | None, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=annotation)
+    return keyword(name, _typed(field) | None, option, _default(field))
 
 
 def _typed(field: FieldInfo) -> Any:
@@ -219,27 +217,8 @@ def _default(field: FieldInfo) -> Any:
 
 
 _CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-_SETTINGS_FILE = inspect.Parameter(
-    "settings_file",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=None,
-    annotation=Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FILE", help=f"A TOML file with settings; default: {CONFIG}."),
-    ],
-)
-_WORKER = inspect.Parameter(
-    "worker",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=None,
-    annotation=Annotated[
-        str | None,
-        typer.Option("--worker", metavar="NAME", help=f"Worker section to apply; default: {WORKER}."),
-    ],
-)
-_DEBUG = inspect.Parameter(
-    "debug",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")],
-)
+_FILE_OPTION = typer.Option("--config", metavar="FILE", help=f"A TOML file with settings; default: {CONFIG}.")
+_SETTINGS_FILE = keyword("settings_file", Path | None, _FILE_OPTION, None)
+_WORKER_OPTION = typer.Option("--worker", metavar="NAME", help=f"Worker section to apply; default: {WORKER}.")
+_WORKER = keyword("worker", str | None, _WORKER_OPTION, None)
+_DEBUG = keyword("debug", bool, typer.Option("--debug", help="Show the traceback of an error."), False)

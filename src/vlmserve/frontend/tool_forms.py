@@ -19,13 +19,7 @@ _HERMES = ToolForm(
 _LLAMA3 = ToolForm("llama3_json", "parameters", separator="; ")
 """Llama 3.1 and 3.2: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/"""
 _MISTRAL = ToolForm(
-    "mistral",
-    "arguments",
-    trigger="[TOOL_CALLS]",
-    opening=" [",
-    closing="]",
-    separator=", ",
-    call_id_length=9,
+    "mistral", "arguments", trigger="[TOOL_CALLS]", opening=" [", closing="]", separator=", ", call_id_length=9
 )
 """Mistral: https://docs.mistral.ai/capabilities/function_calling"""
 _QWEN3_XML = XMLToolForm(

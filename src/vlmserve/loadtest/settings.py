@@ -78,18 +78,13 @@ class LoadConfig(Settings):
     """How fast requests are sent."""
 
     max_concurrency: int | None = Field(
-        None,
-        ge=1,
-        le=100_000,
-        description="Concurrent requests; default: 8 without a rate, else no limit.",
+        None, ge=1, le=100_000, description="Concurrent requests; default: 8 without a rate, else no limit."
     )
     request_rate: float | None = Field(
         None, gt=0, description="Requests per second, sent without waiting for answers; inf: all at once."
     )
     burstiness: float = Field(
-        1.0,
-        gt=0,
-        description="1: a Poisson process; smaller is burstier, larger is more even; inf: constant.",
+        1.0, gt=0, description="1: a Poisson process; smaller is burstier, larger is more even; inf: constant."
     )
     ramp_up_strategy: Literal["linear", "exponential"] | None = Field(
         None, description="How the rate rises over the test, from start to end."

@@ -231,11 +231,7 @@ class Prompts:
         )
 
     def text_call(
-        self,
-        prompts: TextPrompts,
-        sampling_params: Params,
-        on_error: OnError,
-        lora_request: Adapters,
+        self, prompts: TextPrompts, sampling_params: Params, on_error: OnError, lora_request: Adapters
     ) -> Call:
         is_one = is_prompt(prompts)
         return Call(

@@ -8,14 +8,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from vlmserve.errors import InvalidRequestError, ModelLoadError
-from vlmserve.offline.calls import (
-    Adapters,
-    Call,
-    Embeddable,
-    OnError,
-    Params,
-    Prompts,
-)
+from vlmserve.offline.calls import Adapters, Call, Embeddable, OnError, Params, Prompts
 from vlmserve.offline.inputs import Conversation, Conversations, TextPrompts
 from vlmserve.offline.options import set_up
 from vlmserve.offline.requests import LoRARequest

@@ -19,15 +19,7 @@ from vlmserve.offline.outputs import (
 )
 from vlmserve.prompt.expand import truncate
 from vlmserve.tasks import GENERATE, Embed, Generate, Task, TaskResult
-from vlmserve.types import (
-    EngineOutput,
-    EngineRequest,
-    FinishReason,
-    ModelInfo,
-    Prompt,
-    SamplingParams,
-    TokenLogprobs,
-)
+from vlmserve.types import EngineOutput, EngineRequest, FinishReason, ModelInfo, Prompt, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from vlmserve.frontend.reasoning import AnswerText, Said

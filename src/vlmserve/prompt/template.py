@@ -89,11 +89,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        source: str,
-        special_tokens: Mapping[str, str],
-        image_token: str | None,
-        video_token: str | None = None,
+        self, source: str, special_tokens: Mapping[str, str], image_token: str | None, video_token: str | None = None
     ) -> None:
         """image_token, video_token: the template's text for an image and a video."""
         environment = _environment()

@@ -20,12 +20,7 @@ from vlmserve.errors import EngineDeadError, VLMServeError
 from vlmserve.server.accounts import RATE_LIMIT_HEADERS
 from vlmserve.server.connection import RELAXED_HEADER, RequestLog, note
 from vlmserve.server.debug import show_caches
-from vlmserve.server.errors import (
-    handle_http_exception,
-    handle_vlmserve_error,
-    json_response,
-    retry_after,
-)
+from vlmserve.server.errors import handle_http_exception, handle_vlmserve_error, json_response, retry_after
 from vlmserve.server.front import Front
 from vlmserve.server.guard import Guard
 from vlmserve.server.live import LiveStats, LiveView

@@ -119,9 +119,7 @@ class ServerMetrics(Collector):
         )
         self._wanted_answers = self._histogram("request_params_n", "Answers that a request asked for.", _ANSWERS)
         self._wanted_tokens = self._histogram(
-            "request_params_max_tokens",
-            "The token limit of answers, of the request or of the server.",
-            _TOKENS,
+            "request_params_max_tokens", "The token limit of answers, of the request or of the server.", _TOKENS
         )
 
     def count_step(self, before: EngineStats, after: EngineStats) -> None:

@@ -67,10 +67,7 @@ def document(version: str, operations: Iterable[Operation], max_logprobs: int | 
         "openapi": "3.1.0",
         "info": {"title": "vlmserve", "version": version},
         "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
     }
 

@@ -287,11 +287,7 @@ def _cache_config(engine: EngineConfig) -> dict[str, Any]:
 
 class ServedNames:
     def __init__(
-        self,
-        engine: EngineConfig,
-        server: ServerConfig,
-        adapters: Adapters,
-        client: Callable[[], EngineClient | None],
+        self, engine: EngineConfig, server: ServerConfig, adapters: Adapters, client: Callable[[], EngineClient | None]
     ) -> None:
         is_path = engine.model.startswith(("/", "./", "../", "~"))
         own_name = (engine.model.rstrip("/").rsplit("/", 1)[-1] if is_path else "") or engine.model

@@ -80,8 +80,7 @@ class EngineConfig(Settings):
         None, description="File with a Jinja template, or the template itself (default: the checkpoint's)."
     )
     kernels: str = Field(
-        "auto",
-        description="auto, torch, native or an instruction set; auto chooses the fastest for this machine.",
+        "auto", description="auto, torch, native or an instruction set; auto chooses the fastest for this machine."
     )
     enforce_eager: bool = Field(
         False, description="GPUs: capture no CUDA graphs, which saves memory but slows small steps."
@@ -121,10 +120,7 @@ class EngineConfig(Settings):
     lora_memory: ByteSize = Field(2 * 1024**3, description="Memory for adapters, like 4GiB.")
     max_lora_rank: int = Field(64, ge=1, le=4096, description="Maximum rank of an adapter.")
     tensor_parallel_size: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="Processes that share the model, each on its own device or part of the cores.",
+        1, ge=1, le=64, description="Processes that share the model, each on its own device or part of the cores."
     )
     rank_timeout: float = Field(
         60.0, ge=0, description="Seconds without a heartbeat of a rank after which the engine fails; 0: never."
@@ -134,15 +130,13 @@ class EngineConfig(Settings):
     )
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
     kv_cache_memory: ByteSize | None = Field(
-        None,
-        description="KV cache memory, like 4GiB (default: by --memory-fraction; CPU: up to half the free memory).",
+        None, description="KV cache memory, like 4GiB (default: by --memory-fraction; CPU: up to half the free memory)."
     )
     kv_cache_dtype: KVCacheDType = Field(
         "auto", description="Type of keys and values: auto takes the model's; int8 and fp8 take 8 bits and scales."
     )
     state_cache_memory: ByteSize | None = Field(
-        None,
-        description="Memory for states of hybrid models, like 4GiB; default: at most half of the caches' memory.",
+        None, description="Memory for states of hybrid models, like 4GiB; default: at most half of the caches' memory."
     )
     kv_offload_memory: ByteSize = Field(
         0, description="Host memory for evicted KV blocks and states, like 4GiB; 0: none."
@@ -153,10 +147,7 @@ class EngineConfig(Settings):
     disk_cache_memory: ByteSize = Field(10 * 1024**3, description="Maximum size of the disk cache.")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts with a common prefix.")
     memory_fraction: float = Field(
-        0.9,
-        gt=0,
-        le=1,
-        description="Share of a GPU's memory for weights, activations and caches; no effect on a CPU.",
+        0.9, gt=0, le=1, description="Share of a GPU's memory for weights, activations and caches; no effect on a CPU."
     )
     max_num_seqs: int = Field(256, ge=1, description="Maximum number of requests in a batch.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Maximum number of tokens in one step.")
@@ -317,22 +308,17 @@ class MediaConfig(Settings):
         description="Overrides for the checkpoint's processor, as JSON: min_pixels, max_pixels, max_tokens and fps.",
     )
     image_seconds: float = Field(
-        5.0,
-        ge=0,
-        description="Maximum time to encode one image, in seconds, which limits its size; 0: no limit.",
+        5.0, ge=0, description="Maximum time to encode one image, in seconds, which limits its size; 0: no limit."
     )
     video_seconds: float = Field(
-        20.0,
-        ge=0,
-        description="The same for all frames of a video, or all pages of a document.",
+        20.0, ge=0, description="The same for all frames of a video, or all pages of a document."
     )
     fetch_timeout: float = Field(
         10.0, gt=0, description="Maximum time to fetch one image, or one video and its frames, in seconds."
     )
     max_redirects: int = Field(3, ge=0, description="Maximum number of redirects for one image or video.")
     allowed_media_domains: tuple[str, ...] = Field(
-        (),
-        description="Fetch images only from these hosts and allowed_media_hosts (default: all public hosts).",
+        (), description="Fetch images only from these hosts and allowed_media_hosts (default: all public hosts)."
     )
     allowed_media_hosts: tuple[str, ...] = Field(
         (), description="Hosts with private addresses that images may be fetched from."
@@ -405,8 +391,7 @@ class ServerConfig(Settings):
         (), repr=False, description="Accepted API keys, as plain text (default: no key is needed)."
     )
     api_keys_file: str | None = Field(
-        None,
-        description="File with API keys from 'vlmserve keys add'; read again when it changes.",
+        None, description="File with API keys from 'vlmserve keys add'; read again when it changes."
     )
     protect_metrics: bool = Field(False, description="Require a key for /metrics and /live as well.")
     cors_origins: tuple[str, ...] = Field(

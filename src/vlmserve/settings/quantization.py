@@ -47,13 +47,11 @@ class QuantizationConfig(Settings):
     group_size: GroupSize = Field(default=32, description="4-bit: inputs that share a scale.")
     symmetric: bool = Field(default=False, description="4-bit: zero in the middle of the range, for other servers.")
     zero_points: bool = Field(
-        default=False,
-        description="4-bit: zero is a whole number of steps above the minimum, for other servers.",
+        default=False, description="4-bit: zero is a whole number of steps above the minimum, for other servers."
     )
     vision: bool = Field(default=False, description="Also quantize the vision tower and the projector.")
     layers: LayerRules = Field(
-        default=(),
-        description="Layers with another scheme, as PATTERN=SCHEME: 'language_model.layers.0.*=int8'.",
+        default=(), description="Layers with another scheme, as PATTERN=SCHEME: 'language_model.layers.0.*=int8'."
     )
     weight_memory: ByteSize | None = Field(
         default=None,

@@ -70,11 +70,7 @@ class DecisionDialect(Dialect[DecisionRequest]):
         size = sum(len(answer) for question in questions for answer in question.answers)
         tasks = await service.preparation.text(lambda _: [decider.task(one.answers) for one in questions], size)
         return GenerationRequest(
-            prompts,
-            SamplingParams(),
-            cache_salt=body.cache_salt or "",
-            tasks=tasks,
-            shared=shared,
+            prompts, SamplingParams(), cache_salt=body.cache_salt or "", tasks=tasks, shared=shared
         )
 
     async def _content(self, service: Service, turns: Turns, share: BodyShare) -> list[Message]:

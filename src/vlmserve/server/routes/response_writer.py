@@ -64,10 +64,7 @@ class ResponseWriter:
         return events
 
     def finish(
-        self,
-        finish_reason: str | None,
-        usage: Usage,
-        image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET,
+        self, finish_reason: str | None, usage: Usage, image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET
     ) -> bytes:
         has_begun = self._item is not None or bool(self.response.output)
         is_thought = self._item is not None and self._item["type"] == "reasoning" and finish_reason != "length"

@@ -224,10 +224,7 @@ def _tagged(handler: GetCoreSchemaHandler, members: Mapping[str, Any], choose: D
 Body = TypeVar("Body", bound=RequestModel)
 
 _PREDICATE = re.compile(r"(must|is|has|does) ")
-_TEXTS = {
-    "string_type": "must be a string",
-    "string_pattern_mismatch": "must match {pattern}",
-}
+_TEXTS = {"string_type": "must be a string", "string_pattern_mismatch": "must match {pattern}"}
 
 
 def parse_body(kind: type[Body], body: bytes | bytearray, limits: BodyLimits) -> Body:

@@ -42,10 +42,7 @@ from vlmserve.server.schema.tools import (
 from vlmserve.server.schema.usage import Usage
 from vlmserve.types import ImageSize
 
-_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    **NEUTRAL_VALUES,
-    "echo": (False,),
-}
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {**NEUTRAL_VALUES, "echo": (False,)}
 
 
 class Prediction(RequestModel):
@@ -86,8 +83,7 @@ class ChatRequest(PromptRequest, ChoicesRequest, CachingRequest):
 
     chat_template_kwargs: TemplateSettings = None
     reasoning_effort: ReasoningEffort | None = Field(
-        None,
-        description="For models whose chat template has it; none also works with enable_thinking.",
+        None, description="For models whose chat template has it; none also works with enable_thinking."
     )
     include_reasoning: bool = Field(True, description="Return the model's reasoning, if it reasons.")
 

@@ -75,10 +75,7 @@ class CompletionRequest(ChoicesRequest):
     echo: bool = Field(False, description="Begin answers with the prompt.")
 
     logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_COUNT,
-        description="Return logprobs of each token and of this many alternatives.",
+        None, ge=0, le=MAX_COUNT, description="Return logprobs of each token and of this many alternatives."
     )
 
     @property

@@ -25,8 +25,7 @@ class ChatPart(RequestModel):
 
 
 TemplateSettings = Annotated[
-    JSONObject | None,
-    Field(description="Variables of the model's chat template, such as enable_thinking."),
+    JSONObject | None, Field(description="Variables of the model's chat template, such as enable_thinking.")
 ]
 
 
@@ -167,9 +166,7 @@ class FilePart(ChatPart, Budget):
 
 
 Part = Annotated[
-    TextPart | ImagePart | VideoURLPart | VideoPart | FilePart,
-    ByType(),
-    BeforeValidator(_refusal_as_text),
+    TextPart | ImagePart | VideoURLPart | VideoPart | FilePart, ByType(), BeforeValidator(_refusal_as_text)
 ]
 Content = Annotated[str | list[Part], TextOrList("parts")]
 

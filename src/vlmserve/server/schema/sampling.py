@@ -105,10 +105,7 @@ class SamplingRequest(ModelRequest):
         description="Number of latest tokens that are penalized. Default: the model's, else all (-1).",
     )
     no_repeat_ngram_size: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_NGRAM,
-        description="Do not repeat n-grams of this size. Default: the model's, else 0 (off).",
+        None, ge=0, le=MAX_NGRAM, description="Do not repeat n-grams of this size. Default: the model's, else 0 (off)."
     )
     no_repeat_ngram_window: int = Field(
         -1,
@@ -218,10 +215,7 @@ class ChoicesRequest(SamplingRequest):
     length_penalty: float = Field(1, ge=-10, le=10, description="More than 1 prefers longer answers of a search.")
     early_stopping: bool = Field(False, description="End a search as soon as enough answers have ended.")
     prompt_logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_COUNT,
-        description="Return the logprobs of the prompt's tokens and this many alternatives.",
+        None, ge=0, le=MAX_COUNT, description="Return the logprobs of the prompt's tokens and this many alternatives."
     )
     logprob_token_ids: list[TokenId] = Field(
         default_factory=list,
