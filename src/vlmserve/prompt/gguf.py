@@ -62,14 +62,8 @@ _STARCODER = PreTokenizer(digits=True)
 _LLAMA3_WHOLE = PreTokenizer(_LLAMA3, whole=True, begins=True)
 
 PRE_TOKENIZERS = {
-    "gpt-2": _GPT2,
-    "phi-2": _GPT2,
-    "olmo": _GPT2,
-    "starcoder": _STARCODER,
-    "refact": _STARCODER,
-    "command-r": _STARCODER,
-    "smollm": _STARCODER,
-    "codeshell": _STARCODER,
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo"), _GPT2),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell"), _STARCODER),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3_WHOLE),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), PreTokenizer(_LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer(_QWEN2, nfc=True)),

@@ -122,9 +122,7 @@ async def ask(member: Member, change: Change, *, force: bool, headers: Sequence[
     try:
         asking = member.upstream.request("POST", ADAPTERS_PATH, [("content-type", "application/json"), *headers], body)
         async with asyncio.timeout(_TIMEOUT), asking as answer:
-            said = b""
-            while data := await answer.read():
-                said += data
+            said = await answer.read_all()
     except UpstreamError as error:
         return Outcome(name, HTTPStatus.BAD_GATEWAY, f"it does not answer: {error}")
     except TimeoutError:

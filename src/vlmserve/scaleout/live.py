@@ -72,10 +72,8 @@ class ClusterView:
 async def _live(upstream: Upstream) -> LiveStats | None:
     try:
         async with asyncio.timeout(_TIMEOUT), upstream.request("GET", "/live") as answer:
-            parts = []
-            while data := await answer.read():
-                parts.append(data)
-            return msgspec.json.decode(b"".join(parts), type=LiveStats) if answer.status == 200 else None
+            data = await answer.read_all()
+            return msgspec.json.decode(data, type=LiveStats) if answer.status == 200 else None
     except (UpstreamError, TimeoutError, msgspec.MsgspecError):
         return None
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from vlmserve.scaleout.fleet import Fleet
 from vlmserve.scaleout.messages import Feedback
@@ -54,13 +55,10 @@ class GatewayMetrics:
         return generate_latest(self._registry).decode()
 
 
-class _Workers:
+class _Workers(Collector):
     def __init__(self, fleets: Callable[[], Iterable[Fleet]], num_in_flight: Callable[[], int]) -> None:
         self._fleets = fleets
         self._num_in_flight = num_in_flight
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
 
     def collect(self) -> Iterator[Metric]:
         running = GaugeMetricFamily(_PREFIX + "worker_running", "Running requests of a worker.", labels=["worker"])
@@ -86,10 +84,8 @@ async def exposition(own: GatewayMetrics, workers: Sequence[tuple[str, Upstream]
 async def _page(upstream: Upstream) -> str:
     try:
         async with asyncio.timeout(_TIMEOUT), upstream.request("GET", "/metrics") as answer:
-            parts = []
-            while data := await answer.read():
-                parts.append(data)
-            return b"".join(parts).decode() if answer.status == 200 else ""
+            page = await answer.read_all()
+            return page.decode() if answer.status == 200 else ""
     except (UpstreamError, TimeoutError):
         return ""
 

@@ -228,7 +228,7 @@ class Proxy:
                     route.started()
                     add_note(self._request.scope, f"worker {route.worker.info.name}", worker=route.worker.info.name)
                     return _Stream(self, route, number, answer, first, stack)
-                whole = await _rest(answer, first)
+                whole = _Whole(answer.status, answer.passed_on(), first + await answer.read_all())
         except (UpstreamError, KeyError) as error:
             self.gateway.forget(number)
             route.fail(connection=True)
@@ -400,14 +400,6 @@ def _is_events(answer: Answer) -> bool:
 
 def _is_stream(answer: Answer) -> bool:
     return _is_events(answer) or int(dict(answer.headers).get(b"content-length", b"0")) > _MOST_WHOLE
-
-
-async def _rest(answer: Answer, first: bytes) -> _Whole:
-    """Raises UpstreamError."""
-    body = bytearray(first)
-    while data := await answer.read():
-        body += data
-    return _Whole(answer.status, answer.passed_on(), bytes(body))
 
 
 def _response(whole: _Whole) -> Response:

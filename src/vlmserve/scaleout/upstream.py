@@ -79,6 +79,13 @@ class Answer(asyncio.Protocol):
         self._buffered = 0
         return data
 
+    async def read_all(self) -> bytes:
+        """Read up to the end. Raises UpstreamError."""
+        body = bytearray()
+        while data := await self.read():
+            body += data
+        return bytes(body)
+
     def passed_on(self) -> list[tuple[bytes, bytes]]:
         return [(name, value) for name, value in self.headers if name not in _NOT_PASSED_ON]
 

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, or_, select, tuple
 from vlmserve.errors import InvalidRequestError, NotFoundError, OverloadedError
 from vlmserve.storage.database import Database
 from vlmserve.storage.files import Files
-from vlmserve.storage.items import Page, delete_orphans, sizes_of
+from vlmserve.storage.items import Page, delete_orphans, find_row, sizes_of
 from vlmserve.storage.tables import batch_results, batches, blobs
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
@@ -316,10 +316,8 @@ def delete_batch(connection: Connection, id: str) -> int:
 
 
 def _find(connection: Connection, owner: str, id: str) -> Row[Any]:
-    row = connection.execute(select(batches).where(batches.c.id == id, batches.c.owner == owner)).one_or_none()
-    if row is None:
-        raise NotFoundError(f"No batch found with id {id!r:.100}", param="batch_id")
-    return row
+    missing = NotFoundError(f"No batch found with id {id!r:.100}", param="batch_id")
+    return find_row(connection, batches, owner, id, missing)
 
 
 _JSON = ("errors", "metadata")

@@ -16,6 +16,7 @@ from vlmserve.storage.items import (
     Page,
     StoredItem,
     delete_items,
+    find_row,
     insert_items,
     read_page,
     sizes_of,
@@ -161,11 +162,7 @@ def delete_conversation(connection: Connection, id: str) -> int:
 
 
 def _find(connection: Connection, owner: str, id: str) -> Row[Any]:
-    query = select(conversations).where(conversations.c.id == id, conversations.c.owner == owner)
-    row = connection.execute(query).one_or_none()
-    if row is None:
-        raise _not_found(id)
-    return row
+    return find_row(connection, conversations, owner, id, _not_found(id))
 
 
 def _not_found(id: str) -> NotFoundError:

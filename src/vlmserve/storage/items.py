@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 from blake3 import blake3
-from sqlalchemy import ColumnElement, Connection, Executable, Table, delete, exists, func, insert, select
+from sqlalchemy import ColumnElement, Connection, Executable, Row, Table, delete, exists, func, insert, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from vlmserve.errors import InvalidRequestError, NotFoundError, StorageFullError
@@ -59,6 +59,14 @@ class Page:
     after: str | None = None
     limit: int = 20
     ascending: bool = False
+
+
+def find_row(connection: Connection, table: Table, owner: str, id: str, missing: NotFoundError) -> Row[Any]:
+    """The owner's row. Raises `missing`."""
+    row = connection.execute(select(table).where(table.c.id == id, table.c.owner == owner)).one_or_none()
+    if row is None:
+        raise missing
+    return row
 
 
 def batches(values: Iterable[str]) -> Iterator[list[str]]:

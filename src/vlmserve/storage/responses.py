@@ -18,6 +18,7 @@ from vlmserve.storage.items import (
     batches,
     check_room,
     delete_items,
+    find_row,
     insert_items,
     read_page,
     sizes_of,
@@ -208,7 +209,5 @@ def _exists(connection: Connection, id: str) -> bool:
 
 
 def _find(connection: Connection, owner: str, id: str) -> Row[Any]:
-    row = connection.execute(select(responses).where(responses.c.id == id, responses.c.owner == owner)).one_or_none()
-    if row is None:
-        raise NotFoundError(f"Response with id {id!r:.100} not found", param="response_id")
-    return row
+    missing = NotFoundError(f"Response with id {id!r:.100} not found", param="response_id")
+    return find_row(connection, responses, owner, id, missing)
