@@ -219,7 +219,7 @@ class Images(Resource):
         is_new = is_open and image.key not in self.cache
         stored = self.stored.get(image.key) if is_new else None
         is_new = is_new and stored is None
-        if not self.cache.fits(held | sizes) or (is_new and not budget.may_begin):
+        if (is_new and not budget.may_begin) or not self.cache.fits(held | sizes if held else sizes):
             return _Use(image, place, sizes, budget, fits=False)
         missing: float = self._macs(image) if is_new else 0
         if is_open and not is_new:

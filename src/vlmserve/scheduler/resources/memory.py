@@ -128,7 +128,7 @@ class KVMemory(Resource):
         if hits[0].tail is not None:
             return Found(chains, hits, reach, num_tokens)
         found = Found(chains, hits, reach, hits[0].end * size)
-        if (num_tokens := min(request.num_shared, num_tokens)) // size == found.end:
+        if (num_tokens := min(request.num_shared, num_tokens)) % size and num_tokens // size == found.end:
             # the last block of the shared beginning may be cached
             ends = [
                 Chain(chain.keys[: found.end], request.tail_key(keys, num_tokens, size))

@@ -107,8 +107,8 @@ class Resources:
     def __init__(self, resources: Sequence[Resource]) -> None:
         self._all = tuple(resources)
         self._in_decodes = tuple(one for one in resources if one.in_decodes)
-        self._extending, self._limiting, self._settling, self._failing = (
-            _overriding(resources, name) for name in ("extend", "limit", "settle", "failed")
+        self._growing, self._extending, self._limiting, self._settling, self._failing = (
+            _overriding(resources, name) for name in ("grow", "extend", "limit", "settle", "failed")
         )
         # called for each token
         single = len(self._in_decodes) == 1
@@ -151,7 +151,7 @@ class Resources:
         return min([num_tokens, *(one.grow(request, num_tokens) for one in self._in_decodes)])
 
     def grow(self, request: Request, num_tokens: int, spare: Sequence[Request] = ()) -> int:
-        for one in self._all:
+        for one in self._growing:
             num_tokens = one.grow(request, num_tokens, spare)
         return num_tokens
 
@@ -170,7 +170,7 @@ class Resources:
         while (shortest := min(found)) < cut:
             span = request.bidirectional_span_at(shortest)
             cut = max(start, shortest if span is None else span[0])
-            found = [one.limit(request, start, cut) for one in self._limiting]
+            found = [one.limit(request, start, cut) for one in self._limiting] if cut > start else [start]
         for one in self._settling:
             others = [limit for other, limit in zip(self._limiting, limits, strict=True) if other is not one]
             one.settle(step, request, start, cut, min([end, *others]))
