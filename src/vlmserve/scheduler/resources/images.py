@@ -114,6 +114,8 @@ class Images(Resource):
         self._budget = _Budget(macs, self._max_encoded_images)
         known, self._wanted = self._wanted, {}
         for request in running if self.unfinished else ():
+            if request.num_computed >= request.num_limited:
+                continue
             for image in request.images_for(request.num_computed, request.num_prompt_tokens)[:1]:
                 if image.key in self.unfinished:
                     self._wanted[image.key] = self.unfinished[image.key]
@@ -124,6 +126,14 @@ class Images(Resource):
         if step.has_work:
             step.embeddings_to_evict += self.dropped
             self.dropped = []
+
+    def grow(self, request: Request, num_tokens: int, spare: Sequence[Request] = ()) -> int:
+        """Return 0 if the next token needs an image that cannot begin in this step."""
+        if self._budget.may_begin or request.cross is not None:
+            return num_tokens
+        spans = request.spans_between(request.num_computed, request.num_computed + 1)
+        lacks = any(span.image.key not in self.cache and span.image.key not in self.stored for span in spans)
+        return 0 if lacks else num_tokens
 
     def limit(self, request: Request, start: int, end: int) -> int:
         """The first token of an image that will not be ready."""
@@ -136,12 +146,13 @@ class Images(Resource):
         """Pin images until later tokens are computed, states while the request runs."""
         uses = [use for use in self._plan.uses if use.place < wanted]
         self._plan = _NOTHING_PLANNED
-        hits = {key for use in uses if use.fits for key in use.sizes if key in self.cache}
-        # first, because a new image may evict unpinned ones
-        pinned = {key for key in hits if self.cache.pin(key, request.request_id)}
-        for use in uses:
-            if use.fits:
+        if fitting := [use for use in uses if use.fits]:
+            hits = {key for use in fitting for key in use.sizes if key in self.cache}
+            # first, because a new image may evict unpinned ones
+            pinned = {key for key in hits if self.cache.pin(key, request.request_id)}
+            for use in fitting:
                 self._use(step, request, use, pinned)
+        for use in uses:
             if use.place < 0:
                 self._note_states(step, request, use)
 
