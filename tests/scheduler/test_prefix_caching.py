@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.scheduler.made_up import finish, image, plan, request, run, scheduler
+import vlmserve.scheduler.request as request_module
+from tests.scheduler.made_up import BLOCK, finish, image, plan, request, run, scheduler
 from vlmserve.cache.keys import block_key
+from vlmserve.scheduler.resources.memory import take_shared_keys
 from vlmserve.steps import ModelRunnerOutput, RequestFailure
 
 
@@ -94,6 +98,50 @@ def test_tokens_of_partly_filled_blocks_count_as_found():
         one.token_ids[6:] = [3] * 2 + [end] * 3
         s.add(one)
     assert plan(run(s)[0]) == [("a", 5), ("b", 5)]
+
+
+@given(
+    st.integers(1, 30),
+    st.lists(st.tuples(st.integers(2, 40), st.integers(0, 40), st.integers(1, 2), st.integers(1, 2)), min_size=2),
+    st.sampled_from([None, "images", "prefix", "prompt"]),
+    st.booleans(),
+)
+def test_taken_keys_equal_computed_keys(num_shared, prompts, bidirectional, mixed):
+    """Prompts with a length, the place of a differing token, a first token and an image."""
+    earlier = None
+    for length, place, first, number in prompts:
+        images = [(image(number, 6), 3)] if length > 9 else []
+        one, alone = (request("a", length, images=images, bidirectional=bidirectional, mixed=mixed) for _ in range(2))
+        for each in (one, alone):
+            each.num_shared = min(num_shared, length)
+            each.token_ids[place : place + 1] = [5] * (place < length)
+            each.token_ids[0] = first
+        if earlier is not None:
+            take_shared_keys(one, earlier, BLOCK)
+        for taken, computed in zip(one.chains, alone.chains, strict=True):
+            for known, each in ((taken, one), (computed, alone)):
+                each.keys_of_full_blocks(known, length // BLOCK, BLOCK)
+                each.tail_key(known, each.num_shared, BLOCK)
+            assert (taken.keys, taken.tails) == (computed.keys, computed.tails)
+        earlier = one
+
+
+def test_shared_keys_are_computed_once(monkeypatch):
+    computed = []
+    monkeypatch.setattr(
+        request_module, "block_key", lambda *args, **ahead: computed.append(args) or block_key(*args, **ahead)
+    )
+    s = scheduler(prefix_caching=True, budget=500)
+    s.add(request("first", 100, max_tokens=1))
+    finish(s)
+    before = len(computed)
+    for end in range(2, 12):
+        one = request(str(end), 102)
+        one.num_shared = 100
+        one.token_ids[100:] = [end] * 2
+        s.add(one)
+    run(s)
+    assert len(computed) - before <= 100 // BLOCK + 2 * 10
 
 
 def test_waiters_of_aborted_requests_compute_themselves():

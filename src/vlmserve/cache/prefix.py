@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from vlmserve.cache.blocks import BlockPool
@@ -86,17 +86,21 @@ class PrefixCache:
         reach = end if any(column.window is None for column in columns) else 0
         while (usable := next((n for one in tables if (n := self._usable(*one, end)) < end), end)) < end:
             end = usable
-        tails: list[Place | None] = []
-        for chain in chains if end == len(chains[0].keys) else ():
-            tails += [None if chain.tail is None else self._place(column.key(chain.tail)) for column in columns]
-        if not tails or None in tails:
-            tails = [None] * len(tables)
         hits = []
-        for places, (keys, column), tail in zip(whole, tables, tails, strict=True):
+        for places, (keys, column) in zip(whole, tables, strict=True):
             first = column.first_needed(end)
             run = self._find_first(keys[first:end], column) if column.window else places[:end]
-            hits.append(Hit(first, tuple(run), tail))
+            hits.append(Hit(first, tuple(run)))
+        if end == len(chains[0].keys):
+            hits = self.with_tails(hits, [chain.tail for chain in chains], columns)
         return hits, max(reach, end)
+
+    def with_tails(self, hits: list[Hit], tails: Iterable[bytes | None], columns: Sequence[Column]) -> list[Hit]:
+        """Add partly filled blocks to the hits, or none unless all exist. tails: their keys, by chain."""
+        places = [None if tail is None else self._place(column.key(tail)) for tail in tails for column in columns]
+        if None in places:
+            return hits
+        return [hit._replace(tail=place) for hit, place in zip(hits, places, strict=True)]
 
     def _find_first(self, keys: Sequence[bytes], column: Column) -> list[Place]:
         places = []

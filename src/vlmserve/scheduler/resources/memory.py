@@ -49,6 +49,25 @@ class Found(NamedTuple):
 _NOTHING = Found([], [], 0, 0)
 
 
+def take_shared_keys(request: Request, other: Request, block_size: int) -> None:
+    """Copy the keys of blocks within `num_shared` if both requests share these tokens and images."""
+    count = request.num_shared
+    if count != other.num_shared or request.token_ids[:count] != other.token_ids[:count]:
+        return
+    if _images_within(request, count) != _images_within(other, count):
+        return
+    if request.bidirectional_span_at(count) is not None or other.bidirectional_span_at(count) is not None:
+        return  # keys cover different later tokens
+    for own, known in zip(request.chains, other.chains, strict=False):
+        if own.keys == known.keys[:1]:
+            own.keys = known.keys[: count // block_size + 1]
+            own.tails = {length: key for length, key in known.tails.items() if length == count}
+
+
+def _images_within(request: Request, count: int) -> list[tuple[int, int, bytes]]:
+    return [(span.start, span.end, span.image.key) for span in request.image_spans if span.start < count]
+
+
 def num_reusable(request: Request) -> int:
     """States of later tokens are needed."""
     if request.prompt_logprobs is not None:
@@ -98,12 +117,14 @@ class KVMemory(Resource):
         self._not_finite: list[int] = []
         # the last request passed to `ready`
         self._found: tuple[Request | None, Found] = None, _NOTHING
+        # the step's last request with a shared beginning, whose keys the next one may take
+        self._sharing: Request | None = None
 
     def end_step(self, step: SchedulerOutput) -> None:
         step.block_copies, self.cache.block_copies = self.cache.block_copies, []
         step.block_contents, self.cache.block_contents = self.cache.block_contents, []
         step.blocks_to_zero, self._not_finite = self._not_finite, []
-        self._found = None, _NOTHING
+        self._found, self._sharing = (None, _NOTHING), None
 
     def ready(self, request: Request) -> bool:
         """False while running requests compute at least half of the missing tokens: waiting is faster."""
@@ -120,6 +141,10 @@ class KVMemory(Resource):
             chains = [Chain(()) for _ in request.chains]
             return Found(chains, [Hit() for _ in request.chains for _ in self.columns], 0, 0)
         num_tokens, size = num_reusable(request), self._size
+        if request.num_shared:
+            if self._sharing is not None and self._sharing is not request:
+                take_shared_keys(request, self._sharing, size)
+            self._sharing = request
         chains = [
             Chain(request.keys_of_full_blocks(keys, num_tokens // size, size), request.tail_key(keys, num_tokens, size))
             for keys in request.chains
@@ -130,11 +155,8 @@ class KVMemory(Resource):
         found = Found(chains, hits, reach, hits[0].end * size)
         if (num_tokens := min(request.num_shared, num_tokens)) % size and num_tokens // size == found.end:
             # the last block of the shared beginning may be cached
-            ends = [
-                Chain(chain.keys[: found.end], request.tail_key(keys, num_tokens, size))
-                for chain, keys in zip(chains, request.chains, strict=True)
-            ]
-            hits, _ = self.cache.find(ends, self.columns)
+            tails = [request.tail_key(keys, num_tokens, size) for keys in request.chains]
+            hits = self.cache.with_tails(hits, tails, self.columns)
             found = found if hits[0].tail is None else found._replace(hits=hits, num_tokens=num_tokens)
         return found
 
