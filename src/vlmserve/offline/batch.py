@@ -120,34 +120,50 @@ class OfflineBatch:
 
         wait: for the first.
         """
+        ready: list[tuple[_Job, Prepared]] = []
+        failed: list[tuple[_Job, Exception]] = []
         while self._preparing and (wait or self._preparing[0][1].done()):
             job, future = self._preparing.popleft()
             wait = False
             try:
-                job.request = self._engine.add(future.result(), job.params)
-                self._running.append(job)
+                ready.append((job, future.result()))
             except Exception as error:
-                self._call.name(error, job.number)
-                if not isinstance(error, InvalidRequestError):
-                    raise
-                job.outcome = error
-                self._errors += [error] if self._call.on_error == "raise" else []
+                failed.append((job, error))
+        added = self._engine.add_all([(prepared, job.params) for job, prepared in ready]) if ready else ()
+        for (job, _), request in zip(ready, added, strict=True):
+            if isinstance(request, OfflineRequest):
+                job.request = request
+                self._running.append(job)
+            else:
+                failed.append((job, request))
+        for job, failure in sorted(failed, key=lambda one: one[0].number):
+            self._reject(job, failure)
+
+    def _reject(self, job: _Job, error: Exception) -> None:
+        """Raises errors that are no fault of the request."""
+        self._call.name(error, job.number)
+        if not isinstance(error, InvalidRequestError):
+            raise error
+        job.outcome = error
+        self._errors += [error] if self._call.on_error == "raise" else []
 
     def _step(self) -> None:
         self._engine.step()
-        num_finished, num_tokens = 0, 0
+        finished: list[OfflineRequest] = []
+        num_tokens = 0
         for job in self._running:
             request = job.request
             assert request is not None
-            finished, known = request.finished, job.num_tokens
+            has_finished, known = request.finished, job.num_tokens
             job.num_tokens = request.num_tokens
             num_tokens += job.num_tokens - known
-            if finished:
+            if has_finished:
                 job.outcome, job.request = request.result(), None
-                self._engine.forget([request])
-                num_finished += 1
-        self._running = [job for job in self._running if job.request is not None]
-        self._advance(num_finished, num_tokens)
+                finished.append(request)
+        if finished:
+            self._engine.forget(finished)
+            self._running = [job for job in self._running if job.request is not None]
+        self._advance(len(finished), num_tokens)
 
     def _fail(self, executor: ThreadPoolExecutor) -> None:
         while True:

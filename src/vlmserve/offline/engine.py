@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -102,18 +102,39 @@ class SharedEngine:
 
     def add(self, prepared: Prepared, params: SamplingParams) -> OfflineRequest:
         """Queue all answers to a prompt, or none if the engine rejects one."""
-        prepared = fitted(prepared, params, self.engine.info)
-        if params.grammar is not None:
-            self.engine.grammars.check(params.grammar)  # compiles while other threads proceed
-        request = OfflineRequest(f"offline-{next(self._ids)}", prepared, params, self.preparer)
+        [added] = self.add_all([(prepared, params)])
+        if isinstance(added, Exception):
+            raise added
+        return added
+
+    def add_all(self, prompts: Iterable[tuple[Prepared, SamplingParams]]) -> list[OfflineRequest | Exception]:
+        """Queue prompts as `add` does, in order. Errors take the places of rejected prompts."""
+        engine = self.engine
+        made = [self._make(engine, *one) for one in prompts]
         try:
-            with interrupts_held_back(), self._change() as engine:
-                for one, generation in zip(request.requests, request.generations, strict=True):
-                    engine.add(one)
-                    self._generations[generation.request_id] = generation
+            with interrupts_held_back(), self._change():
+                return [one if isinstance(one, Exception) else self._queue(engine, one) for one in made]
         except BaseException:
-            self.forget([request])
+            self.forget([one for one in made if isinstance(one, OfflineRequest)])
             raise
+
+    def _make(self, engine: VLMEngine, prepared: Prepared, params: SamplingParams) -> OfflineRequest | Exception:
+        try:
+            prepared = fitted(prepared, params, engine.info)
+            if params.grammar is not None:
+                engine.grammars.check(params.grammar)  # compiles while other threads proceed
+            return OfflineRequest(f"offline-{next(self._ids)}", prepared, params, self.preparer)
+        except Exception as error:
+            return error
+
+    def _queue(self, engine: VLMEngine, request: OfflineRequest) -> OfflineRequest | Exception:
+        try:
+            for one, generation in zip(request.requests, request.generations, strict=True):
+                engine.add(one)
+                self._generations[generation.request_id] = generation
+        except Exception as error:
+            self.forget([request])
+            return error
         return request
 
     def step(self) -> None:
