@@ -19,11 +19,28 @@ PAD, BOS, EOS, IMAGE, USER, ASSISTANT, SYSTEM = range(len(SPECIAL_TOKENS))
 VOCAB_SIZE: Final = 1000
 
 CHAT_TEMPLATE: Final = """\
-{%- macro write(content) %}
-    {%- if content is string %}
-        {{- content | trim }}
+{{- bos_token }}
+{%- if tools %}
+    {%- set functions = namespace(text='') %}
+    {%- for tool in tools %}
+        {%- set function = tool.function %}
+        {%- set names = ((function.parameters or {}).properties or {}) | join(', ') %}
+        {%- set functions.text = functions.text + ('; ' if functions.text else 'Functions: ') %}
+        {%- set functions.text = functions.text + function.name + '(' + names + ')' %}
+    {%- endfor %}
+    {%- if messages[0]['role'] != 'system' %}
+        {{- '<|system|>' + functions.text }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}
+        {{- raise_exception('Roles are system, user, assistant and tool.') }}
+    {%- endif %}
+    {{- '<|user|><tool_response>\\n' if message['role'] == 'tool' else '<|' + message['role'] + '|>' }}
+    {%- if message['content'] is string %}
+        {{- message['content'] | trim }}
     {%- else %}
-        {%- for part in content or [] %}
+        {%- for part in message['content'] or [] %}
             {%- if part['type'] == 'image' %}
                 {{- '<image>' }}
             {%- elif part['type'] == 'text' %}
@@ -33,28 +50,10 @@ CHAT_TEMPLATE: Final = """\
             {%- endif %}
         {%- endfor %}
     {%- endif %}
-{%- endmacro %}
-{{- bos_token }}
-{%- set functions = namespace(text='') %}
-{%- for tool in tools or [] %}
-    {%- set function = tool.function %}
-    {%- set names = ((function.parameters or {}).properties or {}) | join(', ') %}
-    {%- set functions.text = functions.text + ('; ' if functions.text else 'Functions: ') %}
-    {%- set functions.text = functions.text + function.name + '(' + names + ')' %}
-{%- endfor %}
-{%- if functions.text and messages[0]['role'] != 'system' %}
-    {{- '<|system|>' + functions.text }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}
-        {{- raise_exception('Roles are system, user, assistant and tool.') }}
-    {%- endif %}
     {%- if message['role'] == 'tool' %}
-        {{- '<|user|><tool_response>\\n' + write(message['content']) + '\\n</tool_response>' }}
-    {%- else %}
-        {{- '<|' + message['role'] + '|>' + write(message['content']) }}
+        {{- '\\n</tool_response>' }}
     {%- endif %}
-    {%- if functions.text and loop.first and message['role'] == 'system' %}
+    {%- if tools and loop.first and message['role'] == 'system' %}
         {{- '\\n' + functions.text }}
     {%- endif %}
     {%- for call in message['tool_calls'] or [] %}
