@@ -69,6 +69,8 @@ def replace_media(
 
     media: all parts that are not text, in order. expand: returns the replacing parts, and the media among them.
     """
+    if all(medium.kind != kind for medium in media):
+        return [*messages], [*media]
     rest = iter(media)
     shown: list[Message] = []
     expanded: list[Medium] = []

@@ -179,7 +179,7 @@ class Decoder(nn.Module):
             x, first = self._part(x, caches, step, layer, layer + 1), layer + 1
             add_features(x, features, layer)
         # Cross-attention needs all rows.
-        if wanted is None or first == count or self.spec.cross_size:
+        if wanted is None or len(wanted) == len(x) or first == count or self.spec.cross_size:
             hidden = self._part(x, caches, step, first, count)
             return hidden if wanted is None else hidden[wanted]
         x = self._part(x, caches, step, first, count - 1)

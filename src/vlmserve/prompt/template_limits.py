@@ -60,7 +60,8 @@ _LONG_NUMBER = re.compile(r"\d{5,}")
 _WIDE = re.compile(r"%[-+ #0]*(?:\([^)%]*\))?[-+ #0]*(?:\d{5,}|\*|\d*\.(?:\d{5,}|\*))")
 
 
-_PLAIN = (str, bool, int, float, type(None))
+_SCALARS = (str, bytes, int)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 class TemplateLimitError(ModelLoadError):
@@ -160,15 +161,17 @@ def _check(num_bytes: int) -> None:
 
 def _size(value: Any, known: dict[int, int] | None = None) -> int:
     """Repeated parts count each time. known: sizes of containers, by id."""
-    if isinstance(value, str | bytes | int):
+    if isinstance(value, _SCALARS):
         return sys.getsizeof(value)
-    if not isinstance(value, list | tuple | dict | set | frozenset):
+    if not isinstance(value, _CONTAINERS):
         return 64
     known = {} if known is None else known
     if id(value) not in known:
         known[id(value)] = 64  # it may contain itself
-        inner = (*value.keys(), *value.values()) if isinstance(value, dict) else value
-        known[id(value)] = 64 + sum(_size(one, known) for one in inner)
+        size = 64
+        for one in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
+            size += sys.getsizeof(one) if isinstance(one, str) else _size(one, known)
+        known[id(value)] = size
     return known[id(value)]
 
 
