@@ -89,8 +89,8 @@ def run(
     Console().print(f"{output}: {'; '.join(details)}.", highlight=False, soft_wrap=True)
     if summary.failed:
         note(
-            f"{summary.failed:,} rows failed; the column error says why. --retry asks them again. The answers of the "
-            f"others are in {journal_path(output)} until then."
+            f"{summary.failed:,} row{'s' if summary.failed > 1 else ''} failed; the column error says why. --retry "
+            f"asks again. The answers of the others are in {journal_path(output)} until then."
         )
     return not summary.failed
 

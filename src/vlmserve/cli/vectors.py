@@ -40,5 +40,5 @@ def run(
     failed = sum(vector.data is None for vector in vectors)
     Console().print(f"{output}: {len(rows) - failed:,} of {len(rows):,} rows have a vector.", highlight=False)
     if failed:
-        note(f"{failed:,} rows failed; the column error says why")
+        note(f"{failed:,} row{'s' if failed > 1 else ''} failed; the column error says why")
     return not failed
