@@ -19,10 +19,12 @@ from tests.gguf_files import write_gguf
 from tests.models.test_families import make
 from tests.paged import PagedRun
 from tests.ranks import Meeting, ThreadRanks
+from vlmserve.devices import cpu
 from vlmserve.devices.cpu import CpuDevice
 from vlmserve.engine import create_engine, lengths, loading
 from vlmserve.errors import ConfigurationError, ModelLoadError
 from vlmserve.layers.layer import allocate
+from vlmserve.layers.linear import Weight
 from vlmserve.models import footprint as module
 from vlmserve.models import weights
 from vlmserve.models.footprint import LIBRARIES, check_memory, footprint
@@ -30,6 +32,7 @@ from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights import Checkpoint
+from vlmserve.quant.model import Quantizer
 from vlmserve.settings.config import EngineConfig
 from vlmserve.settings.quantization import QuantizationConfig, Scheme
 
@@ -89,7 +92,8 @@ CASES: list[tuple[Scheme, bool]] = [("none", False), ("int8", False), ("int8", T
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16", "Q2_K", "Q4_K", "Q6_K", "IQ4_XS", "IQ4_NL"])
-def test_gguf_tensors_keep_their_bits(wide: Path, tmp_path: Path, kind: str) -> None:
+def test_gguf_tensors_keep_their_bits(wide: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "superblocks_are_as_fast", lambda isa: True)
     file = write_gguf(wide, tmp_path / "model.gguf", types=kind)
     model = load_model(file, LoadSettings(device=torch.device("cpu")))
     assert footprint(file, "none").weights == pytest.approx(model.weight_bytes, rel=0.1)
@@ -119,7 +123,7 @@ def test_model_that_does_not_fit_names_what_does(tmp_path: Path, monkeypatch: py
     free(monkeypatch, plain.loading + module.LIBRARIES)
     check_memory(config, folder)
     monkeypatch.setattr(module, "LIBRARIES", 0)
-    big = module.Footprint(10**10, 0)
+    big = module.Footprint(10**10, 10**10)
     monkeypatch.setattr(module, "footprint", lambda _, scheme, **__: {"none": big, "int8": int8, "int4": int4}[scheme])
     free(monkeypatch, int8.loading + module.LIBRARIES)
     with pytest.raises(ModelLoadError, match=r"needs 10\.0 GB .* free; with --quantize int8 it needs"):
@@ -184,6 +188,22 @@ def test_weights_take_memory_as_they_come(tmp_path: Path, monkeypatch: pytest.Mo
         PagedRun(one.language_model, [one.language_model.embed(tokens)]).finish([20])[0] for one in (model, expected)
     ]
     assert torch.equal(*logits)
+
+
+def test_tables_and_heads_are_quantized_first(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    quantize = Quantizer.quantize
+
+    def quantized(quantizer: Quantizer, module: torch.nn.Module) -> None:
+        if isinstance(module, Weight):
+            sizes.append(module.num_bytes)
+        quantize(quantizer, module)
+
+    monkeypatch.setattr(Quantizer, "quantize", quantized)
+    quantization = QuantizationConfig(scheme="int4")
+    load_model(llama, LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization))
+    assert sizes[0] == max(sizes) == 2 * SIZES["vocab_size"] * SIZES["hidden_size"]
+    assert sizes.count(sizes[0]) == 1
 
 
 def test_ranks_read_packed_weights_into_device_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,12 +78,8 @@ class Footprint(NamedTuple):
 
     weights: int
     """The loaded weights."""
-    largest: int
-    """The largest tensor as read, which is in memory next to the loaded weights."""
-
-    @property
-    def loading(self) -> int:
-        return self.weights + self.largest
+    loading: int
+    """The peak while they are loaded."""
 
 
 def footprint(
@@ -102,15 +98,27 @@ def footprint(
     """
     if _is_quantized(folder) or any(path.suffix in PICKLES for path in weight_files(folder)):
         # The best guess without the files' contents.
-        return Footprint(sum(path.stat().st_size for path in weight_files(folder)), 0)
+        size = sum(path.stat().st_size for path in weight_files(folder))
+        return Footprint(size, size)
     stored = (tensor for path in weight_files(folder) for tensor in _tensors(path))
     tensors = [tensor for tensor in stored if not _UNREAD.search(tensor.name)]
     tied = not any(_HEADS.search(tensor.name) for tensor in tensors)
     superblocks = scheme == "none" and plain_bytes < 4 and input_bits != 16 and keeps_superblocks(kernels)
     kept = SUPERBLOCK_BYTES if superblocks else {}
     sizes = (_bytes_each(tensor, scheme, tied, vision, plain_bytes, kept) * tensor.num_weights for tensor in tensors)
-    largest = max((tensor.read_at_once * plain_bytes for tensor in tensors if scheme != "none"), default=0)
-    return Footprint(round(sum(sizes)), largest)
+    weights = round(sum(sizes))
+    plain = [tensor.read_at_once * plain_bytes for tensor in tensors] if scheme != "none" else []
+    return Footprint(weights, _peak(weights, plain))
+
+
+def _peak(weights: int, plain: list[int]) -> int:
+    """Peak of quantizing, which adds a byte per weight. The loader reads tables and heads first, and merges at most two
+    of the other tensors.
+
+    weights: bytes of loaded weights. plain: of tensors as read.
+    """
+    *_, third, second, largest = sorted([0, 0, 0, *plain])
+    return max(weights + 3 * third, 3 * largest // 2 + second)
 
 
 def footprint_of(config: EngineConfig, folder: Path) -> Footprint:

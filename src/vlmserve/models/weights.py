@@ -186,13 +186,21 @@ class Checkpoint:
         unused = sorted(self.names - slots.keys())
         if unused:
             logger.debug("%d tensors of %s are not used: %s", len(unused), self.folder, ", ".join(unused))
-        by_file: dict[Path, list[tuple[str, str]]] = {}
-        for name, (path, key) in self._keys.items():
-            if name in slots:
-                by_file.setdefault(path, []).append((name, key))
         cuts = weight_cuts(model)
-        for path, keys in by_file.items():
-            _copy_file(self.open, path, keys, waiting, cuts, self.digests)
+        for names in _largest_first(slots):
+            by_file: dict[Path, list[tuple[str, str]]] = {}
+            for name, (path, key) in self._keys.items():
+                if name in names:
+                    by_file.setdefault(path, []).append((name, key))
+            for path, keys in by_file.items():
+                _copy_file(self.open, path, keys, waiting, cuts, self.digests)
+
+
+def _largest_first(slots: Mapping[str, Tensor]) -> tuple[set[str], set[str]]:
+    """Names of tables and heads, then of all other tensors: quantizing takes memory before the model does."""
+    half = max((slot.nbytes for slot in slots.values()), default=0) / 2
+    large = {name for name, slot in slots.items() if slot.nbytes > half}
+    return large, set(slots) - large
 
 
 class Waiting:
