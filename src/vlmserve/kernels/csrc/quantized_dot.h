@@ -13,6 +13,24 @@ constexpr int WIDE_BLOCK = REGISTERS == 32 ? 4 : 3, NARROW_BLOCK = REGISTERS == 
 // `PREFETCH_BYTES` of 8-bit weights without groups, which need the least work per byte.
 constexpr long BYTES_AHEAD = 2 * PREFETCH_BYTES;
 
+// Up to this many rows, reading 4-bit weights takes longer than multiplying.
+constexpr int MEMORY_BOUND_ROWS = 2;
+
+// Whether prefetching helps kernels that wait for memory. Processors with bfloat16 dot products follow the stream of weights
+// well, and each prefetch takes one of their few outstanding misses.
+#if defined(__AVX512BF16__)
+constexpr bool PREFETCHES_STREAMS = false;
+#else
+constexpr bool PREFETCHES_STREAMS = true;
+#endif
+
+// Prefetches `bytes` of a stream of weights, `ahead` of `place`. COMPUTES: the kernel waits less for memory than it computes.
+template <bool COMPUTES>
+INLINE void prefetch_stream(const u8* place, long bytes, long ahead = PREFETCH_BYTES) {
+    if constexpr (PREFETCHES_STREAMS || COMPUTES)
+        for (long line = 0; line < bytes; line += 64) __builtin_prefetch(place + ahead + line);
+}
+
 // Four inputs of a row, high and low bytes.
 struct Quad {
     std::int32_t high, low;
@@ -120,7 +138,7 @@ INLINE void multiply_int8(const Quad* x, const float* scales, const std::int32_t
         i32v high[ROWS][WIDTH] = {}, low[ROWS][WIDTH] = {};
         const u8* weights = tile + TILE * sizeof(float) + first * LANES * 4;
         for (long quad = 0; quad < in / 4; ++quad, weights += 4 * TILE) {
-            for (long line = 0; line < WIDTH * LANES * 4; line += 64) __builtin_prefetch(weights + BYTES_AHEAD + line);
+            prefetch_stream<false>(weights, WIDTH * LANES * 4, BYTES_AHEAD);
             u8v w[WIDTH];
 #pragma GCC unroll 8
             for (int i = 0; i < WIDTH; ++i) w[i] = as_multiplied(load_bytes(weights + i * LANES * 4));
@@ -159,7 +177,7 @@ INLINE void multiply_bytes(const Four* inputs, const GroupScale* scales, const u
                 for (int i = 0; i < WIDTH; ++i) dots[row][i] = -OFFSET * rows[row].integer - i32v{};
             long quads = smaller(INPUT_GROUP, in - start) / 4;
             for (long quad = 0; quad < quads; ++quad, weights += 4 * TILE, x += ROWS) {
-                for (long line = 0; line < WIDTH * LANES * 4; line += 64) __builtin_prefetch(weights + BYTES_AHEAD + line);
+                prefetch_stream<false>(weights, WIDTH * LANES * 4, BYTES_AHEAD);
                 u8v w[WIDTH];
 #pragma GCC unroll 8
                 for (int i = 0; i < WIDTH; ++i) w[i] = as_multiplied(load_bytes(weights + i * LANES * 4));
@@ -198,8 +216,7 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
                 for (int i = 0; i < WIDTH; ++i) dots[row][i] = -zero * rows[row].integer - i32v{};
             const u8* weights = place + parameter_bytes + first * LANES * 4;
             for (long unit = 0; unit < units; ++unit, weights += 4 * TILE) {
-                for (long line = 0; line < WIDTH * LANES * 4; line += 64)
-                    __builtin_prefetch(weights + PREFETCH_BYTES + line);
+                prefetch_stream<BITS == 4 && (ROWS > MEMORY_BOUND_ROWS)>(weights, WIDTH * LANES * 4);
                 u8v bytes[WIDTH];
                 for (int i = 0; i < WIDTH; ++i) bytes[i] = load_bytes(weights + i * LANES * 4);
 #pragma GCC unroll 2
@@ -247,8 +264,7 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
                     low[row][i] = -zero * group_sums[row].integer - i32v{};
             const u8* weights = place + parameter_bytes + first * LANES * 4;
             for (long unit = 0; unit < units; ++unit, weights += 4 * TILE) {
-                for (long line = 0; line < WIDTH * LANES * 4; line += 64)
-                    __builtin_prefetch(weights + PREFETCH_BYTES + line);
+                prefetch_stream<(ROWS > MEMORY_BOUND_ROWS)>(weights, WIDTH * LANES * 4);
                 u8v bytes[WIDTH];
                 for (int i = 0; i < WIDTH; ++i) bytes[i] = load_bytes(weights + i * LANES * 4);
 #pragma GCC unroll 2
