@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 from torch import nn
 
 from vlmserve.kernels.operations import Operations
+
+
+class Factory(TypedDict):
+    """Keyword arguments of new tensors."""
+
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Layer(nn.Module):

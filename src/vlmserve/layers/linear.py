@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from typing import cast
+from typing import Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ from vlmserve.kernels.operations import (
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_products import torch_linear, torch_table
 from vlmserve.layers.cut import Shard
-from vlmserve.layers.layer import Layer
+from vlmserve.layers.layer import Factory, Layer
 from vlmserve.layers.padding import Padding
 
 META = torch.device("meta")
@@ -83,15 +83,15 @@ class Weight(Layer):
     """int64, the rows of the step to compute; None: all."""
     shard: Shard | None = None
 
-    def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, in_features: int, out_features: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
+        self.weight = empty_parameter(out_features, in_features, **factory)
         self.in_features, self.out_features = in_features, out_features
-        self.dtype = dtype
+        self.dtype = factory["dtype"]
         self.bits: int | None = None
         """Bits of a quantized weight; None: plain."""
         self.adapters: LinearAdapters | None = None
-        self.device = device
+        self.device = factory["device"]
         self._quantized: QuantizedWeight | GGUFWeight | None = None
         self._input_order: Tensor | None = None
 
@@ -185,17 +185,10 @@ class Linear(Weight):
     """True if only an override quantizes it."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        act: str | None = None,
+        self, in_features: int, out_features: int, *, bias: bool, act: str | None = None, **factory: Unpack[Factory]
     ) -> None:
-        super().__init__(in_features, out_features, dtype=dtype, device=device)
-        self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
+        super().__init__(in_features, out_features, **factory)
+        self.bias = empty_parameter(out_features, **factory) if bias else None
         self.epilogue = Epilogue(act)
         self.order: Tensor | None = None
         self._product: Product | None = None
@@ -312,10 +305,8 @@ class Linear(Weight):
 class MergedLinear(Linear):
     """Linears with the same input as one matmul. parts: outputs by checkpoint name."""
 
-    def __init__(
-        self, in_features: int, parts: dict[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype, device=device)
+    def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool, **factory: Unpack[Factory]) -> None:
+        super().__init__(in_features, sum(parts.values()), bias=bias, **factory)
         self.parts = parts
         self.repeated: Mapping[str, str] = {}
         """Parts that checkpoints lack, by the part whose tensors they reuse."""
@@ -335,16 +326,9 @@ class GatedLinear(MergedLinear):
     """``act(gate(x)) * up(x)``. parts: gate and up, equally wide."""
 
     def __init__(
-        self,
-        in_features: int,
-        parts: dict[str, int],
-        act: str,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, in_features: int, parts: dict[str, int], act: str, *, bias: bool, **factory: Unpack[Factory]
     ) -> None:
-        super().__init__(in_features, parts, bias=bias, dtype=dtype, device=device)
+        super().__init__(in_features, parts, bias=bias, **factory)
         self.epilogue = Epilogue(act, gated=True)
 
 
@@ -353,10 +337,8 @@ class OutputLinear(Linear):
 
     makes_logits = True
 
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias, dtype=dtype, device=device)
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, **factory: Unpack[Factory]) -> None:
+        super().__init__(in_features, out_features, bias=bias, **factory)
         self.epilogue = Epilogue(float_output=True)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -365,9 +347,9 @@ class OutputLinear(Linear):
 
 
 class Bias(nn.Module):
-    def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.bias = empty_parameter(size, dtype=dtype, device=device)
+        self.bias = empty_parameter(size, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         return x.add_(self.bias)
@@ -379,10 +361,10 @@ class Embedding(Layer):
     weight: nn.Parameter
     shard: Shard | None = None
 
-    def __init__(self, count: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, count: int, size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.weight = empty_parameter(count, size, dtype=dtype, device=device)
-        self.count, self.size, self.dtype = count, size, dtype
+        self.weight = empty_parameter(count, size, **factory)
+        self.count, self.size, self.dtype = count, size, factory["dtype"]
         self.table_adapters: TableAdapters | None = None
         self._quantized: QuantizedWeight | GGUFWeight | None = None
         self._table: Table | None = None
@@ -433,8 +415,8 @@ class TiedEmbedding(Weight):
 
     makes_logits = True
 
-    def __init__(self, count: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(size, count, dtype=dtype, device=device)
+    def __init__(self, count: int, size: int, **factory: Unpack[Factory]) -> None:
+        super().__init__(size, count, **factory)
         self.table_adapters: TableAdapters | None = None
         self._table: Table | None = None
 

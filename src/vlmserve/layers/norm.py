@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from vlmserve.kernels.operations import AddingNorm, Norm, Operations, RoundingNorm, SummingNorm
 from vlmserve.layers.cut import Shard
-from vlmserve.layers.layer import Layer
+from vlmserve.layers.layer import Factory, Layer
 from vlmserve.layers.linear import empty_parameter
 
 
@@ -37,9 +38,9 @@ class RMSNorm(Normalization):
 
     shard: Shard | None = None
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device, offset: float = 0.0) -> None:
+    def __init__(self, size: int, eps: float, *, offset: float = 0.0, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.weight = empty_parameter(size, **factory)
         self.eps = eps
         self.offset = offset
 
@@ -69,10 +70,10 @@ class UnitNorm(nn.Module):
 class LayerNorm(Normalization):
     """Layer norm (https://arxiv.org/abs/1607.06450)."""
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, eps: float, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
-        self.bias = empty_parameter(size, dtype=dtype, device=device)
+        self.weight = empty_parameter(size, **factory)
+        self.bias = empty_parameter(size, **factory)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,9 +91,9 @@ class NormOfEachHead(nn.Module):
     first_head = 0
     """Number of the first head in the checkpoint."""
 
-    def __init__(self, heads: int, head_size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, heads: int, head_size: int, eps: float, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.weight = empty_parameter(heads, head_size, dtype=dtype, device=device)
+        self.weight = empty_parameter(heads, head_size, **factory)
         self.eps = eps
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vlmserve.kernels.operations import DeferredNorm, Normed, Operations
 from vlmserve.layers.cut import Shard, Share
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Embedding, Linear, OutputLinear, TiedEmbedding
 from vlmserve.layers.norm import NormOfRow
 
@@ -98,9 +99,9 @@ class RowParallelLinear(Linear):
 
 
 class ParallelEmbedding(Embedding):
-    def __init__(self, count: int, size: int, ranks: Ranks, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, count: int, size: int, ranks: Ranks, **factory: Unpack[Factory]) -> None:
         self._vocabulary = Vocabulary.of(count, ranks)
-        super().__init__(len(self._vocabulary), size, dtype=dtype, device=device)
+        super().__init__(len(self._vocabulary), size, **factory)
         self.shard = self._vocabulary.shard
         self._ranks = ranks
 
@@ -110,9 +111,9 @@ class ParallelEmbedding(Embedding):
 
 
 class ParallelTiedEmbedding(TiedEmbedding):
-    def __init__(self, count: int, size: int, ranks: Ranks, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, count: int, size: int, ranks: Ranks, **factory: Unpack[Factory]) -> None:
         self._vocabulary = Vocabulary.of(count, ranks)
-        super().__init__(len(self._vocabulary), size, dtype=dtype, device=device)
+        super().__init__(len(self._vocabulary), size, **factory)
         self.shard = self._vocabulary.shard
         self._ranks = ranks
 
@@ -126,17 +127,10 @@ class ParallelTiedEmbedding(TiedEmbedding):
 
 class ParallelOutputLinear(OutputLinear):
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        ranks: Ranks,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, in_features: int, out_features: int, ranks: Ranks, *, bias: bool, **factory: Unpack[Factory]
     ) -> None:
         self._vocabulary = Vocabulary.of(out_features, ranks)
-        super().__init__(in_features, len(self._vocabulary), bias=bias, dtype=dtype, device=device)
+        super().__init__(in_features, len(self._vocabulary), bias=bias, **factory)
         self.shard = self._vocabulary.shard
         self._ranks = ranks
 

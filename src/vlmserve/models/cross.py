@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -12,11 +13,12 @@ from vlmserve.errors import InvalidRequestError, ModelLoadError, PromptTooLongEr
 from vlmserve.families.spec import ArchSpec
 from vlmserve.kernels.attention import BatchMetadata, CrossRows
 from vlmserve.kernels.full_attention import FullAttention
+from vlmserve.layers.layer import Factory
 from vlmserve.models.decoder import Decoder
 from vlmserve.types import CrossInput
 
 
-def make_text_encoder(spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> Decoder:
+def make_text_encoder(spec: ArchSpec, **factory: Unpack[Factory]) -> Decoder:
     """Make an encoder of questions that attends to the image. Raises ModelLoadError if its states do not fit the
     decoder.
     """
@@ -26,7 +28,7 @@ def make_text_encoder(spec: ArchSpec, *, dtype: torch.dtype, device: torch.devic
             f"{spec.hidden_size}"
         )
     headless = replace(spec, tied_embeddings=True, head_bias=False, head_transform=False)
-    return Decoder(headless, FullAttention(), dtype=dtype, device=device)
+    return Decoder(headless, FullAttention(), **factory)
 
 
 class CrossStateEncoder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from vlmserve.kernels.blocks import allocate_layers
 from vlmserve.kernels.states import StateCache
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layer_specs import AttentionSpec, CacheBytes, CacheLayout, RopeSpec, StateSpec
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Bias, Embedding, Linear, OutputLinear, TiedEmbedding
 from vlmserve.layers.residual import ResidualStream
 from vlmserve.layers.rope import Rope, RopeTables
@@ -32,11 +34,11 @@ from vlmserve.types import Bidirectional
 class HeadTransform(nn.Module):
     """The layers between BERT's last layer and its output head (https://arxiv.org/abs/1810.04805)."""
 
-    def __init__(self, spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ArchSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         size = spec.hidden_size
-        self.dense = Linear(size, size, bias=True, act=spec.activation, dtype=dtype, device=device)
-        self.norm = make_norm(spec.norm, size, dtype=dtype, device=device)
+        self.dense = Linear(size, size, bias=True, act=spec.activation, **factory)
+        self.norm = make_norm(spec.norm, size, **factory)
 
     def forward(self, hidden: Tensor) -> Tensor:
         output: Tensor = self.norm(self.dense(hidden))

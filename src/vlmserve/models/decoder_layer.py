@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import cast
+from typing import Unpack, cast
 
-import torch
 from torch import Tensor, nn
 
 from vlmserve.families.spec import ArchSpec
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.layer_specs import AttentionSpec, ConvolutionSpec
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.residual import ResidualStream
@@ -32,18 +32,11 @@ class DecoderLayer(nn.Module):
     """A mixer and a feed-forward block, with cross-attention between them if the family has it."""
 
     def __init__(
-        self,
-        spec: ArchSpec,
-        index: int,
-        rope: int | None,
-        backend: AttentionBackend,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, spec: ArchSpec, index: int, rope: int | None, backend: AttentionBackend, **factory: Unpack[Factory]
     ) -> None:
         """rope: index of the decoder's rotary embedding, if any."""
         super().__init__()
-        norm = partial(make_norm, spec.norm, spec.hidden_size, dtype=dtype, device=device)
+        norm = partial(make_norm, spec.norm, spec.hidden_size, **factory)
         of_inputs, of_outputs = spec.norms in ("pre", "sandwich"), spec.norms != "pre"
         self.attention_norm = norm() if of_inputs else None
         self.attention_output_norm = norm() if of_outputs else None
@@ -54,27 +47,27 @@ class DecoderLayer(nn.Module):
         self._number = sum(isinstance(one, AttentionSpec) == self._has_attention for one in before)
         self._mixer = "self_attn"
         if isinstance(mixer, AttentionSpec):
-            self.self_attn = Attention(spec, index, backend, rope=rope, dtype=dtype, device=device)
+            self.self_attn = Attention(spec, index, backend, rope=rope, **factory)
         elif isinstance(mixer, ConvolutionSpec):
             self._mixer = "conv"
-            self.conv = ShortConvolution(mixer, spec.hidden_size, dtype=dtype, device=device)
+            self.conv = ShortConvolution(mixer, spec.hidden_size, **factory)
         else:
             self._mixer = "linear_attn"
-            self.linear_attn = GatedDelta(mixer, spec.hidden_size, spec.norm.eps, dtype=dtype, device=device)
+            self.linear_attn = GatedDelta(mixer, spec.hidden_size, spec.norm.eps, **factory)
         self.cross_norm = norm() if of_inputs and spec.cross_size else None
         self.cross_output_norm = norm() if of_outputs and spec.cross_size else None
-        self.cross_attn = CrossAttention(spec, index, dtype=dtype, device=device) if spec.cross_size else None
-        self.mlp = _feed_forward(spec, index, dtype=dtype, device=device)
+        self.cross_attn = CrossAttention(spec, index, **factory) if spec.cross_size else None
+        self.mlp = _feed_forward(spec, index, **factory)
         self.beside = None
         if (experts := spec.experts_of(index)) is not None and experts.router_norm is not None:
-            self.beside = ExpertsBeside(spec, experts, dtype=dtype, device=device)
+            self.beside = ExpertsBeside(spec, experts, **factory)
         self._parallel = spec.parallel
         self.per_layer = self.per_layer_norm = None
         if (own := spec.per_layer) is not None:
-            self.per_layer = PerLayerInput(spec, own.size, dtype=dtype, device=device)
+            self.per_layer = PerLayerInput(spec, own.size, **factory)
             self.per_layer_norm = norm()
             self._embeddings = slice(index * own.size, (index + 1) * own.size)
-        self.layer_scalar = empty_parameter(1, dtype=dtype, device=device) if spec.layer_scalar else None
+        self.layer_scalar = empty_parameter(1, **factory) if spec.layer_scalar else None
 
     def forward(
         self,
@@ -135,8 +128,8 @@ class DecoderLayer(nn.Module):
         return tuple(f"{name}.{reader}" for reader in block.readers)
 
 
-def _feed_forward(spec: ArchSpec, index: int, *, dtype: torch.dtype, device: torch.device) -> MLP | Experts:
+def _feed_forward(spec: ArchSpec, index: int, **factory: Unpack[Factory]) -> MLP | Experts:
     if (experts := spec.experts_of(index)) is not None and experts.router_norm is None:
-        return Experts(experts, spec.hidden_size, spec.activation, dtype=dtype, device=device)
+        return Experts(experts, spec.hidden_size, spec.activation, **factory)
     size, inner, act = spec.hidden_size, spec.inner_size(index), spec.activation
-    return MLP(size, inner, act, gated=spec.gated, bias=spec.mlp_bias, dtype=dtype, device=device)
+    return MLP(size, inner, act, gated=spec.gated, bias=spec.mlp_bias, **factory)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from vlmserve.gguf.config import read_config
 from vlmserve.gguf.pair import language_model
 from vlmserve.gguf_header import read_header
 from vlmserve.kernels.attention import AttentionBackend
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import META, without_memory
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.adaptable import AdaptableModel
@@ -256,20 +257,19 @@ class Description:
         backend: AttentionBackend,
         executor: LayerExecutor | None = None,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
         ranks: Ranks | None = None,
+        **factory: Unpack[Factory],
     ) -> Parts:
         """executor: see `Decoder`."""
         modules = nn.Module()
         own = spec if ranks is None else share_of(spec, ranks)
-        modules.language_model = decoder = Decoder(own, backend, executor, dtype=dtype, device=device)
+        modules.language_model = decoder = Decoder(own, backend, executor, **factory)
         if ranks is not None:
             split_decoder(decoder, spec, ranks)
         family = self.vision
         if family is None:
             return Parts(modules, decoder, None, None)
-        tower = pkgutil.resolve_name(family.tower)(self.config, spec.hidden_size, dtype=dtype, device=device)
+        tower = pkgutil.resolve_name(family.tower)(self.config, spec.hidden_size, **factory)
         named = tower.named_children() if family.tower_name is None else [(family.tower_name, tower)]
         for name, module in named:
             modules.add_module(name, module)
@@ -277,7 +277,7 @@ class Description:
             return Parts(modules, decoder, tower, None)
         text_encoder = None
         if family.reads_question:
-            modules.text_encoder = text_encoder = make_text_encoder(spec, dtype=dtype, device=device)
+            modules.text_encoder = text_encoder = make_text_encoder(spec, **factory)
         return Parts(modules, decoder, tower, CrossStateEncoder(decoder, text_encoder))
 
 

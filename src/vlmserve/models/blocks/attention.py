@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from vlmserve.kernels.attention import (
 from vlmserve.kernels.operations import GateKernel, HeadsNorm, Normed, NormedHeads, Operations
 from vlmserve.layer_specs import AttentionSpec, RopeSpec
 from vlmserve.layers.cut import Shard, Share
-from vlmserve.layers.layer import Layer
+from vlmserve.layers.layer import Factory, Layer
 from vlmserve.layers.linear import Linear, MergedLinear
 from vlmserve.layers.norm import LayerNorm, NormOfEachHead, NormOfRow, RMSNorm, UnitNorm
 from vlmserve.layers.parallel import ParallelNormOfRow, Ranks, RowParallelLinear, scaled, shares
@@ -37,9 +37,7 @@ class QKVLinear(MergedLinear):
     queries.
     """
 
-    def __init__(
-        self, spec: ArchSpec, heads: AttentionSpec, rope: RopeSpec | None, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: ArchSpec, heads: AttentionSpec, rope: RopeSpec | None, **factory: Unpack[Factory]) -> None:
         self._heads, self._rope = heads, rope
         query_size, kv_size = (count * heads.head_size for count in (heads.num_heads, heads.num_kv_heads))
         self.num_gates = {"elements": query_size, "heads": heads.num_heads, None: 0}[spec.output_gate]
@@ -49,7 +47,7 @@ class QKVLinear(MergedLinear):
             parts = {"g_proj": self.num_gates, "q_proj": query_size}
         if heads.shares_with is None:
             parts |= {"k_proj": kv_size, "v_proj": kv_size}
-        super().__init__(spec.hidden_size, parts, bias=spec.qkv_bias, dtype=dtype, device=device)
+        super().__init__(spec.hidden_size, parts, bias=spec.qkv_bias, **factory)
         if heads.values_are_keys:
             self.repeated = {"k_proj": "v_proj"}
 
@@ -79,14 +77,7 @@ class Attention(Block, Layer):
     readers = ("qkv_proj",)
 
     def __init__(
-        self,
-        spec: ArchSpec,
-        index: int,
-        backend: AttentionBackend,
-        *,
-        rope: int | None,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, spec: ArchSpec, index: int, backend: AttentionBackend, *, rope: int | None, **factory: Unpack[Factory]
     ) -> None:
         """rope: index of the step's rotary embedding, if any."""
         super().__init__()
@@ -100,16 +91,16 @@ class Attention(Block, Layer):
         self._head_norms: HeadNorms | None = None
         self._heads_norm: HeadsNorm | None = None
         self._gate: GateKernel | None = None
-        self.qkv_proj = QKVLinear(spec, heads, spec.ropes[index], dtype=dtype, device=device)
+        self.qkv_proj = QKVLinear(spec, heads, spec.ropes[index], **factory)
         query_size = self.spec.num_heads * self.spec.head_size
-        self.o_proj = Linear(query_size, spec.hidden_size, bias=spec.output_bias, dtype=dtype, device=device)
-        self.q_norm = _head_norm(spec, self.spec.head_size, self.spec.num_heads, dtype=dtype, device=device)
+        self.o_proj = Linear(query_size, spec.hidden_size, bias=spec.output_bias, **factory)
+        self.q_norm = _head_norm(spec, self.spec.head_size, self.spec.num_heads, **factory)
         self._shares = heads.shares_with is not None
         self.k_norm = self._value_norm = None
         if not self._shares:
-            self.k_norm = _head_norm(spec, self.spec.head_size, self.spec.num_kv_heads, dtype=dtype, device=device)
+            self.k_norm = _head_norm(spec, self.spec.head_size, self.spec.num_kv_heads, **factory)
             if spec.head_norm is not None and spec.head_norm.values:
-                self._value_norm = UnitNorm(heads.head_size, spec.head_norm.norm.eps, device=device)
+                self._value_norm = UnitNorm(heads.head_size, spec.head_norm.norm.eps, device=factory["device"])
 
     @property
     def reader(self) -> Linear:
@@ -241,16 +232,14 @@ def _normed_heads(norm: nn.Module | None, first: int, heads: int) -> NormedHeads
     return None
 
 
-def _head_norm(
-    spec: ArchSpec, head_size: int, heads: int, *, dtype: torch.dtype, device: torch.device
-) -> nn.Module | None:
+def _head_norm(spec: ArchSpec, head_size: int, heads: int, **factory: Unpack[Factory]) -> nn.Module | None:
     if (kind := spec.head_norm) is None:
         return None
     if kind.over == "head":
-        return make_norm(kind.norm, head_size, dtype=dtype, device=device)
+        return make_norm(kind.norm, head_size, **factory)
     if kind.over == "each head":
-        return NormOfEachHead(heads, head_size, kind.norm.eps, dtype=dtype, device=device)
-    return NormOfRow(heads * head_size, kind.norm.eps, dtype=dtype, device=device)
+        return NormOfEachHead(heads, head_size, kind.norm.eps, **factory)
+    return NormOfRow(heads * head_size, kind.norm.eps, **factory)
 
 
 def fold_of_values(heads: AttentionSpec, consumer: str, producer: str, outputs: int) -> Fold:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Unpack
 
-import torch
 from torch import Tensor
 
 from vlmserve.families.spec import ArchSpec, ExpertsSpec
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.residual import Adding, Unfinished
 from vlmserve.models.blocks.block import Block, make_norm
@@ -20,11 +21,11 @@ class ExpertsBeside(Block):
 
     readers = ()
 
-    def __init__(self, spec: ArchSpec, experts: ExpertsSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ArchSpec, experts: ExpertsSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         assert experts.router_norm is not None
-        self.routed = Experts(experts, spec.hidden_size, spec.activation, dtype=dtype, device=device)
-        norms = (make_norm(experts.router_norm, spec.hidden_size, dtype=dtype, device=device) for _ in range(2))
+        self.routed = Experts(experts, spec.hidden_size, spec.activation, **factory)
+        norms = (make_norm(experts.router_norm, spec.hidden_size, **factory) for _ in range(2))
         self.mlp_norm, self.routed_norm = norms
 
     def forward(self, dense: Unfinished, rows: Tensor) -> Unfinished:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Unpack
 
-import torch
 from torch import Tensor, nn
 
 from vlmserve.families.spec import ArchSpec, NormSpec
 from vlmserve.kernels.operations import Normed
 from vlmserve.kernels.states import StateCache, StateRows
-from vlmserve.layers.layer import Layer
+from vlmserve.layers.layer import Factory, Layer
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.layers.parallel import Ranks
@@ -55,7 +55,7 @@ class StateBlock(Block, Layer):
         raise NotImplementedError
 
 
-def make_norm(spec: NormSpec, size: int, *, dtype: torch.dtype, device: torch.device) -> RMSNorm | LayerNorm:
+def make_norm(spec: NormSpec, size: int, **factory: Unpack[Factory]) -> RMSNorm | LayerNorm:
     if spec.layer:
-        return LayerNorm(size, spec.eps, dtype=dtype, device=device)
-    return RMSNorm(size, spec.eps, offset=spec.offset, dtype=dtype, device=device)
+        return LayerNorm(size, spec.eps, **factory)
+    return RMSNorm(size, spec.eps, offset=spec.offset, **factory)

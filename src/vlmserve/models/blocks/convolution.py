@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Unpack
 
-import torch
 from torch import Tensor, nn
 
 from vlmserve.families.spec import ArchSpec
@@ -13,6 +13,7 @@ from vlmserve.kernels.states import ConvolutionKernel, StateCache, StateRows
 from vlmserve.kernels.torch_states import TorchConvolution
 from vlmserve.layer_specs import ConvolutionSpec
 from vlmserve.layers.cut import Shard
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.parallel import Ranks, RowParallelLinear, shares
 from vlmserve.models.blocks.block import StateBlock
@@ -24,21 +25,21 @@ class DepthwiseWeight(nn.Module):
 
     shard: Shard | None = None
 
-    def __init__(self, channels: int, kernel: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, channels: int, kernel: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.weight = empty_parameter(channels, 1, kernel, dtype=dtype, device=device)
+        self.weight = empty_parameter(channels, 1, kernel, **factory)
 
 
 class ShortConvolution(StateBlock):
     readers = ("in_proj",)
     _kernel: ConvolutionKernel | None = None
 
-    def __init__(self, spec: ConvolutionSpec, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ConvolutionSpec, hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self.spec = spec
-        self.in_proj = Linear(hidden_size, 3 * spec.channels, bias=False, dtype=dtype, device=device)
-        self.conv = DepthwiseWeight(spec.channels, spec.kernel, dtype=dtype, device=device)
-        self.out_proj = Linear(spec.channels, hidden_size, bias=False, dtype=dtype, device=device)
+        self.in_proj = Linear(hidden_size, 3 * spec.channels, bias=False, **factory)
+        self.conv = DepthwiseWeight(spec.channels, spec.kernel, **factory)
+        self.out_proj = Linear(spec.channels, hidden_size, bias=False, **factory)
 
     def arrange(self, operations: Operations) -> None:
         self._kernel = operations.convolution(self.spec, self._weight, self.in_proj.dtype) or self._reference()

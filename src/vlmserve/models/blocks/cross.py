@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor
 from vlmserve.families.spec import ArchSpec
 from vlmserve.kernels.attention import CrossRows
 from vlmserve.layers.cut import Shard
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear, MergedLinear
 from vlmserve.layers.parallel import Ranks, RowParallelLinear, scaled, shares
 from vlmserve.layers.residual import Unfinished
@@ -25,14 +27,14 @@ CROSS_KV = "cross_attn.kv_proj"
 class CrossStates(MergedLinear):
     """Maps states to the keys and values of all cross-attention layers."""
 
-    def __init__(self, spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ArchSpec, **factory: Unpack[Factory]) -> None:
         parts = {
             f"layers.{index}.cross_attn.{part}": heads.num_kv_heads * heads.head_size
             for index, heads in enumerate(spec.attention)
             for part in ("k_proj", "v_proj")
         }
         self._spec = spec
-        super().__init__(spec.cross_size, parts, bias=True, dtype=dtype, device=device)
+        super().__init__(spec.cross_size, parts, bias=True, **factory)
 
     def of_layers(self, states: Tensor) -> Tensor:
         """``[states, cross_size]`` to `CrossRows.states`."""
@@ -51,15 +53,15 @@ class CrossAttention(Block):
 
     readers = ("q_proj",)
 
-    def __init__(self, spec: ArchSpec, index: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ArchSpec, index: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self.spec = heads = spec.attention[index]
         self._layer = index
         size = heads.num_heads * heads.head_size
         self.kv_proj: MergedLinear | None = None
         """Computes this layer's keys and values; None: `CrossRows.states` holds them."""
-        self.q_proj = Linear(spec.hidden_size, size, bias=True, dtype=dtype, device=device)
-        self.o_proj = Linear(size, spec.hidden_size, bias=True, dtype=dtype, device=device)
+        self.q_proj = Linear(spec.hidden_size, size, bias=True, **factory)
+        self.o_proj = Linear(size, spec.hidden_size, bias=True, **factory)
 
     def own_states(self, cross_size: int) -> None:
         """Compute keys and values from ``[states, cross_size]``. Call it before loading; tensor names stay."""

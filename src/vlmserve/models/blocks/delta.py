@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from vlmserve.kernels.states import DeltaKernel, DeltaWeights, StateCache, State
 from vlmserve.kernels.torch_states import TorchDelta
 from vlmserve.layer_specs import DeltaSpec
 from vlmserve.layers.cut import Shard
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear, MergedLinear, empty_parameter
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.parallel import Ranks, RowParallelLinear, scaled, shares
@@ -27,24 +29,20 @@ class GatedDelta(StateBlock):
     """The heads of `A_log` and `dt_bias`."""
     _kernel: DeltaKernel | None = None
 
-    def __init__(
-        self, spec: DeltaSpec, hidden_size: int, eps: float, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: DeltaSpec, hidden_size: int, eps: float, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self.spec = spec
         heads = spec.num_value_heads
         wide, narrow = {"in_proj_qkv": spec.channels, "in_proj_z": spec.values}, ("in_proj_b", "in_proj_a")
-        self.in_proj = MergedLinear(hidden_size, wide, bias=False, dtype=dtype, device=device)
-        self.in_proj_gates = MergedLinear(
-            hidden_size, dict.fromkeys(narrow, heads), bias=False, dtype=dtype, device=device
-        )
+        self.in_proj = MergedLinear(hidden_size, wide, bias=False, **factory)
+        self.in_proj_gates = MergedLinear(hidden_size, dict.fromkeys(narrow, heads), bias=False, **factory)
         # Small, and errors of decays compound over all tokens.
         self.in_proj_gates.stays_plain = True
-        self.conv1d = DepthwiseWeight(spec.channels, spec.kernel, dtype=dtype, device=device)
-        self.A_log = empty_parameter(heads, dtype=torch.float32, device=device)
-        self.dt_bias = empty_parameter(heads, dtype=torch.float32, device=device)
-        self.norm = RMSNorm(spec.value_size, eps, dtype=dtype, device=device)
-        self.out_proj = Linear(spec.values, hidden_size, bias=False, dtype=dtype, device=device)
+        self.conv1d = DepthwiseWeight(spec.channels, spec.kernel, **factory)
+        self.A_log = empty_parameter(heads, dtype=torch.float32, device=factory["device"])
+        self.dt_bias = empty_parameter(heads, dtype=torch.float32, device=factory["device"])
+        self.norm = RMSNorm(spec.value_size, eps, **factory)
+        self.out_proj = Linear(spec.values, hidden_size, bias=False, **factory)
 
     def arrange(self, operations: Operations) -> None:
         self._kernel = operations.delta(self.spec, self._weights(), self.in_proj.dtype) or self._reference()

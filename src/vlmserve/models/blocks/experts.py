@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vlmserve.families.spec import ArchSpec, ExpertsSpec
 from vlmserve.kernels.operations import ExpertsKernel, GateKernel, Operations, Product, RouterWeights
-from vlmserve.layers.layer import Layer
+from vlmserve.layers.layer import Factory, Layer
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.parallel import Ranks, shares
@@ -69,25 +69,25 @@ class Experts(Block, Layer):
     readers = ()
     """No reader takes factors of a norm, because all experts would have to share them."""
 
-    def __init__(self, spec: ExpertsSpec, size: int, act: str, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ExpertsSpec, size: int, act: str, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self._spec = spec
-        self.router = Router(spec, size, device=device)
+        self.router = Router(spec, size, device=factory["device"])
         self.norm: RMSNorm | None = None
         """Norm of the experts' inputs. The router takes rows without it."""
         if (norm := spec.router_norm) is not None:
-            self.norm = RMSNorm(size, norm.eps, offset=norm.offset, dtype=dtype, device=device)
+            self.norm = RMSNorm(size, norm.eps, offset=norm.offset, **factory)
         self.experts = nn.ModuleDict(
             {
-                str(number): MLP(size, spec.inner_size, act, gated=True, bias=False, dtype=dtype, device=device)
+                str(number): MLP(size, spec.inner_size, act, gated=True, bias=False, **factory)
                 for number in range(spec.count)
             }
         )
         self.shared = self.shared_gate = None
         if spec.shared_size:
-            self.shared = MLP(size, spec.shared_size, act, gated=True, bias=False, dtype=dtype, device=device)
+            self.shared = MLP(size, spec.shared_size, act, gated=True, bias=False, **factory)
         if spec.shared_gate:
-            self.shared_gate = Linear(size, 1, bias=False, dtype=dtype, device=device)
+            self.shared_gate = Linear(size, 1, bias=False, **factory)
             self.shared_gate.stays_plain = True
         self._ranks: Ranks | None = None
         self._kernel: ExpertsKernel | None = None

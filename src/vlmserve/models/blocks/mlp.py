@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-
-import torch
+from typing import Any, Unpack
 
 from vlmserve.families.spec import ArchSpec
 from vlmserve.kernels.operations import Normed
 from vlmserve.layers.cut import Shard
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import GatedLinear, Linear
 from vlmserve.layers.parallel import Ranks, RowParallelLinear, shares
 from vlmserve.layers.residual import Unfinished
@@ -29,8 +28,7 @@ class MLP(Block):
         gated: bool = False,
         bias: bool = True,
         names: tuple[str, str] | None = None,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Unpack[Factory],
     ) -> None:
         """names: of both layers in checkpoints (default: Llama's)."""
         super().__init__()
@@ -38,7 +36,7 @@ class MLP(Block):
         first, self._last = names or ("gate_up_proj" if gated else "up_proj", "down_proj")
         self.readers = (first,)
         parts = {"gate_proj": inner, "up_proj": inner}
-        kind: dict[str, Any] = {"bias": bias, "dtype": dtype, "device": device}
+        kind: dict[str, Any] = {"bias": bias, **factory}
         self.add_module(first, GatedLinear(size, parts, act, **kind) if gated else Linear(size, inner, act=act, **kind))
         self.add_module(self._last, Linear(inner, size, **kind))
 

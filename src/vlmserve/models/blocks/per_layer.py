@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
 from vlmserve.families.spec import ArchSpec, PerLayerSpec
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Embedding, Linear
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.residual import Unfinished
@@ -16,16 +18,16 @@ from vlmserve.quant.calibration import Fold
 
 
 class PerLayerEmbeddings(nn.Module):
-    def __init__(self, spec: ArchSpec, own: PerLayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ArchSpec, own: PerLayerSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self._size, width = own.size, own.size * len(spec.mixers)
-        self.table = Embedding(own.vocab_size, width, dtype=dtype, device=device)
-        self.projection = Linear(spec.hidden_size, width, bias=False, dtype=dtype, device=device)
+        self.table = Embedding(own.vocab_size, width, **factory)
+        self.projection = Linear(spec.hidden_size, width, bias=False, **factory)
         self.projection.stays_plain = True
-        self.norm = make_norm(spec.norm, own.size, dtype=dtype, device=device)
+        self.norm = make_norm(spec.norm, own.size, **factory)
         self._projection_scale = spec.hidden_size**-0.5
         # Rounded like in transformers.
-        self._table_scale = torch.tensor(own.size**0.5, dtype=dtype).item()
+        self._table_scale = torch.tensor(own.size**0.5, dtype=factory["dtype"]).item()
 
     def of_tokens(self, token_ids: Tensor) -> Tensor:
         """int64 ``[tokens]`` to ``[tokens, layers * size]``."""
@@ -44,10 +46,10 @@ class PerLayerInput(Block):
 
     readers = ("gate",)
 
-    def __init__(self, spec: ArchSpec, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ArchSpec, size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.gate = Linear(spec.hidden_size, size, bias=False, act=spec.activation, dtype=dtype, device=device)
-        self.projection = Linear(size, spec.hidden_size, bias=False, dtype=dtype, device=device)
+        self.gate = Linear(spec.hidden_size, size, bias=False, act=spec.activation, **factory)
+        self.projection = Linear(size, spec.hidden_size, bias=False, **factory)
         self.gate.stays_plain = self.projection.stays_plain = True
 
     def forward(self, x: Tensor, inputs: Tensor) -> Unfinished:

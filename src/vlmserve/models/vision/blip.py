@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import LayerNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
@@ -31,11 +32,11 @@ DEFAULTS: Mapping[str, Any] = {
 class BlipEmbeddings(nn.Module):
     """Maps images to class token and patches, with positions."""
 
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.class_embedding = empty_parameter(1, 1, spec.hidden_size, dtype=dtype, device=device)
-        self.patch_embedding = PatchEmbedding(spec, bias=True, dtype=dtype, device=device)
-        self.position_embedding = empty_parameter(1, spec.num_patches + 1, spec.hidden_size, dtype=dtype, device=device)
+        self.class_embedding = empty_parameter(1, 1, spec.hidden_size, **factory)
+        self.patch_embedding = PatchEmbedding(spec, bias=True, **factory)
+        self.position_embedding = empty_parameter(1, spec.num_patches + 1, spec.hidden_size, **factory)
 
     def forward(self, pixels: Tensor) -> Tensor:
         patches = self.patch_embedding(pixels)
@@ -45,23 +46,21 @@ class BlipEmbeddings(nn.Module):
 class BlipTower(StagedVision):
     """Maps images to normed states of class token and patches, for cross-attention."""
 
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self.spec = spec
-        self.dtype = dtype
-        self.embeddings = BlipEmbeddings(spec, dtype=dtype, device=device)
-        layers = [ClipLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.dtype = factory["dtype"]
+        self.embeddings = BlipEmbeddings(spec, **factory)
+        layers = [ClipLayer(spec, **factory) for _ in range(spec.num_layers)]
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
-        self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, **factory)
 
     @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> BlipTower:
+    def from_config(cls, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> BlipTower:
         spec = ClipSpec.from_config(
             {**(config.get("vision_config") or {}), "num_channels": 3}, ("blip_vision_model",), DEFAULTS
         )
-        return cls(spec, dtype=dtype, device=device)
+        return cls(spec, **factory)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         expected = (1, 3, self.spec.image_size, self.spec.image_size)

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.layers.encoder_attention import EncoderAttention
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Embedding, Linear, MergedLinear, empty_parameter
 from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.layers.residual import ResidualStream
@@ -89,19 +90,13 @@ class PatchEmbedding(Linear):
     """
 
     def __init__(
-        self,
-        spec: ClipSpec,
-        *,
-        bias: bool = False,
-        as_matrix: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, spec: ClipSpec, *, bias: bool = False, as_matrix: bool = False, **factory: Unpack[Factory]
     ) -> None:
         """as_matrix: the checkpoint's weight is a matrix."""
         patch = (spec.num_channels, spec.patch_size, spec.patch_size)
-        super().__init__(math.prod(patch), spec.hidden_size, bias=bias, dtype=dtype, device=device)
+        super().__init__(math.prod(patch), spec.hidden_size, bias=bias, **factory)
         if not as_matrix:
-            self.weight = empty_parameter(spec.hidden_size, *patch, dtype=dtype, device=device)
+            self.weight = empty_parameter(spec.hidden_size, *patch, **factory)
         self.patch_size = spec.patch_size
 
     def forward(self, pixels: Tensor, residual: Tensor | None = None) -> Tensor:  # type: ignore[override]
@@ -114,11 +109,11 @@ class PatchEmbedding(Linear):
 
 
 class ClipEmbeddings(nn.Module):
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.class_embedding = empty_parameter(spec.hidden_size, dtype=dtype, device=device)
-        self.patch_embedding = PatchEmbedding(spec, dtype=dtype, device=device)
-        self.position_embedding = Embedding(spec.num_patches + 1, spec.hidden_size, dtype=dtype, device=device)
+        self.class_embedding = empty_parameter(spec.hidden_size, **factory)
+        self.patch_embedding = PatchEmbedding(spec, **factory)
+        self.position_embedding = Embedding(spec.num_patches + 1, spec.hidden_size, **factory)
 
     def forward(self, pixels: Tensor) -> Tensor:
         patches = self.patch_embedding(pixels)
@@ -127,12 +122,12 @@ class ClipEmbeddings(nn.Module):
 
 
 class ClipAttention(nn.Module):
-    def __init__(self, spec: ClipSpec, *, qkv_bias: bool = True, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, *, qkv_bias: bool = True, **factory: Unpack[Factory]) -> None:
         super().__init__()
         parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), spec.hidden_size)
-        self.qkv_proj = MergedLinear(spec.hidden_size, parts, bias=qkv_bias, dtype=dtype, device=device)
-        self.out_proj = Linear(spec.hidden_size, spec.hidden_size, bias=True, dtype=dtype, device=device)
-        self.attention = EncoderAttention(spec.hidden_size, spec.num_heads, dtype=dtype)
+        self.qkv_proj = MergedLinear(spec.hidden_size, parts, bias=qkv_bias, **factory)
+        self.out_proj = Linear(spec.hidden_size, spec.hidden_size, bias=True, **factory)
+        self.attention = EncoderAttention(spec.hidden_size, spec.num_heads, dtype=factory["dtype"])
 
 
 class ClipLayer(StagedLayer):
@@ -144,15 +139,14 @@ class ClipLayer(StagedLayer):
         *,
         norm: type[LayerNorm] | type[RMSNorm] = LayerNorm,
         qkv_bias: bool = True,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Unpack[Factory],
     ) -> None:
         super().__init__()
-        self.layer_norm1 = norm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
-        self.self_attn = ClipAttention(spec, qkv_bias=qkv_bias, dtype=dtype, device=device)
-        self.layer_norm2 = norm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.layer_norm1 = norm(spec.hidden_size, spec.norm_eps, **factory)
+        self.self_attn = ClipAttention(spec, qkv_bias=qkv_bias, **factory)
+        self.layer_norm2 = norm(spec.hidden_size, spec.norm_eps, **factory)
         size, inner, names = spec.hidden_size, spec.intermediate_size, ("fc1", "fc2")
-        self.mlp = MLP(size, inner, spec.activation, names=names, dtype=dtype, device=device)
+        self.mlp = MLP(size, inner, spec.activation, names=names, **factory)
 
     @cached_property
     def parts(self) -> LayerParts:
@@ -167,9 +161,7 @@ class ClipTower(nn.Module):
     from the end; ModelLoadError if out of range. Higher layers are neither allocated nor computed.
     """
 
-    def __init__(
-        self, spec: ClipSpec, feature_layers: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: ClipSpec, feature_layers: Sequence[int], **factory: Unpack[Factory]) -> None:
         super().__init__()
         states = spec.num_layers + 1
         if not feature_layers or not all(-states <= layer < states for layer in feature_layers):
@@ -178,10 +170,10 @@ class ClipTower(nn.Module):
             )
         self.spec = spec
         self.feature_layers = [layer % states for layer in feature_layers]
-        self.embeddings = ClipEmbeddings(spec, dtype=dtype, device=device)
+        self.embeddings = ClipEmbeddings(spec, **factory)
         # Misspelt in every published checkpoint.
-        self.pre_layrnorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
-        layers = [ClipLayer(spec, dtype=dtype, device=device) for _ in range(max(self.feature_layers))]
+        self.pre_layrnorm = LayerNorm(spec.hidden_size, spec.norm_eps, **factory)
+        layers = [ClipLayer(spec, **factory) for _ in range(max(self.feature_layers))]
         # Matches the names in checkpoints.
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
 

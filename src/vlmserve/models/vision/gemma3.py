@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError, ModelLoadError
 from vlmserve.families.gemma3 import TOKENS_PER_IMAGE
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
@@ -26,9 +26,7 @@ class Gemma3Projector(nn.Module):
     products: MACs for an image.
     """
 
-    def __init__(
-        self, spec: ClipSpec, hidden_size: int, num_tokens: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: ClipSpec, hidden_size: int, num_tokens: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self._side = spec.image_size // spec.patch_size
         self._square = self._side // max(1, int(num_tokens**0.5))
@@ -38,9 +36,9 @@ class Gemma3Projector(nn.Module):
                 f"{num_tokens} embeddings"
             )
         # Transposed compared with a linear layer's weight.
-        self.mm_input_projection_weight = empty_parameter(spec.hidden_size, hidden_size, dtype=dtype, device=device)
+        self.mm_input_projection_weight = empty_parameter(spec.hidden_size, hidden_size, **factory)
         self.products = num_tokens * spec.hidden_size * hidden_size
-        self.mm_soft_emb_norm = RMSNorm(spec.hidden_size, spec.norm_eps, offset=1.0, dtype=dtype, device=device)
+        self.mm_soft_emb_norm = RMSNorm(spec.hidden_size, spec.norm_eps, offset=1.0, **factory)
 
     def forward(self, patches: Tensor) -> Tensor:
         images, _, width = patches.shape
@@ -56,16 +54,13 @@ class Gemma3Vision(TileVision):
     Raises UnsupportedModelError for a tower that is not implemented, ModelLoadError for sizes that do not fit.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        kind: dict[str, Any] = {"dtype": dtype, "device": device}
         spec = ClipSpec.from_config(config.get("vision_config") or {}, ("siglip_vision_model",), SIGLIP_DEFAULTS)
         self.num_tokens = config.get("mm_tokens_per_image", TOKENS_PER_IMAGE)
-        self.vision_tower = SiglipTower(spec, **kind)
-        self.multi_modal_projector = Gemma3Projector(spec, hidden_size, self.num_tokens, **kind)
-        self.dtype = dtype
+        self.vision_tower = SiglipTower(spec, **factory)
+        self.multi_modal_projector = Gemma3Projector(spec, hidden_size, self.num_tokens, **factory)
+        self.dtype = factory["dtype"]
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         spec = self.vision_tower.spec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelE
 from vlmserve.kernels.activation import ACTIVATIONS
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.layers.encoder_attention import EncoderAttention
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.norm import RMSNorm, UnitNorm
 from vlmserve.layers.residual import ResidualStream, Unfinished
@@ -102,12 +103,12 @@ class Gemma4VisionSpec:
 class ClippedLinear(Linear):
     """A linear layer that may clip its inputs and outputs to the checkpoint's bounds."""
 
-    def __init__(self, inputs: int, outputs: int, *, clips: bool, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(inputs, outputs, bias=False, dtype=dtype, device=device)
+    def __init__(self, inputs: int, outputs: int, *, clips: bool, **factory: Unpack[Factory]) -> None:
+        super().__init__(inputs, outputs, bias=False, **factory)
         self._clips = clips
         if clips:
             self.input_min, self.input_max, self.output_min, self.output_max = (
-                empty_parameter(1, dtype=dtype, device=device) for _ in range(4)
+                empty_parameter(1, **factory) for _ in range(4)
             )
 
     def forward(self, x: Any, residual: Tensor | None = None) -> Tensor:
@@ -124,16 +125,16 @@ class ClippedLinear(Linear):
 class Gemma4VisionAttention(nn.Module):
     """Full self-attention within an image, with rotary embeddings by row and column."""
 
-    def __init__(self, spec: Gemma4VisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: Gemma4VisionSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         size = spec.hidden_size
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            ClippedLinear(size, size, clips=spec.clips, dtype=dtype, device=device) for _ in range(4)
+            ClippedLinear(size, size, clips=spec.clips, **factory) for _ in range(4)
         )
         self._head_size = size // spec.num_heads
-        self.q_norm, self.k_norm = (RMSNorm(self._head_size, spec.eps, dtype=dtype, device=device) for _ in range(2))
-        self.v_norm = UnitNorm(self._head_size, spec.eps, device=device)
-        self.attention = EncoderAttention(size, spec.num_heads, dtype=dtype)
+        self.q_norm, self.k_norm = (RMSNorm(self._head_size, spec.eps, **factory) for _ in range(2))
+        self.v_norm = UnitNorm(self._head_size, spec.eps, device=factory["device"])
+        self.attention = EncoderAttention(size, spec.num_heads, dtype=factory["dtype"])
         # Halves of a head rotate by column and by row; kernels pair element i with i + head_size / 2.
         quarters = torch.arange(self._head_size).view(2, 2, -1)
         self._order = quarters.transpose(0, 1).flatten()
@@ -149,10 +150,10 @@ class Gemma4VisionAttention(nn.Module):
 
 
 class Gemma4VisionMLP(nn.Module):
-    def __init__(self, spec: Gemma4VisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: Gemma4VisionSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         size, inner = spec.hidden_size, spec.intermediate_size
-        kind: dict[str, Any] = {"clips": spec.clips, "dtype": dtype, "device": device}
+        kind: dict[str, Any] = {"clips": spec.clips, **factory}
         self.gate_proj, self.up_proj = ClippedLinear(size, inner, **kind), ClippedLinear(size, inner, **kind)
         self.down_proj = ClippedLinear(inner, size, **kind)
         self._act = ACTIVATIONS[spec.activation]
@@ -166,13 +167,13 @@ class Gemma4VisionMLP(nn.Module):
 
 
 class Gemma4VisionLayer(StagedLayer):
-    def __init__(self, spec: Gemma4VisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: Gemma4VisionSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.self_attn = Gemma4VisionAttention(spec, dtype=dtype, device=device)
-        self.mlp = Gemma4VisionMLP(spec, dtype=dtype, device=device)
+        self.self_attn = Gemma4VisionAttention(spec, **factory)
+        self.mlp = Gemma4VisionMLP(spec, **factory)
         names = "input", "post_attention", "pre_feedforward", "post_feedforward"
         for name in names:
-            self.add_module(f"{name}_layernorm", RMSNorm(spec.hidden_size, spec.eps, dtype=dtype, device=device))
+            self.add_module(f"{name}_layernorm", RMSNorm(spec.hidden_size, spec.eps, **factory))
 
     @cached_property
     def parts(self) -> LayerParts:
@@ -198,13 +199,13 @@ class Gemma4VisionLayer(StagedLayer):
 
 
 class PatchEmbedder(nn.Module):
-    def __init__(self, spec: Gemma4VisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: Gemma4VisionSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self._patch = spec.patch_size
         inputs = CHANNELS * spec.patch_size**2
-        self.input_proj = Linear(inputs, spec.hidden_size, bias=False, dtype=dtype, device=device)
+        self.input_proj = Linear(inputs, spec.hidden_size, bias=False, **factory)
         shape = 2, spec.positions, spec.hidden_size
-        self.position_embedding_table = empty_parameter(*shape, dtype=dtype, device=device)
+        self.position_embedding_table = empty_parameter(*shape, **factory)
 
     def forward(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """Rows of patches ``[rows, channels, patch_size, width]`` to ``[rows, patches of each, size]``.
@@ -222,15 +223,15 @@ class PatchEmbedder(nn.Module):
 class Gemma4Tower(nn.Module):
     """Images of whole squares to a state for each square, row by row."""
 
-    def __init__(self, spec: Gemma4VisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: Gemma4VisionSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self.spec = spec
-        self.patch_embedder = PatchEmbedder(spec, dtype=dtype, device=device)
-        self._layers = [Gemma4VisionLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.patch_embedder = PatchEmbedder(spec, **factory)
+        self._layers = [Gemma4VisionLayer(spec, **factory) for _ in range(spec.num_layers)]
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(self._layers)})
         if spec.standardizes:
-            self.std_bias = empty_parameter(spec.hidden_size, dtype=dtype, device=device)
-            self.std_scale = empty_parameter(spec.hidden_size, dtype=dtype, device=device)
+            self.std_bias = empty_parameter(spec.hidden_size, **factory)
+            self.std_scale = empty_parameter(spec.hidden_size, **factory)
 
     def products(self, num_patches: int) -> int:
         embedding = num_patches * self.patch_embedder.input_proj.products
@@ -280,9 +281,9 @@ class Gemma4Tower(nn.Module):
 
 
 class Gemma4Projector(nn.Module):
-    def __init__(self, size: int, hidden_size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, hidden_size: int, eps: float, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.embedding_projection = Linear(size, hidden_size, bias=False, dtype=dtype, device=device)
+        self.embedding_projection = Linear(size, hidden_size, bias=False, **factory)
         self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -327,16 +328,12 @@ class Gemma4Vision(SquaresVision):
     Raises UnsupportedModelError for a tower that is not implemented, ModelLoadError for impossible sizes.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
         spec = Gemma4VisionSpec.from_config(config.get("vision_config") or {})
-        self.vision_tower = Gemma4Tower(spec, dtype=dtype, device=device)
-        self.multi_modal_projector = Gemma4Projector(
-            spec.hidden_size, hidden_size, spec.eps, dtype=dtype, device=device
-        )
-        self.dtype, self.side, self.most = dtype, spec.side, spec.positions * spec.patch_size
+        self.vision_tower = Gemma4Tower(spec, **factory)
+        self.multi_modal_projector = Gemma4Projector(spec.hidden_size, hidden_size, spec.eps, **factory)
+        self.dtype, self.side, self.most = factory["dtype"], spec.side, spec.positions * spec.patch_size
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
         embeddings, pool = self.squares(shape), self.vision_tower.spec.pool

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.norm import LayerNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
@@ -28,14 +29,14 @@ _EPS = 1e-5
 class SquareEmbedder(nn.Module):
     """Squares of pixels to states."""
 
-    def __init__(self, side: int, size: int, positions: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, side: int, size: int, positions: int, **factory: Unpack[Factory]) -> None:
         """side: pixels along each side of a square. positions: maximum squares along each side of an image."""
         super().__init__()
         self._side, inputs = side, CHANNELS * side**2
-        self.patch_ln1 = LayerNorm(inputs, _EPS, dtype=dtype, device=device)
-        self.patch_dense = Linear(inputs, size, bias=True, dtype=dtype, device=device)
-        self.patch_ln2, self.pos_norm = (LayerNorm(size, _EPS, dtype=dtype, device=device) for _ in range(2))
-        self.pos_embedding = empty_parameter(positions, 2, size, dtype=dtype, device=device)
+        self.patch_ln1 = LayerNorm(inputs, _EPS, **factory)
+        self.patch_dense = Linear(inputs, size, bias=True, **factory)
+        self.patch_ln2, self.pos_norm = (LayerNorm(size, _EPS, **factory) for _ in range(2))
+        self.pos_embedding = empty_parameter(positions, 2, size, **factory)
 
     def forward(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """Rows of squares ``[rows, channels, side, width]`` to ``[rows, squares of each, size]``.
@@ -57,9 +58,7 @@ class Gemma4UnifiedVision(SquaresVision):
     Raises UnsupportedModelError for vision that is not implemented, ModelLoadError for sizes that do not fit.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
         values = {**_DEFAULTS, **(config.get("vision_config") or {})}
         if (kind := values.get("model_type", "gemma4_unified_vision")) != "gemma4_unified_vision":
@@ -68,8 +67,8 @@ class Gemma4UnifiedVision(SquaresVision):
         if (width := values.get("output_proj_dims", size)) != size:
             raise ModelLoadError(f"config.json: mm_embed_dim {size} does not fit output_proj_dims {width}")
         self.side = values["patch_size"] * values["pooling_kernel_size"]
-        self.dtype, self.most = dtype, positions * self.side
-        kinds: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.dtype, self.most = factory["dtype"], positions * self.side
+        kinds: dict[str, Any] = {**factory}
         self.vision_tower = SquareEmbedder(self.side, size, positions, **kinds)
         self.multi_modal_projector = Gemma4Projector(size, hidden_size, values["rms_norm_eps"], **kinds)
 

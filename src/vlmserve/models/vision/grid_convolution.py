@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.stages import StageBudget, Stages
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
@@ -28,13 +29,13 @@ class GridConvolution(nn.Module):
 
     attention = None
 
-    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: QwenVisionSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         size, self._kernel, self._merge = spec.hidden_size, spec.kernel, spec.merge
-        kind: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device}
+        kind: dict[str, Any] = {"bias": False, **factory}
         self.qkv = Linear(size, 3 * size, **kind)
         self.proj = Linear(size, size, **kind)
-        self.weight = empty_parameter(size, 1, spec.kernel, spec.kernel, dtype=dtype, device=device)
+        self.weight = empty_parameter(size, 1, spec.kernel, spec.kernel, **factory)
 
     def products(self, length: int) -> int:
         return length * len(self.weight) * self._kernel**2

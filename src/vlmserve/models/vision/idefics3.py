@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec
@@ -37,9 +38,9 @@ class Connector(nn.Module):
     Module names match checkpoints.
     """
 
-    def __init__(self, size: int, merge: int, output_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, merge: int, output_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        projection = Linear(size * merge**2, output_size, bias=False, dtype=dtype, device=device)
+        projection = Linear(size * merge**2, output_size, bias=False, **factory)
         self.modality_projection = nn.ModuleDict({"proj": projection})
         self.merge = merge
 
@@ -57,15 +58,13 @@ class Idefics3Vision(StagedVision):
     Raises UnsupportedModelError for a tower or activation that is not implemented, ModelLoadError for impossible sizes.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
         spec = ClipSpec.from_config(config.get("vision_config") or {}, IDEFICS3_KINDS, IDEFICS3_DEFAULTS)
         merge = int(config.get("scale_factor", 2))
-        self.vision_model = SiglipTower(spec, stretched=True, dtype=dtype, device=device)
-        self.connector = Connector(spec.hidden_size, merge, hidden_size, dtype=dtype, device=device)
-        self.dtype = dtype
+        self.vision_model = SiglipTower(spec, stretched=True, **factory)
+        self.connector = Connector(spec.hidden_size, merge, hidden_size, **factory)
+        self.dtype = factory["dtype"]
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         spec, merge = self.vision_model.spec, self.connector.merge

@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.layers.residual import ResidualStream, Unfinished
@@ -81,12 +82,12 @@ def square_side(value: Any) -> Any:
 
 
 class InternEmbeddings(nn.Module):
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         size = spec.hidden_size
-        self.cls_token = empty_parameter(1, 1, size, dtype=dtype, device=device)
-        self.patch_embedding = PatchEmbedding(spec, bias=True, dtype=dtype, device=device)
-        self.position_embeddings = empty_parameter(1, spec.num_patches + 1, size, dtype=dtype, device=device)
+        self.cls_token = empty_parameter(1, 1, size, **factory)
+        self.patch_embedding = PatchEmbedding(spec, bias=True, **factory)
+        self.position_embeddings = empty_parameter(1, spec.num_patches + 1, size, **factory)
 
     def forward(self, pixels: Tensor) -> Tensor:
         patches = self.patch_embedding(pixels)
@@ -94,16 +95,16 @@ class InternEmbeddings(nn.Module):
 
 
 class InternLayer(ClipLayer):
-    def __init__(self, spec: InternSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(spec.shape, norm=spec.norm, qkv_bias=spec.qkv_bias, dtype=dtype, device=device)
+    def __init__(self, spec: InternSpec, **factory: Unpack[Factory]) -> None:
+        super().__init__(spec.shape, norm=spec.norm, qkv_bias=spec.qkv_bias, **factory)
         size = spec.shape.hidden_size
-        self.lambda_1 = empty_parameter(size, dtype=dtype, device=device)
-        self.lambda_2 = empty_parameter(size, dtype=dtype, device=device)
+        self.lambda_1 = empty_parameter(size, **factory)
+        self.lambda_2 = empty_parameter(size, **factory)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if spec.head_norms:
-            self.q_norm = RMSNorm(size, _HEAD_NORM_EPS, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(size, _HEAD_NORM_EPS, dtype=dtype, device=device)
+            self.q_norm = RMSNorm(size, _HEAD_NORM_EPS, **factory)
+            self.k_norm = RMSNorm(size, _HEAD_NORM_EPS, **factory)
 
     def before(self, normed: Tensor, *angles: Tensor) -> Tensor:
         qkv = super().before(normed)
@@ -120,11 +121,11 @@ class InternLayer(ClipLayer):
 class InternTower(nn.Module):
     """Square images of one size to states of class token and patches. Modules shared with CLIP keep CLIP's names."""
 
-    def __init__(self, spec: InternSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: InternSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self.spec = spec.shape
-        self.embeddings = InternEmbeddings(spec.shape, dtype=dtype, device=device)
-        layers = [InternLayer(spec, dtype=dtype, device=device) for _ in range(spec.shape.num_layers)]
+        self.embeddings = InternEmbeddings(spec.shape, **factory)
+        layers = [InternLayer(spec, **factory) for _ in range(spec.shape.num_layers)]
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
 
     @cached_property
@@ -156,11 +157,10 @@ class NormedProjector(Projector):
         *,
         bias: bool = True,
         inner: int | None = None,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Unpack[Factory],
     ) -> None:
-        super().__init__(in_size, size, act, bias=bias, dtype=dtype, device=device, inner=inner)
-        self.layer_norm = LayerNorm(in_size, _PROJECTOR_EPS, dtype=dtype, device=device)
+        super().__init__(in_size, size, act, bias=bias, **factory, inner=inner)
+        self.layer_norm = LayerNorm(in_size, _PROJECTOR_EPS, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.layer_norm(x))
@@ -173,9 +173,7 @@ class InternVision(StagedVision):
     for impossible sizes.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
         needed = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
         for name, value in needed.items():
@@ -192,15 +190,11 @@ class InternVision(StagedVision):
                 f"config.json: {self._side} x {self._side} patches cannot be merged by downsample_ratio "
                 f"{config.get('downsample_ratio')}"
             )
-        self.vision_tower = InternTower(spec, dtype=dtype, device=device)
+        self.vision_tower = InternTower(spec, **factory)
         self.multi_modal_projector = NormedProjector(
-            shape.hidden_size * self._merge**2,
-            hidden_size,
-            config.get("projector_hidden_act", "gelu"),
-            dtype=dtype,
-            device=device,
+            shape.hidden_size * self._merge**2, hidden_size, config.get("projector_hidden_act", "gelu"), **factory
         )
-        self.dtype = dtype
+        self.dtype = factory["dtype"]
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         expected = self.example_shape[1:]

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.families.llava import VISION
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec, ClipTower
@@ -23,20 +24,12 @@ class Projector(nn.Module):
     """inner: size between the linear layers; None: `size`."""
 
     def __init__(
-        self,
-        in_size: int,
-        size: int,
-        act: str,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        inner: int | None = None,
+        self, in_size: int, size: int, act: str, *, bias: bool, inner: int | None = None, **factory: Unpack[Factory]
     ) -> None:
         super().__init__()
         inner = inner or size
-        self.linear_1 = Linear(in_size, inner, bias=bias, dtype=dtype, device=device, act=act)
-        self.linear_2 = Linear(inner, size, bias=bias, dtype=dtype, device=device)
+        self.linear_1 = Linear(in_size, inner, bias=bias, **factory, act=act)
+        self.linear_2 = Linear(inner, size, bias=bias, **factory)
 
     @property
     def products(self) -> int:
@@ -53,9 +46,7 @@ class LlavaVision(TileVision):
     Raises UnsupportedModelError for a tower, activation or selection strategy that is not implemented.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
         strategy = config.get("vision_feature_select_strategy", "default")
         if strategy not in ("default", "full"):
@@ -63,17 +54,16 @@ class LlavaVision(TileVision):
         chosen = config.get("vision_feature_layer", -2)
         layers = [chosen] if isinstance(chosen, int) else list(chosen)
         spec = ClipSpec.from_config(config.get("vision_config") or VISION)
-        self.vision_tower = ClipTower(spec, layers, dtype=dtype, device=device)
+        self.vision_tower = ClipTower(spec, layers, **factory)
         self.multi_modal_projector = Projector(
             spec.hidden_size * len(layers),
             hidden_size,
             config.get("projector_hidden_act", "gelu"),
             bias=config.get("multimodal_projector_bias", True),
-            dtype=dtype,
-            device=device,
+            **factory,
         )
         self.skipped_tokens = 1 if strategy == "default" else 0
-        self.dtype = dtype
+        self.dtype = factory["dtype"]
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         spec = self.vision_tower.spec
@@ -111,9 +101,9 @@ class LlavaVision(TileVision):
 
 
 class Newline(nn.Module):
-    def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.weight = empty_parameter(size, **factory)
 
 
 class LlavaNextVision(LlavaVision):
@@ -123,16 +113,14 @@ class LlavaNextVision(LlavaVision):
     `LlavaVision`, and for features whose tiles cannot be joined.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(config, hidden_size, dtype=dtype, device=device)
+    def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
+        super().__init__(config, hidden_size, **factory)
         if self.skipped_tokens == 0:
             raise UnsupportedModelError(
                 "vision_feature_select_strategy 'full' keeps a class token in each tile, which does not fit into rows; "
                 "LLaVA-NeXT is supported with 'default'"
             )
-        self.image_newline = Newline(hidden_size, dtype=dtype, device=device)
+        self.image_newline = Newline(hidden_size, **factory)
         spec = self.vision_tower.spec
         self._side = spec.image_size // spec.patch_size
 

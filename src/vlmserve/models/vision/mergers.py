@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import GatedLinear, Linear, empty_parameter
 from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.models.vision.llava import Projector
@@ -16,32 +16,28 @@ from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 _CONVOLVED_NORM_EPS = 1e-5
 
 
-def tower_norm(
-    spec: QwenVisionSpec, eps: float | None = None, *, dtype: torch.dtype, device: torch.device
-) -> RMSNorm | LayerNorm:
+def tower_norm(spec: QwenVisionSpec, eps: float | None = None, **factory: Unpack[Factory]) -> RMSNorm | LayerNorm:
     """eps: None: the layers' epsilon."""
     kind = RMSNorm if spec.gated else LayerNorm
-    return kind(spec.hidden_size, spec.norm_eps if eps is None else eps, dtype=dtype, device=device)
+    return kind(spec.hidden_size, spec.norm_eps if eps is None else eps, **factory)
 
 
 class PatchMerger(nn.Module):
     """Squares of patches to embeddings. products: MACs for each."""
 
-    def __init__(
-        self, spec: QwenVisionSpec, *, norms_squares: bool = False, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: QwenVisionSpec, *, norms_squares: bool = False, **factory: Unpack[Factory]) -> None:
         """norms_squares: norm all patches of a square together."""
         super().__init__()
         size = spec.hidden_size * spec.merge**2
-        self.post_layernorm = tower_norm(spec, dtype=dtype, device=device) if spec.last_norm else None
+        self.post_layernorm = tower_norm(spec, **factory) if spec.last_norm else None
         self.ln_q = (
-            LayerNorm(size, spec.merger_eps, dtype=dtype, device=device)
+            LayerNorm(size, spec.merger_eps, **factory)
             if norms_squares
-            else tower_norm(spec, spec.merger_eps, dtype=dtype, device=device)
+            else tower_norm(spec, spec.merger_eps, **factory)
         )
         self._norms_squares = norms_squares
-        first = Linear(size, size, bias=True, dtype=dtype, device=device, act="gelu")
-        second = Linear(size, spec.output_size, bias=True, dtype=dtype, device=device)
+        first = Linear(size, size, bias=True, **factory, act="gelu")
+        second = Linear(size, spec.output_size, bias=True, **factory)
         self.mlp = nn.ModuleDict({"0": first, "2": second})
         self._size = size
         self.products = first.products + second.products
@@ -58,13 +54,13 @@ class PatchMerger(nn.Module):
 class ProjectingMerger(nn.Module):
     """`PatchMerger` of LFM3-VL: norms each patch and projects each square with two layers."""
 
-    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: QwenVisionSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         size = spec.hidden_size
-        self.layer_norm = LayerNorm(size, spec.merger_eps, dtype=dtype, device=device)
+        self.layer_norm = LayerNorm(size, spec.merger_eps, **factory)
         self.projector = Projector(
             size * spec.merge**2, spec.output_size, spec.projector_act, bias=spec.projector_bias, inner=spec.projector,
-            dtype=dtype, device=device,
+            **factory
         )  # fmt: skip
         self.products = self.projector.products
 
@@ -76,10 +72,10 @@ class ProjectingMerger(nn.Module):
 class SquareConvolution(Linear):
     """``[embeddings, merge^2, hidden_size]`` to ``[embeddings, output_size]``."""
 
-    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: QwenVisionSpec, **factory: Unpack[Factory]) -> None:
         size = spec.hidden_size
-        super().__init__(size * spec.merge**2, spec.output_size, bias=True, dtype=dtype, device=device)
-        self.weight = empty_parameter(spec.output_size, size, spec.merge, spec.merge, dtype=dtype, device=device)
+        super().__init__(size * spec.merge**2, spec.output_size, bias=True, **factory)
+        self.weight = empty_parameter(spec.output_size, size, spec.merge, spec.merge, **factory)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:  # type: ignore[override]
         # Channels first, as in a convolution's weight.
@@ -89,16 +85,16 @@ class SquareConvolution(Linear):
 class ConvolvingMerger(nn.Module):
     """`PatchMerger` of GLM-4.1V (https://arxiv.org/abs/2507.01006) and GLM-OCR: convolution, projection, gated MLP."""
 
-    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: QwenVisionSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         size = spec.output_size
         inner = spec.convolved
         assert inner is not None
-        kind: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device}
-        self.post_layernorm = tower_norm(spec, dtype=dtype, device=device)
-        self.downsample = SquareConvolution(spec, dtype=dtype, device=device)
+        kind: dict[str, Any] = {"bias": False, **factory}
+        self.post_layernorm = tower_norm(spec, **factory)
+        self.downsample = SquareConvolution(spec, **factory)
         self.proj = Linear(size, size, **kind)
-        self.post_projection_norm = LayerNorm(size, _CONVOLVED_NORM_EPS, dtype=dtype, device=device)
+        self.post_projection_norm = LayerNorm(size, _CONVOLVED_NORM_EPS, **factory)
         self.gate_up_proj = GatedLinear(size, {"gate_proj": inner, "up_proj": inner}, spec.activation, **kind)
         self.down_proj = Linear(inner, size, **kind)
         self.products = sum(layer.products for layer in (self.downsample, self.proj, self.gate_up_proj, self.down_proj))

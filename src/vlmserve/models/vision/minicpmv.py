@@ -6,7 +6,7 @@ It merges 2 x 2 patches after one of its layers, and 2 x 2 again at the end.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.kernels.transfers import to_device
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Embedding, Linear
 from vlmserve.layers.norm import LayerNorm
 from vlmserve.layers.residual import ResidualStream
@@ -31,10 +32,10 @@ Grids = Sequence[tuple[int, int]]
 
 
 class PieceEmbeddings(nn.Module):
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.patch_embedding = PatchEmbedding(spec, bias=True, dtype=dtype, device=device)
-        self.position_embedding = Embedding(spec.num_patches, spec.hidden_size, dtype=dtype, device=device)
+        self.patch_embedding = PatchEmbedding(spec, bias=True, **factory)
+        self.position_embedding = Embedding(spec.num_patches, spec.hidden_size, **factory)
 
     def forward(self, pixels: Tensor, places: Tensor) -> Tensor:
         """``[1, channels, height, width]`` and places ``[1, patches]`` to ``[1, patches, hidden_size]``."""
@@ -48,15 +49,14 @@ class WindowMerger(nn.Module):
     Attention within each window; then an MLP over all four patches adds to their mean.
     """
 
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         size, inner, eps = spec.hidden_size, 4 * spec.intermediate_size, spec.norm_eps
-        kind: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.self_attn = ClipAttention(spec, **kind)
-        self.layer_norm1 = LayerNorm(size, eps, **kind)
-        self.pre_norm = LayerNorm(4 * size, eps, **kind)
-        self.linear_1 = Linear(4 * size, inner, bias=True, act="gelu_pytorch_tanh", **kind)
-        self.linear_2 = Linear(inner, size, bias=True, **kind)
+        self.self_attn = ClipAttention(spec, **factory)
+        self.layer_norm1 = LayerNorm(size, eps, **factory)
+        self.pre_norm = LayerNorm(4 * size, eps, **factory)
+        self.linear_1 = Linear(4 * size, inner, bias=True, act="gelu_pytorch_tanh", **factory)
+        self.linear_2 = Linear(inner, size, bias=True, **factory)
 
     @property
     def products(self) -> int:
@@ -74,12 +74,11 @@ class WindowMerger(nn.Module):
 class LastMerger(nn.Module):
     """``[squares, 4, hidden_size]`` to ``[squares, output_size]``. Module names match checkpoints."""
 
-    def __init__(self, size: int, output_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, output_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        kind: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.pre_norm = LayerNorm(4 * size, _MERGER_EPS, **kind)
-        self.linear_1 = Linear(4 * size, 4 * size, bias=True, act="gelu", **kind)
-        self.linear_2 = Linear(4 * size, output_size, bias=True, **kind)
+        self.pre_norm = LayerNorm(4 * size, _MERGER_EPS, **factory)
+        self.linear_1 = Linear(4 * size, 4 * size, bias=True, act="gelu", **factory)
+        self.linear_2 = Linear(4 * size, output_size, bias=True, **factory)
 
     @property
     def products(self) -> int:
@@ -93,17 +92,17 @@ class LastMerger(nn.Module):
 class PieceTower(nn.Module):
     """Pieces to states of their patches. Module names match checkpoints."""
 
-    def __init__(self, spec: ClipSpec, merging_layer: int | None, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, merging_layer: int | None, **factory: Unpack[Factory]) -> None:
         """merging_layer: the layer before `vit_merger`; None: no merging."""
         super().__init__()
         self.spec = spec
         self.merging_layer = merging_layer
-        self.device = device
-        self.embeddings = PieceEmbeddings(spec, dtype=dtype, device=device)
-        layers = [ClipLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.device = factory["device"]
+        self.embeddings = PieceEmbeddings(spec, **factory)
+        layers = [ClipLayer(spec, **factory) for _ in range(spec.num_layers)]
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
-        self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
-        self.vit_merger = WindowMerger(spec, dtype=dtype, device=device)
+        self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, **factory)
+        self.vit_merger = WindowMerger(spec, **factory)
 
     @property
     def runs(self) -> list[list[ClipLayer]]:
@@ -156,9 +155,7 @@ class MiniCPMVision(StagedVision):
     Raises UnsupportedModelError for a tower or merger that is not implemented, ModelLoadError for impossible sizes.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
         vision = config.get("vision_config") or {}
         spec = ClipSpec.from_config(vision, KINDS, SIGLIP_DEFAULTS)
@@ -169,10 +166,10 @@ class MiniCPMVision(StagedVision):
             raise ModelLoadError(
                 f"config.json: insert_layer_id is {layer}, but the vision tower has {spec.num_layers} layers"
             )
-        self.vision_tower = PieceTower(spec, layer if merges else None, dtype=dtype, device=device)
-        last = LastMerger(spec.hidden_size, hidden_size, dtype=dtype, device=device)
+        self.vision_tower = PieceTower(spec, layer if merges else None, **factory)
+        last = LastMerger(spec.hidden_size, hidden_size, **factory)
         self.merger = nn.ModuleDict({"mlp": nn.ModuleList([last])})
-        self.dtype = dtype
+        self.dtype = factory["dtype"]
         self._merge = 4 if merges else 2
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:

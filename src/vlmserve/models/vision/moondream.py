@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import LayerNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
@@ -106,30 +107,22 @@ class MoondreamTower(StagedVision):
     The whole image at a crop's size is in the upper left corner; below it is the image that crops are cut from.
     """
 
-    def __init__(self, spec: MoondreamSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: MoondreamSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self.spec = spec
-        self.dtype = dtype
+        self.dtype = factory["dtype"]
         shape = spec.layers
-        self.patch_embedding = PatchEmbedding(shape, bias=True, as_matrix=True, dtype=dtype, device=device)
-        self.position_embedding = empty_parameter(1, shape.num_patches, shape.hidden_size, dtype=dtype, device=device)
-        self.blocks = nn.ModuleList(ClipLayer(shape, dtype=dtype, device=device) for _ in range(shape.num_layers))
-        self.post_layernorm = LayerNorm(shape.hidden_size, shape.norm_eps, dtype=dtype, device=device)
+        self.patch_embedding = PatchEmbedding(shape, bias=True, as_matrix=True, **factory)
+        self.position_embedding = empty_parameter(1, shape.num_patches, shape.hidden_size, **factory)
+        self.blocks = nn.ModuleList(ClipLayer(shape, **factory) for _ in range(shape.num_layers))
+        self.post_layernorm = LayerNorm(shape.hidden_size, shape.norm_eps, **factory)
         self.projector = Projector(
-            2 * shape.hidden_size,
-            spec.out_size,
-            ACTIVATION,
-            inner=spec.inner_size,
-            bias=True,
-            dtype=dtype,
-            device=device,
+            2 * shape.hidden_size, spec.out_size, ACTIVATION, inner=spec.inner_size, bias=True, **factory
         )
 
     @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> MoondreamTower:
-        return cls(MoondreamSpec.from_config(config, hidden_size), dtype=dtype, device=device)
+    def from_config(cls, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> MoondreamTower:
+        return cls(MoondreamSpec.from_config(config, hidden_size), **factory)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         layers = self.spec.layers

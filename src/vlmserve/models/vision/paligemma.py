@@ -6,13 +6,13 @@ Implements `VisionEncoder`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
-import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError
 from vlmserve.families.paligemma import paligemma_vision
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec
@@ -27,15 +27,13 @@ class PaliGemmaVision(TileVision):
     Raises UnsupportedModelError for a tower that is not implemented, ModelLoadError for sizes that do not fit.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
         spec = ClipSpec.from_config(paligemma_vision(config), ("siglip_vision_model",), SIGLIP_DEFAULTS)
-        self.vision_tower = SiglipTower(spec, dtype=dtype, device=device)
-        linear = Linear(spec.hidden_size, hidden_size, bias=True, dtype=dtype, device=device)
+        self.vision_tower = SiglipTower(spec, **factory)
+        linear = Linear(spec.hidden_size, hidden_size, bias=True, **factory)
         self.multi_modal_projector = nn.ModuleDict({"linear": linear})
-        self.dtype = dtype
+        self.dtype = factory["dtype"]
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         if tuple(shape) != self.example_shape:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelE
 from vlmserve.families.registry import decoder_spec, vision_family
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.layers.encoder_attention import EncoderAttention
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear, MergedLinear
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.residual import ResidualStream
@@ -65,22 +66,22 @@ class PixtralSpec:
 
 
 class PixtralAttention(nn.Module):
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), spec.hidden_size)
-        self.qkv_proj = MergedLinear(spec.hidden_size, parts, bias=False, dtype=dtype, device=device)
-        self.o_proj = Linear(spec.hidden_size, spec.hidden_size, bias=False, dtype=dtype, device=device)
-        self.attention = EncoderAttention(spec.hidden_size, spec.num_heads, dtype=dtype)
+        self.qkv_proj = MergedLinear(spec.hidden_size, parts, bias=False, **factory)
+        self.o_proj = Linear(spec.hidden_size, spec.hidden_size, bias=False, **factory)
+        self.attention = EncoderAttention(spec.hidden_size, spec.num_heads, dtype=factory["dtype"])
 
 
 class PixtralLayer(StagedLayer):
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
-        self.attention = PixtralAttention(spec, dtype=dtype, device=device)
-        self.ffn_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, **factory)
+        self.attention = PixtralAttention(spec, **factory)
+        self.ffn_norm = RMSNorm(spec.hidden_size, spec.norm_eps, **factory)
         size, inner, act = spec.hidden_size, spec.intermediate_size, spec.activation
-        self.feed_forward = MLP(size, inner, act, gated=True, bias=False, dtype=dtype, device=device)
+        self.feed_forward = MLP(size, inner, act, gated=True, bias=False, **factory)
 
     @cached_property
     def parts(self) -> LayerParts:
@@ -104,14 +105,14 @@ class PixtralLayout(NamedTuple):
 class PixtralTower(nn.Module):
     """Images of whole patches to states, row by row. Module names match checkpoints."""
 
-    def __init__(self, spec: PixtralSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: PixtralSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self.spec = spec.shape
         self._theta = spec.theta
         self._kept_angles: OrderedDict[tuple[int, int], tuple[Tensor, Tensor]] = OrderedDict()
-        self.patch_conv = PatchEmbedding(spec.shape, dtype=dtype, device=device)
-        self.ln_pre = RMSNorm(spec.shape.hidden_size, spec.shape.norm_eps, dtype=dtype, device=device)
-        layers = [PixtralLayer(spec.shape, dtype=dtype, device=device) for _ in range(spec.shape.num_layers)]
+        self.patch_conv = PatchEmbedding(spec.shape, **factory)
+        self.ln_pre = RMSNorm(spec.shape.hidden_size, spec.shape.norm_eps, **factory)
+        layers = [PixtralLayer(spec.shape, **factory) for _ in range(spec.shape.num_layers)]
         self.transformer = nn.ModuleDict({"layers": nn.ModuleList(layers)})
 
     def products(self, num_patches: int) -> int:
@@ -210,13 +211,7 @@ class PixtralVision(StagedVision):
     """
 
     def __init__(
-        self,
-        config: Mapping[str, Any],
-        hidden_size: int,
-        *,
-        norm_eps: float | None = None,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, config: Mapping[str, Any], hidden_size: int, *, norm_eps: float | None = None, **factory: Unpack[Factory]
     ) -> None:
         """norm_eps: of the norm before merging; None: no merging, as in Pixtral 12B."""
         super().__init__()
@@ -226,7 +221,7 @@ class PixtralVision(StagedVision):
             )
         spec = PixtralSpec.from_config(config.get("vision_config") or {})
         size, act = spec.shape.hidden_size, config.get("projector_hidden_act", "gelu")
-        self.vision_tower = PixtralTower(spec, dtype=dtype, device=device)
+        self.vision_tower = PixtralTower(spec, **factory)
         self.multi_modal_projector: Projector
         if norm_eps is None:
             strategy = config.get("vision_feature_select_strategy", "default")
@@ -235,26 +230,24 @@ class PixtralVision(StagedVision):
                     f"Pixtral with vision_feature_select_strategy {strategy!r} is not supported, only with 'full'"
                 )
             self._merge, bias = 1, config.get("multimodal_projector_bias", True)
-            self.multi_modal_projector = Projector(size, hidden_size, act, bias=bias, dtype=dtype, device=device)
+            self.multi_modal_projector = Projector(size, hidden_size, act, bias=bias, **factory)
         else:
             self._merge, bias = config.get("spatial_merge_size", 2), config.get("multimodal_projector_bias", False)
             if not isinstance(self._merge, int) or self._merge < 1:
                 raise ModelLoadError(f"config.json: spatial_merge_size is {self._merge!r}, not a number of patches")
             self.multi_modal_projector = MergingProjector(
-                size, self._merge, hidden_size, act, norm_eps, bias=bias, dtype=dtype, device=device
+                size, self._merge, hidden_size, act, norm_eps, bias=bias, **factory
             )
         self._merges = norm_eps is not None
-        self.dtype, self._device = dtype, device
+        self.dtype, self._device = factory["dtype"], factory["device"]
 
     @classmethod
-    def merging(
-        cls, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> PixtralVision:
+    def merging(cls, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> PixtralVision:
         """With Mistral Small 3's projector, whose norm has the decoder's epsilon."""
         family = vision_family(config)
         assert family is not None
         eps = decoder_spec(family.text_config(config)).norm.eps
-        return cls(config, hidden_size, norm_eps=eps, dtype=dtype, device=device)
+        return cls(config, hidden_size, norm_eps=eps, **factory)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         side, channels = self._side, self.vision_tower.spec.num_channels

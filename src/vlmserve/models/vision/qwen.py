@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from vlmserve.kernels.operations import Operations
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.encoder_attention import EncoderAttention
-from vlmserve.layers.layer import Layer
+from vlmserve.layers.layer import Factory, Layer
 from vlmserve.layers.linear import Linear, MergedLinear, empty_parameter
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.residual import ResidualStream
@@ -90,20 +90,20 @@ KEPT_PATCHES = 2**15
 class PatchEmbedding(Linear):
     """``[patches, channels * frames * patch * patch]`` to ``[patches, hidden_size]``; a convolution in checkpoints."""
 
-    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: QwenVisionSpec, **factory: Unpack[Factory]) -> None:
         depth = () if spec.flat_patches else (spec.frames,)
         shape = (spec.num_channels, *depth, spec.patch_size, spec.patch_size)
-        super().__init__(math.prod(shape), spec.hidden_size, bias=spec.patch_bias, dtype=dtype, device=device)
+        super().__init__(math.prod(shape), spec.hidden_size, bias=spec.patch_bias, **factory)
         if not spec.patch_matrix:
-            self.weight = empty_parameter(spec.hidden_size, *shape, dtype=dtype, device=device)
+            self.weight = empty_parameter(spec.hidden_size, *shape, **factory)
 
 
 class PositionGrid(nn.Module):
     """Learned position embeddings in a square, resized to each image by bilinear or bicubic interpolation."""
 
-    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: QwenVisionSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.weight = empty_parameter(spec.num_positions, spec.hidden_size, dtype=dtype, device=device)
+        self.weight = empty_parameter(spec.num_positions, spec.hidden_size, **factory)
         self._side = math.isqrt(spec.num_positions)
         self._corners, self._cubic = spec.corners, spec.cubic
 
@@ -144,21 +144,21 @@ def _cubic(distance: Tensor) -> Tensor:
 class VisionAttention(nn.Module):
     """Self-attention within windows or frames, with rotary embeddings by row and column."""
 
-    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: QwenVisionSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         size = spec.hidden_size
         parts = dict.fromkeys(spec.projections, 3 * size // len(spec.projections))
         self._shared = 1 if spec.kv_heads is None else spec.num_heads // spec.kv_heads
         if self._shared > 1:
             parts |= dict.fromkeys(spec.projections[1:], size // self._shared)
-        self.qkv = MergedLinear(size, parts, bias=spec.bias, dtype=dtype, device=device)
-        self.proj = Linear(size, size, bias=spec.bias, dtype=dtype, device=device)
-        self.attention = EncoderAttention(size, spec.num_heads, dtype=dtype)
+        self.qkv = MergedLinear(size, parts, bias=spec.bias, **factory)
+        self.proj = Linear(size, size, bias=spec.bias, **factory)
+        self.attention = EncoderAttention(size, spec.num_heads, dtype=factory["dtype"])
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if spec.head_norms:
-            self.q_norm = RMSNorm(spec.head_size, spec.norm_eps, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(spec.head_size, spec.norm_eps, dtype=dtype, device=device)
+            self.q_norm = RMSNorm(spec.head_size, spec.norm_eps, **factory)
+            self.k_norm = RMSNorm(spec.head_size, spec.norm_eps, **factory)
         self._num_heads = spec.num_heads
 
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -179,9 +179,9 @@ class VisionAttention(nn.Module):
 
 
 class VisionMLP(MLP, Layer):
-    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: QwenVisionSpec, **factory: Unpack[Factory]) -> None:
         size, inner, names = spec.hidden_size, spec.intermediate_size, None if spec.gated else ("fc1", "fc2")
-        kind: dict[str, Any] = {"gated": spec.gated, "bias": spec.bias, "dtype": dtype, "device": device}
+        kind: dict[str, Any] = {"gated": spec.gated, "bias": spec.bias, **factory}
         super().__init__(size, inner, spec.activation, names=names, **kind)
 
     def arrange(self, operations: Operations) -> None:
@@ -195,13 +195,13 @@ class Frames(Ranges):
 
 
 class VisionLayer(StagedLayer):
-    def __init__(self, spec: QwenVisionSpec, index: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: QwenVisionSpec, index: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.norm1 = tower_norm(spec, dtype=dtype, device=device)
-        self.norm2 = tower_norm(spec, dtype=dtype, device=device)
+        self.norm1 = tower_norm(spec, **factory)
+        self.norm2 = tower_norm(spec, **factory)
         mixer = GridConvolution if index in spec.convolving else VisionAttention
-        self.attn = mixer(spec, dtype=dtype, device=device)
-        self.mlp = VisionMLP(spec, dtype=dtype, device=device)
+        self.attn = mixer(spec, **factory)
+        self.mlp = VisionMLP(spec, **factory)
 
     @cached_property
     def parts(self) -> LayerParts:
@@ -225,32 +225,28 @@ class VisionLayer(StagedLayer):
 class QwenVisionTower(StagedVision):
     """Images of any size, or videos, to embeddings. Module names match checkpoints."""
 
-    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: QwenVisionSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self.spec = spec
-        self.dtype = dtype
-        self._device = device
+        self.dtype = factory["dtype"]
+        self._device = factory["device"]
         # Matches the name in checkpoints.
-        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(spec, dtype=dtype, device=device)})
-        self.blocks = nn.ModuleList(
-            VisionLayer(spec, index, dtype=dtype, device=device) for index in range(spec.num_layers)
-        )
-        self.patch_norm = tower_norm(spec, dtype=dtype, device=device) if spec.patch_norm else None
+        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(spec, **factory)})
+        self.blocks = nn.ModuleList(VisionLayer(spec, index, **factory) for index in range(spec.num_layers))
+        self.patch_norm = tower_norm(spec, **factory) if spec.patch_norm else None
         projecting = PatchMerger if spec.projector is None else ProjectingMerger
         merger = projecting if spec.convolved is None else ConvolvingMerger
-        self.merger = merger(spec, dtype=dtype, device=device)
+        self.merger = merger(spec, **factory)
         self.layouts: OrderedDict[tuple[int, int, int], Layout] = OrderedDict()
-        self.pos_embed = PositionGrid(spec, dtype=dtype, device=device) if spec.num_positions else None
+        self.pos_embed = PositionGrid(spec, **factory) if spec.num_positions else None
         self.deepstack_merger_list = nn.ModuleList(
-            PatchMerger(spec, norms_squares=True, dtype=dtype, device=device) for _ in spec.deepstack
+            PatchMerger(spec, norms_squares=True, **factory) for _ in spec.deepstack
         )
 
     @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> QwenVisionTower:
+    def from_config(cls, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> QwenVisionTower:
         spec = QwenVisionSpec.from_config(vision_config(config), hidden_size)
-        return cls(spec, dtype=dtype, device=device)
+        return cls(spec, **factory)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         side = self.spec.patch_size * self.spec.merge

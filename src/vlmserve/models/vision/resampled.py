@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError, ModelLoadError
 from vlmserve.layers.encoder_attention import EncoderAttention
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.norm import LayerNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
@@ -74,12 +75,12 @@ def interpolated(positions: Tensor, count: int) -> Tensor:
 class TowerAttention(nn.Module):
     """Full self-attention within each image. A head's queries, keys and values are adjacent."""
 
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         size = spec.hidden_size
-        self.in_proj = Linear(size, 3 * size, bias=True, dtype=dtype, device=device)
-        self.out_proj = Linear(size, size, bias=True, dtype=dtype, device=device)
-        self.attention = EncoderAttention(size, spec.num_heads, dtype=dtype)
+        self.in_proj = Linear(size, 3 * size, bias=True, **factory)
+        self.out_proj = Linear(size, size, bias=True, **factory)
+        self.attention = EncoderAttention(size, spec.num_heads, dtype=factory["dtype"])
         self._num_heads = spec.num_heads
 
     def qkv(self, x: Tensor) -> Tensor:
@@ -89,13 +90,13 @@ class TowerAttention(nn.Module):
 
 
 class TowerLayer(StagedLayer):
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.ln_1 = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
-        self.ln_2 = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
-        self.attn = TowerAttention(spec, dtype=dtype, device=device)
+        self.ln_1 = LayerNorm(spec.hidden_size, spec.norm_eps, **factory)
+        self.ln_2 = LayerNorm(spec.hidden_size, spec.norm_eps, **factory)
+        self.attn = TowerAttention(spec, **factory)
         size, inner, names = spec.hidden_size, spec.intermediate_size, ("c_fc", "c_proj")
-        self.mlp = MLP(size, inner, spec.activation, names=names, dtype=dtype, device=device)
+        self.mlp = MLP(size, inner, spec.activation, names=names, **factory)
 
     @cached_property
     def parts(self) -> LayerParts:
@@ -108,11 +109,11 @@ class TowerLayer(StagedLayer):
 class CrossAttention(nn.Module):
     """Cross-attention with the parameter names of PyTorch's multi-head attention."""
 
-    def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.in_proj_weight = empty_parameter(3 * size, size, dtype=dtype, device=device)
-        self.in_proj_bias = empty_parameter(3 * size, dtype=dtype, device=device)
-        self.out_proj = Linear(size, size, bias=True, dtype=dtype, device=device)
+        self.in_proj_weight = empty_parameter(3 * size, size, **factory)
+        self.in_proj_bias = empty_parameter(3 * size, **factory)
+        self.out_proj = Linear(size, size, bias=True, **factory)
         self._num_heads = size // POOL_HEAD_SIZE
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -133,18 +134,18 @@ class CrossAttention(nn.Module):
 class Resampler(nn.Module):
     """``[images, patches, width]`` to ``[images, num_queries, output_size]``."""
 
-    def __init__(self, spec: ResampledSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ResampledSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         size, count, width = spec.output_size, spec.num_queries, spec.tower.hidden_size
-        self.pos_embed = empty_parameter(count, size, dtype=dtype, device=device)
-        self.query = empty_parameter(count, size, dtype=dtype, device=device)
+        self.pos_embed = empty_parameter(count, size, **factory)
+        self.query = empty_parameter(count, size, **factory)
         projected = width != size
-        self.kv_proj = Linear(width, size, bias=False, dtype=dtype, device=device) if projected else nn.Identity()
-        self.attn = CrossAttention(size, dtype=dtype, device=device)
+        self.kv_proj = Linear(width, size, bias=False, **factory) if projected else nn.Identity()
+        self.attn = CrossAttention(size, **factory)
         self._key_products = width * size * projected + 2 * size * size + 2 * count * size
         self._query_products = 2 * count * size * size
-        self.ln_q = LayerNorm(size, NORM_EPS, dtype=dtype, device=device)
-        self.ln_kv = LayerNorm(size, NORM_EPS, dtype=dtype, device=device)
+        self.ln_q = LayerNorm(size, NORM_EPS, **factory)
+        self.ln_kv = LayerNorm(size, NORM_EPS, **factory)
 
     def products(self, patches: int) -> int:
         return patches * self._key_products + self._query_products
@@ -159,26 +160,24 @@ class Resampler(nn.Module):
 class ResampledVision(StagedVision):
     """Images of one size to a fixed number of embeddings each. Module names match checkpoints."""
 
-    def __init__(self, spec: ResampledSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ResampledSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self.spec = spec
-        self.dtype = dtype
+        self.dtype = factory["dtype"]
         tower, size = spec.tower, spec.output_size
-        self.conv1 = PatchEmbedding(tower, dtype=dtype, device=device)
-        self.positional_embedding = empty_parameter(TRAINED_POSITIONS, tower.hidden_size, dtype=dtype, device=device)
-        self.ln_pre = LayerNorm(tower.hidden_size, NORM_EPS, dtype=dtype, device=device)
-        layers = nn.ModuleList(TowerLayer(tower, dtype=dtype, device=device) for _ in range(tower.num_layers))
+        self.conv1 = PatchEmbedding(tower, **factory)
+        self.positional_embedding = empty_parameter(TRAINED_POSITIONS, tower.hidden_size, **factory)
+        self.ln_pre = LayerNorm(tower.hidden_size, NORM_EPS, **factory)
+        layers = nn.ModuleList(TowerLayer(tower, **factory) for _ in range(tower.num_layers))
         # Matches the names in checkpoints.
         self.transformer = nn.ModuleDict({"resblocks": layers})
-        self.attn_pool = Resampler(spec, dtype=dtype, device=device)
-        self.ln_post = LayerNorm(size, NORM_EPS, dtype=dtype, device=device)
-        self.proj = empty_parameter(size, size, dtype=dtype, device=device)
+        self.attn_pool = Resampler(spec, **factory)
+        self.ln_post = LayerNorm(size, NORM_EPS, **factory)
+        self.proj = empty_parameter(size, size, **factory)
 
     @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> ResampledVision:
-        return cls(ResampledSpec.from_config(config["visual"], hidden_size), dtype=dtype, device=device)
+    def from_config(cls, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> ResampledVision:
+        return cls(ResampledSpec.from_config(config["visual"], hidden_size), **factory)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         tower = self.spec.tower

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from vlmserve.kernels.transfers import to_device
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Embedding
 from vlmserve.layers.norm import LayerNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
@@ -47,10 +48,10 @@ def patch_positions(down: int, across: int, side: int, *, exact: bool = False) -
 
 
 class SiglipEmbeddings(nn.Module):
-    def __init__(self, spec: ClipSpec, stretched: bool, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, stretched: bool, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        self.patch_embedding = PatchEmbedding(spec, bias=True, dtype=dtype, device=device)
-        self.position_embedding = Embedding(spec.num_patches, spec.hidden_size, dtype=dtype, device=device)
+        self.patch_embedding = PatchEmbedding(spec, bias=True, **factory)
+        self.position_embedding = Embedding(spec.num_patches, spec.hidden_size, **factory)
         self._patch_size = spec.patch_size
         self._side = spec.image_size // spec.patch_size
         self._stretched = stretched
@@ -72,13 +73,13 @@ class SiglipTower(nn.Module):
     stretched: positions from `patch_positions`; else all images must have the table's size.
     """
 
-    def __init__(self, spec: ClipSpec, *, stretched: bool = False, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, *, stretched: bool = False, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self.spec = spec
-        self.embeddings = SiglipEmbeddings(spec, stretched, dtype=dtype, device=device)
-        layers = [ClipLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.embeddings = SiglipEmbeddings(spec, stretched, **factory)
+        layers = [ClipLayer(spec, **factory) for _ in range(spec.num_layers)]
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
-        self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, **factory)
 
     def products(self, num_patches: int) -> int:
         patches = num_patches * self.embeddings.patch_embedding.products

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError, ModelLoadError
 from vlmserve.kernels.ranges import Ranges
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Embedding, Linear
 from vlmserve.layers.norm import LayerNorm
 from vlmserve.layers.residual import ResidualStream
@@ -37,11 +38,11 @@ _SIDE = 8
 class SquareEmbeddings(nn.Module):
     """Squares of pixels to patches with position embeddings, square by square."""
 
-    def __init__(self, spec: ClipSpec, merge: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, merge: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
         patch = spec.num_channels * spec.patch_size**2
-        self.patch_embedding = Linear(patch, spec.hidden_size, bias=True, dtype=dtype, device=device)
-        self.position_embedding = Embedding(spec.num_patches, spec.hidden_size, dtype=dtype, device=device)
+        self.patch_embedding = Linear(patch, spec.hidden_size, bias=True, **factory)
+        self.position_embedding = Embedding(spec.num_patches, spec.hidden_size, **factory)
         self._side = spec.image_size // spec.patch_size
         self._merge = merge
         self._kept: OrderedDict[Grid, Tensor] = OrderedDict()
@@ -80,14 +81,14 @@ class SquareEmbeddings(nn.Module):
 class SquareTower(nn.Module):
     """Squares of images to states of their patches. Module names match checkpoints."""
 
-    def __init__(self, spec: ClipSpec, merge: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, merge: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self.spec = spec
         self._merge = merge
-        self.embeddings = SquareEmbeddings(spec, merge, dtype=dtype, device=device)
-        layers = [ClipLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.embeddings = SquareEmbeddings(spec, merge, **factory)
+        layers = [ClipLayer(spec, **factory) for _ in range(spec.num_layers)]
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
-        self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, **factory)
 
     def products(self, grids: Sequence[Grid]) -> int:
         lengths = self._lengths(grids)
@@ -126,24 +127,21 @@ class SquareVision(StagedVision):
     Raises UnsupportedModelError for a tower or activation that is not implemented, ModelLoadError for impossible sizes.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
         spec = _spec(config.get("vision_config") or {})
         self._merge = int(config.get("downsample_factor", 2))
         projector = NormedProjector if config.get("projector_use_layernorm", True) else Projector
-        self.vision_tower = SquareTower(spec, self._merge, dtype=dtype, device=device)
+        self.vision_tower = SquareTower(spec, self._merge, **factory)
         self.multi_modal_projector = projector(
             spec.hidden_size * self._merge**2,
             hidden_size,
             config.get("projector_hidden_act", "gelu"),
             bias=config.get("projector_bias", True),
             inner=config.get("projector_hidden_size", 2560),
-            dtype=dtype,
-            device=device,
+            **factory,
         )
-        self.dtype = dtype
+        self.dtype = factory["dtype"]
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         expected = self.example_shape[1:]
