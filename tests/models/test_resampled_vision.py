@@ -76,7 +76,7 @@ def test_placeholders_lie_between_image_ends(tmp_path: Path) -> None:
 def test_pixels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     vision = encoder(make_qwen_vl(tmp_path))
     for shape in [(1, 3, 80, 76), (2, 3, 80, 80), (1, 4, 80, 80)]:
-        with pytest.raises(InvalidImageError, match=r"takes images of \(3, 80, 80\)"):
+        with pytest.raises(InvalidImageError, match=r"takes images of \(1, 3, 80, 80\)"):
             vision.check(shape, 4)
     with pytest.raises(InvalidImageError, match="makes 4 embeddings and has 5"):
         vision.check((1, 3, 80, 80), 5)

@@ -79,8 +79,7 @@ _BLIP: Final[dict[str, Any]] = {
     "text_type": "blip_text_model",
     "text_fields": _text_fields,
     "names": _NAMES,
-    "tower": "vlmserve.models.vision.blip:BlipTower.from_config",
-    "tower_name": "vision_tower",
+    "tower": "vlmserve.models.vision.blip:BlipVision",
     "vision_config": lambda config: {"model_type": "blip_vision_model", **vision_section(config)},
     "image_token_id": None,
 }

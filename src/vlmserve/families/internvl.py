@@ -9,6 +9,8 @@ from vlmserve.families.spec import Config, Names
 _LAYER = r"(vision_tower\.encoder\.layers\.\d+)"
 _NAMES: Names = (
     (r"(vision_tower\.embeddings\.patch_embedding)s\.projection\.", r"\1."),
+    (r"(vision_tower\.embeddings)\.cls_token$", r"\1.class_embedding"),
+    (r"(vision_tower\.embeddings\.position_embedding)s$", r"\1"),
     (r"(vision_tower\.encoder\.layer)\.(\d+)\.", r"\1s.\2."),
     (rf"{_LAYER}\.attention\.", r"\1.self_attn."),
     (rf"{_LAYER}\.self_attn\.projection_layer\.", r"\1.self_attn.out_proj."),

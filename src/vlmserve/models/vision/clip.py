@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Unpack
@@ -19,7 +19,7 @@ from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.layers.residual import ResidualStream
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.blocks.mlp import MLP
-from vlmserve.models.vision.staged import LayerParts, StagedLayer, with_following
+from vlmserve.models.vision.staged import LayerParts, StagedLayer, through_layers, with_following
 
 DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 768,
@@ -82,6 +82,11 @@ class ClipSpec:
     def num_patches(self) -> int:
         return (self.image_size // self.patch_size) ** 2
 
+    @property
+    def tile(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        return self.num_channels, self.image_size, self.image_size
+
 
 class PatchEmbedding(Linear):
     """``[images, channels, height, width]`` to ``[images, patches, hidden_size]``, row by row.
@@ -121,6 +126,20 @@ class ClipEmbeddings(nn.Module):
         return tokens + self.position_embedding.weight
 
 
+class BiasedEmbeddings(nn.Module):
+    """Class token and patches with a bias, with positions."""
+
+    def __init__(self, spec: ClipSpec, **factory: Unpack[Factory]) -> None:
+        super().__init__()
+        self.class_embedding = empty_parameter(1, 1, spec.hidden_size, **factory)
+        self.patch_embedding = PatchEmbedding(spec, bias=True, **factory)
+        self.position_embedding = empty_parameter(1, spec.num_patches + 1, spec.hidden_size, **factory)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        patches = self.patch_embedding(pixels)
+        return torch.cat((self.class_embedding.expand(len(patches), 1, -1), patches), 1) + self.position_embedding
+
+
 class ClipAttention(nn.Module):
     def __init__(self, spec: ClipSpec, *, qkv_bias: bool = True, **factory: Unpack[Factory]) -> None:
         super().__init__()
@@ -154,46 +173,81 @@ class ClipLayer(StagedLayer):
         return LayerParts(self.layer_norm1, attn.qkv_proj, attn.attention, attn.out_proj, self.layer_norm2, self.mlp)
 
 
-class ClipTower(nn.Module):
-    """Images to the hidden states of chosen layers.
+class EncoderTower(nn.Module):
+    """Images to states, ``[images, tokens, hidden_size]``. Module names match CLIP's checkpoints.
+
+    class_tokens: tokens before the patches. last_norm: a norm follows the layers.
+    """
+
+    def __init__(
+        self,
+        spec: ClipSpec,
+        embeddings: nn.Module,
+        layers: Sequence[ClipLayer],
+        *,
+        class_tokens: int = 1,
+        last_norm: bool = False,
+        **factory: Unpack[Factory],
+    ) -> None:
+        super().__init__()
+        self.spec, self.embeddings = spec, embeddings
+        self._class_tokens = class_tokens
+        self._layers = list(layers)
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+        self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, **factory) if last_norm else None
+
+    def products(self, num_patches: int) -> int:
+        layers = sum(layer.products(num_patches + self._class_tokens) for layer in self._layers)
+        return num_patches * self._patch_products + layers
+
+    def in_stages(self, pixels: Tensor, budget: StageBudget) -> Stages[Tensor]:
+        """pixels: ``[images, channels, height, width]``."""
+        num_patches = (pixels.shape[2] // self.spec.patch_size) * (pixels.shape[3] // self.spec.patch_size)
+        x = yield from by_rows(self._embedded, num_patches * self._patch_products, budget, pixels)
+        x = yield from self._through(x, budget)
+        return x if self.post_layernorm is None else self.post_layernorm(x)
+
+    @property
+    def _patch_products(self) -> int:
+        return self.embeddings.patch_embedding.products  # type: ignore[union-attr, return-value]
+
+    def _embedded(self, pixels: Tensor) -> Tensor:
+        embedded: Tensor = self.embeddings(pixels)
+        return embedded
+
+    def _through(self, x: Tensor, budget: StageBudget) -> Stages[Tensor]:
+        return through_layers(self._layers, x, budget)
+
+
+class ClipTower(EncoderTower):
+    """Images to the hidden states of chosen layers, ``[images, 1 + patches, hidden_size * feature layers]``.
 
     feature_layers: indices into the hidden states: 0 is the embeddings, i the output of layer i, negative ones count
     from the end; ModelLoadError if out of range. Higher layers are neither allocated nor computed.
     """
 
     def __init__(self, spec: ClipSpec, feature_layers: Sequence[int], **factory: Unpack[Factory]) -> None:
-        super().__init__()
         states = spec.num_layers + 1
         if not feature_layers or not all(-states <= layer < states for layer in feature_layers):
             raise ModelLoadError(
                 f"config.json: vision_feature_layer {list(feature_layers)} does not fit {spec.num_layers} layers"
             )
-        self.spec = spec
-        self.feature_layers = [layer % states for layer in feature_layers]
-        self.embeddings = ClipEmbeddings(spec, **factory)
+        wanted = [layer % states for layer in feature_layers]
+        layers = [ClipLayer(spec, **factory) for _ in range(max(wanted))]
+        super().__init__(spec, ClipEmbeddings(spec, **factory), layers, **factory)
         # Misspelt in every published checkpoint.
         self.pre_layrnorm = LayerNorm(spec.hidden_size, spec.norm_eps, **factory)
-        layers = [ClipLayer(spec, **factory) for _ in range(max(self.feature_layers))]
-        # Matches the names in checkpoints.
-        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+        self.feature_layers = wanted
 
-    @cached_property
-    def products(self) -> int:
-        spec = self.spec
-        layers = sum(layer.products(spec.num_patches + 1) for layer in self._layers())
-        return spec.num_patches * self.embeddings.patch_embedding.products + layers
+    def _embedded(self, pixels: Tensor) -> Tensor:
+        normed: Tensor = self.pre_layrnorm(self.embeddings(pixels))
+        return normed
 
-    def in_stages(self, pixels: Tensor, budget: StageBudget) -> Stages[Tensor]:
-        """``[images, channels, height, width]`` to ``[images, 1 + patches, hidden_size * feature layers]``."""
-        products = self.spec.num_patches * self.embeddings.patch_embedding.products
-        x = yield from by_rows(lambda images: self.pre_layrnorm(self.embeddings(images)), products, budget, pixels)
+    def _through(self, x: Tensor, budget: StageBudget) -> Stages[Tensor]:
         states = {0: x}
         stream = ResidualStream(x.flatten(0, 1))
-        for number, (layer, following) in enumerate(with_following(self._layers()), 1):
+        for number, (layer, following) in enumerate(with_following(self._layers), 1):
             stream = yield from layer.in_stages(stream, len(x), budget, following)
             if number in self.feature_layers:
                 states[number] = stream.rows.view_as(x)
         return torch.cat([states[layer] for layer in self.feature_layers], -1)
-
-    def _layers(self) -> Iterable[ClipLayer]:
-        return self.encoder["layers"].children()  # type: ignore[return-value]

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmserve.errors import InvalidImageError, ModelLoadError
+from vlmserve.errors import ModelLoadError
 from vlmserve.families.gemma3 import TOKENS_PER_IMAGE
 from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import empty_parameter
@@ -17,7 +17,6 @@ from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec
 from vlmserve.models.vision.siglip import SIGLIP_DEFAULTS, SiglipTower
 from vlmserve.models.vision.staged import TileVision
-from vlmserve.types import TowerInputs
 
 
 class Gemma3Projector(nn.Module):
@@ -55,28 +54,12 @@ class Gemma3Vision(TileVision):
     """
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
-        super().__init__()
+        super().__init__(**factory)
         spec = ClipSpec.from_config(config.get("vision_config") or {}, ("siglip_vision_model",), SIGLIP_DEFAULTS)
-        self.num_tokens = config.get("mm_tokens_per_image", TOKENS_PER_IMAGE)
+        self.tile, self.tile_embeddings = spec.tile, config.get("mm_tokens_per_image", TOKENS_PER_IMAGE)
         self.vision_tower = SiglipTower(spec, **factory)
-        self.multi_modal_projector = Gemma3Projector(spec, hidden_size, self.num_tokens, **factory)
-        self.dtype = factory["dtype"]
-
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        spec = self.vision_tower.spec
-        expected = (1, spec.num_channels, spec.image_size, spec.image_size)
-        if tuple(shape) != expected:
-            raise InvalidImageError(f"the vision tower takes images of {expected}, not of {tuple(shape)}")
-        if num_tokens != self.num_tokens:
-            raise InvalidImageError(f"the image makes {self.num_tokens} embeddings and has {num_tokens} placeholders")
-
-    @property
-    def example_shape(self) -> tuple[int, ...]:
-        spec = self.vision_tower.spec
-        return 1, spec.num_channels, spec.image_size, spec.image_size
-
-    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        return self.vision_tower.products(self.vision_tower.spec.num_patches) + self.multi_modal_projector.products
+        self.multi_modal_projector = Gemma3Projector(spec, hidden_size, self.tile_embeddings, **factory)
+        self.tile_products = self.vision_tower.products(spec.num_patches) + self.multi_modal_projector.products
 
     def tiles_in_stages(self, tiles: Tensor, budget: StageBudget) -> Stages[Tensor]:
         patches = yield from self.vision_tower.in_stages(tiles, budget)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.activation import ACTIVATIONS
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.layers.encoder_attention import EncoderAttention
@@ -21,7 +21,7 @@ from vlmserve.layers.norm import RMSNorm, UnitNorm
 from vlmserve.layers.residual import ResidualStream, Unfinished
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.rotation import patch_angles, rotated
-from vlmserve.models.vision.staged import LayerParts, StagedLayer, StagedVision, with_following
+from vlmserve.models.vision.staged import LayerParts, SquaresVision, StagedLayer, with_following
 from vlmserve.types import TowerInputs
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -291,37 +291,6 @@ class Gemma4Projector(nn.Module):
         return output
 
 
-class SquaresVision(StagedVision):
-    """Makes an embedding of each square of pixels. A `VisionEncoder`."""
-
-    side: int
-    """Pixels along each side of a square."""
-    most: int
-    """Maximum pixels along each side of an image."""
-
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        side = self.side
-        if len(shape) != 4 or tuple(shape[:2]) != (1, CHANNELS) or shape[2] % side or shape[3] % side or not all(shape):
-            raise InvalidImageError(f"the vision tower takes images of whole squares of {side} pixels, not {shape}")
-        if max(shape[2:]) > self.most:
-            raise InvalidImageError(f"the vision tower takes at most {self.most} pixels along a side, not {shape}")
-        embeddings = self.squares(shape)
-        if embeddings != num_tokens:
-            raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
-
-    def squares(self, shape: tuple[int, ...]) -> int:
-        return (shape[2] // self.side) * (shape[3] // self.side)
-
-    @property
-    def example_shape(self) -> tuple[int, ...]:
-        return 1, CHANNELS, 8 * self.side, 8 * self.side
-
-    @property
-    def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        tiles, channels, height, width = self.example_shape
-        return tiles, channels, 2 * height, 2 * width
-
-
 class Gemma4Vision(SquaresVision):
     """Tower and projector of a config. Module names match checkpoints.
 
@@ -329,14 +298,14 @@ class Gemma4Vision(SquaresVision):
     """
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
-        super().__init__()
+        super().__init__(**factory)
         spec = Gemma4VisionSpec.from_config(config.get("vision_config") or {})
         self.vision_tower = Gemma4Tower(spec, **factory)
         self.multi_modal_projector = Gemma4Projector(spec.hidden_size, hidden_size, spec.eps, **factory)
-        self.dtype, self.side, self.most = factory["dtype"], spec.side, spec.positions * spec.patch_size
+        self.side, self.most = spec.side, spec.positions * spec.patch_size
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        embeddings, pool = self.squares(shape), self.vision_tower.spec.pool
+        embeddings, pool = self.embeddings(shape), self.vision_tower.spec.pool
         projection = self.multi_modal_projector.embedding_projection.products
         return self.vision_tower.products(embeddings * pool**2) + embeddings * projection
 

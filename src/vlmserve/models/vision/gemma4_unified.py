@@ -13,7 +13,8 @@ from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.norm import LayerNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
-from vlmserve.models.vision.gemma4 import CHANNELS, Gemma4Projector, SquaresVision
+from vlmserve.models.vision.gemma4 import CHANNELS, Gemma4Projector
+from vlmserve.models.vision.staged import SquaresVision
 from vlmserve.types import TowerInputs
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -59,7 +60,7 @@ class Gemma4UnifiedVision(SquaresVision):
     """
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
-        super().__init__()
+        super().__init__(**factory)
         values = {**_DEFAULTS, **(config.get("vision_config") or {})}
         if (kind := values.get("model_type", "gemma4_unified_vision")) != "gemma4_unified_vision":
             raise UnsupportedModelError(f"the vision {kind!r} is not supported; supported: gemma4_unified_vision")
@@ -67,13 +68,13 @@ class Gemma4UnifiedVision(SquaresVision):
         if (width := values.get("output_proj_dims", size)) != size:
             raise ModelLoadError(f"config.json: mm_embed_dim {size} does not fit output_proj_dims {width}")
         self.side = values["patch_size"] * values["pooling_kernel_size"]
-        self.dtype, self.most = factory["dtype"], positions * self.side
+        self.most = positions * self.side
         kinds: dict[str, Any] = {**factory}
         self.vision_tower = SquareEmbedder(self.side, size, positions, **kinds)
         self.multi_modal_projector = Gemma4Projector(size, hidden_size, values["rms_norm_eps"], **kinds)
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        return self.squares(shape) * self._products
+        return self.embeddings(shape) * self._products
 
     @property
     def _products(self) -> int:

@@ -59,14 +59,13 @@ class Idefics3Vision(StagedVision):
     """
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
-        super().__init__()
+        super().__init__(**factory)
         spec = ClipSpec.from_config(config.get("vision_config") or {}, IDEFICS3_KINDS, IDEFICS3_DEFAULTS)
         merge = int(config.get("scale_factor", 2))
         self.vision_model = SiglipTower(spec, stretched=True, **factory)
         self.connector = Connector(spec.hidden_size, merge, hidden_size, **factory)
-        self.dtype = factory["dtype"]
 
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
+    def embeddings(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
         spec, merge = self.vision_model.spec, self.connector.merge
         side = shape[-1] // spec.patch_size
         if len(shape) != 4 or shape[1] != spec.num_channels or shape[2] != shape[3] or not side or side % merge:
@@ -74,9 +73,7 @@ class Idefics3Vision(StagedVision):
                 f"the vision tower takes square tiles with {spec.num_channels} channels and whole squares of "
                 f"{merge} x {merge} patches of {spec.patch_size} pixels, not {shape}"
             )
-        embeddings = shape[0] * (side // merge) ** 2
-        if embeddings != num_tokens:
-            raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
+        return shape[0] * (side // merge) ** 2
 
     @property
     def example_shape(self) -> tuple[int, ...]:

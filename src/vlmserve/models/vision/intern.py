@@ -6,25 +6,23 @@ layer's outputs.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.layers.residual import ResidualStream, Unfinished
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
-from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
+from vlmserve.models.vision.clip import BiasedEmbeddings, ClipLayer, ClipSpec, EncoderTower
 from vlmserve.models.vision.idefics3 import TILES_AT_ONCE, merged_squares
 from vlmserve.models.vision.llava import Projector
-from vlmserve.models.vision.staged import StagedVision, through_layers
+from vlmserve.models.vision.staged import FixedSizeVision
 from vlmserve.types import TowerInputs
 
 KINDS = ("internvl_vision",)
@@ -81,19 +79,6 @@ def square_side(value: Any) -> Any:
     return value[0] if isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1] else value
 
 
-class InternEmbeddings(nn.Module):
-    def __init__(self, spec: ClipSpec, **factory: Unpack[Factory]) -> None:
-        super().__init__()
-        size = spec.hidden_size
-        self.cls_token = empty_parameter(1, 1, size, **factory)
-        self.patch_embedding = PatchEmbedding(spec, bias=True, **factory)
-        self.position_embeddings = empty_parameter(1, spec.num_patches + 1, size, **factory)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        patches = self.patch_embedding(pixels)
-        return torch.cat((self.cls_token.expand(len(patches), 1, -1), patches), 1) + self.position_embeddings
-
-
 class InternLayer(ClipLayer):
     def __init__(self, spec: InternSpec, **factory: Unpack[Factory]) -> None:
         super().__init__(spec.shape, norm=spec.norm, qkv_bias=spec.qkv_bias, **factory)
@@ -118,34 +103,6 @@ class InternLayer(ClipLayer):
         stream.add(self.mlp(stream.normed(self.layer_norm2)), factor=self.lambda_2)
 
 
-class InternTower(nn.Module):
-    """Square images of one size to states of class token and patches. Modules shared with CLIP keep CLIP's names."""
-
-    def __init__(self, spec: InternSpec, **factory: Unpack[Factory]) -> None:
-        super().__init__()
-        self.spec = spec.shape
-        self.embeddings = InternEmbeddings(spec.shape, **factory)
-        layers = [InternLayer(spec, **factory) for _ in range(spec.shape.num_layers)]
-        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
-
-    @cached_property
-    def products(self) -> int:
-        layers = sum(layer.products(self.spec.num_patches + 1) for layer in self._layers())
-        return self._patch_products + layers
-
-    def in_stages(self, pixels: Tensor, budget: StageBudget) -> Stages[Tensor]:
-        """``[images, channels, height, width]`` to ``[images, 1 + patches, hidden_size]``."""
-        x = yield from by_rows(self.embeddings, self._patch_products, budget, pixels)
-        return (yield from through_layers(self._layers(), x, budget))
-
-    @property
-    def _patch_products(self) -> int:
-        return self.spec.num_patches * self.embeddings.patch_embedding.products
-
-    def _layers(self) -> Iterable[InternLayer]:
-        return self.encoder["layers"].children()  # type: ignore[return-value]
-
-
 class NormedProjector(Projector):
     """A `Projector` that norms its rows first. inner: see `Projector`."""
 
@@ -166,15 +123,17 @@ class NormedProjector(Projector):
         return super().forward(self.layer_norm(x))
 
 
-class InternVision(StagedVision):
+class InternVision(FixedSizeVision):
     """Tower and projector. `families/internvl.py` maps module names.
 
     Raises UnsupportedModelError for a tower, activation or feature selection that is not implemented, ModelLoadError
     for impossible sizes.
     """
 
+    several = True
+
     def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
-        super().__init__()
+        super().__init__(**factory)
         needed = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
         for name, value in needed.items():
             if config.get(name, value) != value:
@@ -190,31 +149,13 @@ class InternVision(StagedVision):
                 f"config.json: {self._side} x {self._side} patches cannot be merged by downsample_ratio "
                 f"{config.get('downsample_ratio')}"
             )
-        self.vision_tower = InternTower(spec, **factory)
-        self.multi_modal_projector = NormedProjector(
-            shape.hidden_size * self._merge**2, hidden_size, config.get("projector_hidden_act", "gelu"), **factory
-        )
-        self.dtype = factory["dtype"]
-
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        expected = self.example_shape[1:]
-        if len(shape) != 4 or tuple(shape[1:]) != expected:
-            raise InvalidImageError(f"the vision tower takes tiles of {expected}, not of {tuple(shape[1:])}")
-        embeddings = shape[0] * self._embeddings_of_tile
-        if embeddings != num_tokens:
-            raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
-
-    @property
-    def example_shape(self) -> tuple[int, ...]:
-        spec = self.vision_tower.spec
-        return 1, spec.num_channels, spec.image_size, spec.image_size
-
-    @property
-    def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return 4, *self.example_shape[1:]
-
-    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        return shape[0] * (self.vision_tower.products + self._embeddings_of_tile * self.multi_modal_projector.products)
+        layers = [InternLayer(spec, **factory) for _ in range(shape.num_layers)]
+        self.vision_tower = EncoderTower(shape, BiasedEmbeddings(shape, **factory), layers, **factory)
+        size, act = shape.hidden_size * self._merge**2, config.get("projector_hidden_act", "gelu")
+        self.multi_modal_projector = NormedProjector(size, hidden_size, act, **factory)
+        self.tile, self.tile_embeddings = shape.tile, (self._side // self._merge) ** 2
+        projection = self.tile_embeddings * self.multi_modal_projector.products
+        self.tile_products = self.vision_tower.products(shape.num_patches) + projection
 
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
@@ -229,7 +170,3 @@ class InternVision(StagedVision):
                 embeddings.append((yield from by_rows(projector, projector.products, budget, squares)))
             images.append(torch.cat(embeddings))
         return images
-
-    @property
-    def _embeddings_of_tile(self) -> int:
-        return math.prod((self._side // self._merge,) * 2)

@@ -46,58 +46,30 @@ class LlavaVision(TileVision):
     Raises UnsupportedModelError for a tower, activation or selection strategy that is not implemented.
     """
 
+    several = True
+
     def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
-        super().__init__()
+        super().__init__(**factory)
         strategy = config.get("vision_feature_select_strategy", "default")
         if strategy not in ("default", "full"):
             raise UnsupportedModelError(f"vision_feature_select_strategy {strategy!r} is not supported")
         chosen = config.get("vision_feature_layer", -2)
         layers = [chosen] if isinstance(chosen, int) else list(chosen)
         spec = ClipSpec.from_config(config.get("vision_config") or VISION)
+        size, act = spec.hidden_size * len(layers), config.get("projector_hidden_act", "gelu")
+        bias = config.get("multimodal_projector_bias", True)
         self.vision_tower = ClipTower(spec, layers, **factory)
-        self.multi_modal_projector = Projector(
-            spec.hidden_size * len(layers),
-            hidden_size,
-            config.get("projector_hidden_act", "gelu"),
-            bias=config.get("multimodal_projector_bias", True),
-            **factory,
-        )
+        self.multi_modal_projector = Projector(size, hidden_size, act, bias=bias, **factory)
         self.skipped_tokens = 1 if strategy == "default" else 0
-        self.dtype = factory["dtype"]
-
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        spec = self.vision_tower.spec
-        expected = (spec.num_channels, spec.image_size, spec.image_size)
-        if len(shape) != 4 or shape[1:] != expected:
-            raise InvalidImageError(f"the vision tower takes images of {expected}, not of {tuple(shape[1:])}")
-        embeddings = self._count(shape[0], tiling)
-        if embeddings != num_tokens:
-            raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
-
-    @property
-    def example_shape(self) -> tuple[int, ...]:
-        spec = self.vision_tower.spec
-        return 1, spec.num_channels, spec.image_size, spec.image_size
-
-    @property
-    def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return 4, *self.example_shape[1:]
-
-    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        return shape[0] * (self.vision_tower.products + self._embeddings_of_tile * self.multi_modal_projector.products)
+        self.tile, self.tile_embeddings = spec.tile, spec.num_patches + 1 - self.skipped_tokens
+        projection = self.tile_embeddings * self.multi_modal_projector.products
+        self.tile_products = self.vision_tower.products(spec.num_patches) + projection
 
     def tiles_in_stages(self, tiles: Tensor, budget: StageBudget) -> Stages[Tensor]:
         features = yield from self.vision_tower.in_stages(tiles, budget)
         rows = features[:, self.skipped_tokens :].flatten(0, 1)
         embeddings = yield from by_rows(self.multi_modal_projector, self.multi_modal_projector.products, budget, rows)
-        return embeddings.view(-1, self._embeddings_of_tile, embeddings.shape[-1])
-
-    @property
-    def _embeddings_of_tile(self) -> int:
-        return self.vision_tower.spec.num_patches + 1 - self.skipped_tokens
-
-    def _count(self, tiles: int, tiling: TowerInputs | None) -> int:
-        return tiles * self._embeddings_of_tile
+        return embeddings.view(-1, self.tile_embeddings, embeddings.shape[-1])
 
 
 class Newline(nn.Module):
@@ -140,7 +112,9 @@ class LlavaNextVision(LlavaVision):
         newlines = self.image_newline.weight.expand(tiling.height, 1, size)
         return torch.cat((tiles[0], torch.cat((covered, newlines), 1).flatten(0, 1)))
 
-    def _count(self, tiles: int, tiling: TowerInputs | None) -> int:
+    def embeddings(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
+        super().embeddings(shape)
+        tiles = shape[0]
         if tiling is None and tiles == 1:
             return self._side**2 + 1
         if not isinstance(tiling, Tiling) or tiles != 1 + tiling.rows * tiling.columns:

@@ -21,7 +21,7 @@ from vlmserve.layers.residual import ResidualStream
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipAttention, ClipLayer, ClipSpec, PatchEmbedding
 from vlmserve.models.vision.siglip import SIGLIP_DEFAULTS, patch_positions
-from vlmserve.models.vision.staged import StagedVision, with_following
+from vlmserve.models.vision.staged import SquaresVision, with_following
 from vlmserve.types import Pieces, TowerInputs
 
 KINDS = ("minicpmv4_6_vision", "minicpmv4_7_vision")
@@ -149,14 +149,14 @@ class PieceTower(nn.Module):
         return torch.cat([patch_positions(rows, columns, side, exact=True) for rows, columns in grids])
 
 
-class MiniCPMVision(StagedVision):
+class MiniCPMVision(SquaresVision):
     """Tower and merger of a config. Module names match checkpoints.
 
     Raises UnsupportedModelError for a tower or merger that is not implemented, ModelLoadError for impossible sizes.
     """
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
-        super().__init__()
+        super().__init__(**factory)
         vision = config.get("vision_config") or {}
         spec = ClipSpec.from_config(vision, KINDS, SIGLIP_DEFAULTS)
         _check_mergers(config, vision)
@@ -169,10 +169,10 @@ class MiniCPMVision(StagedVision):
         self.vision_tower = PieceTower(spec, layer if merges else None, **factory)
         last = LastMerger(spec.hidden_size, hidden_size, **factory)
         self.merger = nn.ModuleDict({"mlp": nn.ModuleList([last])})
-        self.dtype = factory["dtype"]
         self._merge = 4 if merges else 2
+        self.side, self.channels = self._merge * spec.patch_size, spec.num_channels
 
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
+    def embeddings(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
         """tiling: the pieces of a sliced image. None: a whole image."""
         spec, merge = self.vision_tower.spec, self._merge
         if len(shape) != 4 or shape[:2] != (1, spec.num_channels):
@@ -184,21 +184,7 @@ class MiniCPMVision(StagedVision):
             raise InvalidImageError(
                 f"the vision tower takes pieces of whole squares of {merge * spec.patch_size} pixels, not {shape}"
             )
-        if patches // merge**2 != num_tokens:
-            raise InvalidImageError(
-                f"the image makes {patches // merge**2} embeddings and has {num_tokens} placeholders; compare "
-                "downsample_mode of config.json with that of the image processor"
-            )
-
-    @property
-    def example_shape(self) -> tuple[int, ...]:
-        side = 8 * self._merge * self.vision_tower.spec.patch_size
-        return 1, self.vision_tower.spec.num_channels, side, side
-
-    @property
-    def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        tiles, channels, height, width = self.example_shape
-        return tiles, channels, 2 * height, 2 * width
+        return patches // merge**2
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
         grids = self._grids(shape, tiling)

@@ -6,7 +6,7 @@ image's grid, and projected together with its features.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -108,13 +108,14 @@ class MoondreamTower(StagedVision):
     """
 
     def __init__(self, spec: MoondreamSpec, **factory: Unpack[Factory]) -> None:
-        super().__init__()
+        super().__init__(**factory)
         self.spec = spec
-        self.dtype = factory["dtype"]
+        self._size, self._step = spec.layers.image_size, spec.stride * spec.layers.patch_size
         shape = spec.layers
         self.patch_embedding = PatchEmbedding(shape, bias=True, as_matrix=True, **factory)
         self.position_embedding = empty_parameter(1, shape.num_patches, shape.hidden_size, **factory)
-        self.blocks = nn.ModuleList(ClipLayer(shape, **factory) for _ in range(shape.num_layers))
+        self._layers = [ClipLayer(shape, **factory) for _ in range(shape.num_layers)]
+        self.blocks = nn.ModuleList(self._layers)
         self.post_layernorm = LayerNorm(shape.hidden_size, shape.norm_eps, **factory)
         self.projector = Projector(
             2 * shape.hidden_size, spec.out_size, ACTIVATION, inner=spec.inner_size, bias=True, **factory
@@ -124,7 +125,7 @@ class MoondreamTower(StagedVision):
     def from_config(cls, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> MoondreamTower:
         return cls(MoondreamSpec.from_config(config, hidden_size), **factory)
 
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
+    def embeddings(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
         layers = self.spec.layers
         layout = self._layout(shape) if len(shape) == 4 and tuple(shape[:2]) == (1, layers.num_channels) else (0, 0)
         fits = min(layout) == 1 or (min(layout) > 1 and layout[0] * layout[1] <= self.spec.max_crops)
@@ -132,10 +133,7 @@ class MoondreamTower(StagedVision):
             raise InvalidImageError(
                 f"pixels {tuple(shape)} are not an image with up to {self.spec.max_crops} crops, or one row or column"
             )
-        if num_tokens != layers.num_patches:
-            raise InvalidImageError(
-                f"the image makes {layers.num_patches} embeddings and has {num_tokens} placeholders"
-            )
+        return layers.num_patches
 
     @property
     def example_shape(self) -> tuple[int, ...]:
@@ -148,7 +146,7 @@ class MoondreamTower(StagedVision):
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
         rows, columns = self._layout(shape)
         patches = self.spec.layers.num_patches
-        crop = patches * self.patch_embedding.products + sum(block.products(patches) for block in self._layers())
+        crop = patches * self.patch_embedding.products + sum(block.products(patches) for block in self._layers)
         return (1 + rows * columns) * crop + patches * self.projector.products
 
     def in_stages(
@@ -159,26 +157,23 @@ class MoondreamTower(StagedVision):
             images.append((yield from self._encode(plane[0].to(self.dtype), self._layout(plane.shape), budget)))
         return images
 
-    def _layers(self) -> Iterable[ClipLayer]:
-        return self.blocks.children()  # type: ignore[return-value]
-
     def _layout(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        size, step = self.spec.layers.image_size, self.spec.stride * self.spec.layers.patch_size
+        size, step = self._size, self._step
         return (shape[2] - 2 * size) // step + 1, (shape[3] - size) // step + 1
 
     def _plane(self, layout: tuple[int, int]) -> tuple[int, int]:
         """Height and width of pixels with these rows and columns of crops."""
-        size, step = self.spec.layers.image_size, self.spec.stride * self.spec.layers.patch_size
+        size, step = self._size, self._step
         return 2 * size + (layout[0] - 1) * step, size + (layout[1] - 1) * step
 
     def _encode(self, plane: Tensor, layout: tuple[int, int], budget: StageBudget) -> Stages[Tensor]:
-        size, step = self.spec.layers.image_size, self.spec.stride * self.spec.layers.patch_size
+        size, step = self._size, self._step
         crops = plane[:, size:].unfold(1, size, step).unfold(2, size, step).permute(1, 2, 0, 3, 4).flatten(0, 1)
         crops = torch.cat((plane[None, :, :size, :size], crops))
         products = self.spec.layers.num_patches * self.patch_embedding.products
         x = yield from by_rows(self.patch_embedding, products, budget, crops)
         x = x + self.position_embedding
-        x = self.post_layernorm((yield from through_layers(self._layers(), x, budget)))
+        x = self.post_layernorm((yield from through_layers(self._layers, x, budget)))
         side = self.spec.side
         grid = self._put_together(x[1:].unflatten(1, (side, side)).unflatten(0, layout))
         local = F.adaptive_avg_pool2d(grid.permute(2, 0, 1).float(), side).to(x.dtype)

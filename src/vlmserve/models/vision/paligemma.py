@@ -1,7 +1,4 @@
-"""PaliGemma's vision tower and projector (https://arxiv.org/abs/2407.07726): SigLIP and one linear layer.
-
-Implements `VisionEncoder`.
-"""
+"""PaliGemma's vision tower and projector (https://arxiv.org/abs/2407.07726): SigLIP and one linear layer."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from vlmserve.errors import InvalidImageError
 from vlmserve.families.paligemma import paligemma_vision
 from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear
@@ -18,7 +14,6 @@ from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec
 from vlmserve.models.vision.siglip import SIGLIP_DEFAULTS, SiglipTower
 from vlmserve.models.vision.staged import TileVision
-from vlmserve.types import TowerInputs
 
 
 class PaliGemmaVision(TileVision):
@@ -28,27 +23,13 @@ class PaliGemmaVision(TileVision):
     """
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
-        super().__init__()
+        super().__init__(**factory)
         spec = ClipSpec.from_config(paligemma_vision(config), ("siglip_vision_model",), SIGLIP_DEFAULTS)
         self.vision_tower = SiglipTower(spec, **factory)
         linear = Linear(spec.hidden_size, hidden_size, bias=True, **factory)
         self.multi_modal_projector = nn.ModuleDict({"linear": linear})
-        self.dtype = factory["dtype"]
-
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        if tuple(shape) != self.example_shape:
-            raise InvalidImageError(f"the vision tower takes images of {self.example_shape}, not of {tuple(shape)}")
-        if num_tokens != (made := self.vision_tower.spec.num_patches):
-            raise InvalidImageError(f"the image makes {made} embeddings and has {num_tokens} placeholders")
-
-    @property
-    def example_shape(self) -> tuple[int, ...]:
-        spec = self.vision_tower.spec
-        return 1, spec.num_channels, spec.image_size, spec.image_size
-
-    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        patches = self.vision_tower.spec.num_patches
-        return self.vision_tower.products(patches) + patches * self._projection.products
+        self.tile, self.tile_embeddings = spec.tile, spec.num_patches
+        self.tile_products = self.vision_tower.products(spec.num_patches) + spec.num_patches * linear.products
 
     def tiles_in_stages(self, tiles: Tensor, budget: StageBudget) -> Stages[Tensor]:
         patches = yield from self.vision_tower.in_stages(tiles, budget)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Unpack
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.families.registry import decoder_spec, vision_family
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.layers.encoder_attention import EncoderAttention
@@ -25,7 +25,7 @@ from vlmserve.models.blocks.mlp import MLP
 from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
 from vlmserve.models.vision.llava import Projector
 from vlmserve.models.vision.rotation import patch_angles, rotated
-from vlmserve.models.vision.staged import LayerParts, StagedLayer, StagedVision, with_following
+from vlmserve.models.vision.staged import LayerParts, SquaresVision, StagedLayer, with_following
 from vlmserve.types import TowerInputs
 
 KINDS = ("pixtral",)
@@ -112,18 +112,18 @@ class PixtralTower(nn.Module):
         self._kept_angles: OrderedDict[tuple[int, int], tuple[Tensor, Tensor]] = OrderedDict()
         self.patch_conv = PatchEmbedding(spec.shape, **factory)
         self.ln_pre = RMSNorm(spec.shape.hidden_size, spec.shape.norm_eps, **factory)
-        layers = [PixtralLayer(spec.shape, **factory) for _ in range(spec.shape.num_layers)]
-        self.transformer = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+        self._layers = [PixtralLayer(spec.shape, **factory) for _ in range(spec.shape.num_layers)]
+        self.transformer = nn.ModuleDict({"layers": nn.ModuleList(self._layers)})
 
     def products(self, num_patches: int) -> int:
-        return num_patches * self.patch_conv.products + sum(layer.products(num_patches) for layer in self._layers())
+        return num_patches * self.patch_conv.products + sum(layer.products(num_patches) for layer in self._layers)
 
     def in_stages(self, pixels: Sequence[Tensor], budget: StageBudget) -> Stages[list[Tensor]]:
         """Images ``[channels, height, width]`` to ``[patches, hidden_size]`` each.
 
         Computes them together if the device has range kernels, else one by one.
         """
-        together = next(iter(self._layers())).attention.attention.range_kernels is not None
+        together = self._layers[0].attention.attention.range_kernels is not None
         images: list[Tensor] = []
         for some in [pixels] if together else [[image] for image in pixels]:
             layout = self.lay_out([(image.shape[1], image.shape[2]) for image in some], some[0].device)
@@ -149,7 +149,7 @@ class PixtralTower(nn.Module):
             of_rows = yield from by_rows(self._embedded, across * self.patch_conv.products, budget, rows)
             embedded.append(of_rows.flatten(0, 1))
         stream = ResidualStream(torch.cat(embedded))
-        for layer, following in with_following(self._layers()):
+        for layer, following in with_following(self._layers):
             stream = yield from layer.in_stages(stream, layout.images, budget, following, layout.cos, layout.sin)
         return list(torch.split(stream.rows, layout.images.lengths))
 
@@ -171,9 +171,6 @@ class PixtralTower(nn.Module):
     def _embedded(self, rows: Tensor) -> Tensor:
         normed: Tensor = self.ln_pre(self.patch_conv(rows))
         return normed
-
-    def _layers(self) -> Iterable[PixtralLayer]:
-        return self.transformer["layers"].children()  # type: ignore[return-value]
 
 
 class MergingProjector(Projector):
@@ -203,7 +200,7 @@ class MergingProjector(Projector):
         return self.patch_merger["merging_layer"]  # type: ignore[return-value]
 
 
-class PixtralVision(StagedVision):
+class PixtralVision(SquaresVision):
     """Tower and projector of a config. Module names match checkpoints.
 
     Raises UnsupportedModelError for a tower, activation or feature selection that is not implemented, ModelLoadError
@@ -214,7 +211,7 @@ class PixtralVision(StagedVision):
         self, config: Mapping[str, Any], hidden_size: int, *, norm_eps: float | None = None, **factory: Unpack[Factory]
     ) -> None:
         """norm_eps: of the norm before merging; None: no merging, as in Pixtral 12B."""
-        super().__init__()
+        super().__init__(**factory)
         if (chosen := config.get("vision_feature_layer", -1 if norm_eps is not None else -2)) not in (-1, [-1]):
             raise UnsupportedModelError(
                 f"Pixtral with vision_feature_layer {chosen!r} is not supported, only with the last layer (-1)"
@@ -239,7 +236,7 @@ class PixtralVision(StagedVision):
                 size, self._merge, hidden_size, act, norm_eps, bias=bias, **factory
             )
         self._merges = norm_eps is not None
-        self.dtype, self._device = factory["dtype"], factory["device"]
+        self.side, self.channels = spec.shape.patch_size * self._merge, spec.shape.num_channels
 
     @classmethod
     def merging(cls, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> PixtralVision:
@@ -249,25 +246,8 @@ class PixtralVision(StagedVision):
         eps = decoder_spec(family.text_config(config)).norm.eps
         return cls(config, hidden_size, norm_eps=eps, **factory)
 
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        side, channels = self._side, self.vision_tower.spec.num_channels
-        if len(shape) != 4 or tuple(shape[:2]) != (1, channels) or shape[2] % side or shape[3] % side or not all(shape):
-            raise InvalidImageError(f"the vision tower takes images of whole squares of {side} pixels, not {shape}")
-        embeddings = (shape[2] // side) * (shape[3] // side)
-        if embeddings != num_tokens:
-            raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
-
-    @property
-    def example_shape(self) -> tuple[int, ...]:
-        return 1, self.vision_tower.spec.num_channels, 8 * self._side, 8 * self._side
-
-    @property
-    def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        tiles, channels, height, width = self.example_shape
-        return tiles, channels, 2 * height, 2 * width
-
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        embeddings = (shape[2] // self._side) * (shape[3] // self._side)
+        embeddings = self.embeddings(shape)
         patches = embeddings * self._merge**2
         return self.vision_tower.products(patches) + embeddings * self.multi_modal_projector.products
 
@@ -278,7 +258,7 @@ class PixtralVision(StagedVision):
         return (yield from self._projected(states, pixels, budget))
 
     def lay_out(self, shapes: Sequence[tuple[int, ...]]) -> PixtralLayout:
-        return self.vision_tower.lay_out([(height, width) for *_, height, width in shapes], self._device)
+        return self.vision_tower.lay_out([(height, width) for *_, height, width in shapes], self.device)
 
     def encode_laid_out(self, pixels: Sequence[Tensor], layout: PixtralLayout) -> Tensor:
         return run_stages(self._laid_out(pixels, layout, StageBudget()))
@@ -295,12 +275,8 @@ class PixtralVision(StagedVision):
         images = []
         for x, image in zip(states, pixels, strict=True):
             if self._merges:
-                down, across = (edge // self._side for edge in image.shape[2:])
+                down, across = (edge // self.side for edge in image.shape[2:])
                 squares = x.view(down, merge, across, merge, -1).transpose(1, 2)
                 x = squares.reshape(down * across, merge**2, -1)
             images.append((yield from by_rows(projector, projector.products, budget, x)))
         return images
-
-    @property
-    def _side(self) -> int:
-        return self.vision_tower.spec.patch_size * self._merge

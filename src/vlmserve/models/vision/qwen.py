@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Unpack, cast
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Unpack, cast
 import torch
 from torch import Tensor, nn
 
-from vlmserve.errors import InvalidImageError
 from vlmserve.families.registry import vision_config
 from vlmserve.kernels.operations import Operations
 from vlmserve.kernels.ranges import Ranges
@@ -33,7 +32,7 @@ from vlmserve.models.vision.grid_convolution import GridConvolution
 from vlmserve.models.vision.mergers import ConvolvingMerger, PatchMerger, ProjectingMerger, tower_norm
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 from vlmserve.models.vision.rotation import patch_angles, rotated
-from vlmserve.models.vision.staged import LayerParts, StagedLayer, StagedVision, with_following
+from vlmserve.models.vision.staged import LayerParts, SquaresVision, StagedLayer, with_following
 from vlmserve.types import TowerInputs
 
 
@@ -222,17 +221,17 @@ class VisionLayer(StagedLayer):
         return (yield from super().mixed(qkv, images, budget))
 
 
-class QwenVisionTower(StagedVision):
+class QwenVisionTower(SquaresVision):
     """Images of any size, or videos, to embeddings. Module names match checkpoints."""
 
     def __init__(self, spec: QwenVisionSpec, **factory: Unpack[Factory]) -> None:
-        super().__init__()
+        super().__init__(**factory)
         self.spec = spec
-        self.dtype = factory["dtype"]
-        self._device = factory["device"]
+        self.side, self.channels, self.frames = spec.patch_size * spec.merge, spec.num_channels, spec.frames
         # Matches the name in checkpoints.
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(spec, **factory)})
-        self.blocks = nn.ModuleList(VisionLayer(spec, index, **factory) for index in range(spec.num_layers))
+        self._layers = [VisionLayer(spec, index, **factory) for index in range(spec.num_layers)]
+        self.blocks = nn.ModuleList(self._layers)
         self.patch_norm = tower_norm(spec, **factory) if spec.patch_norm else None
         projecting = PatchMerger if spec.projector is None else ProjectingMerger
         merger = projecting if spec.convolved is None else ConvolvingMerger
@@ -248,37 +247,13 @@ class QwenVisionTower(StagedVision):
         spec = QwenVisionSpec.from_config(vision_config(config), hidden_size)
         return cls(spec, **factory)
 
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        side = self.spec.patch_size * self.spec.merge
-        if (
-            len(shape) != 4
-            or shape[1] != self.spec.num_channels
-            or shape[2] % side
-            or shape[3] % side
-            or not all(shape)
-        ):
-            raise InvalidImageError(f"the vision tower takes images of whole squares of {side} pixels, not {shape}")
-        embeddings = -(-shape[0] // self.spec.frames) * (shape[2] // side) * (shape[3] // side)
-        if embeddings != num_tokens:
-            raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
-
-    @property
-    def example_shape(self) -> tuple[int, ...]:
-        side = 8 * self.spec.patch_size * self.spec.merge
-        return 1, self.spec.num_channels, side, side
-
-    @property
-    def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        tiles, channels, height, width = self.example_shape
-        return tiles, channels, 2 * height, 2 * width
-
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
         spec = self.spec
         deep, down, across = -(-shape[0] // spec.frames), shape[2] // spec.patch_size, shape[3] // spec.patch_size
         windows = [spec.merge**2 * len(window) for window in self._windows((deep, down, across))]
         layers = sum(
             block.products(*(windows if self._is_windowed(index) else [down * across] * deep))
-            for index, block in enumerate(self._layers())
+            for index, block in enumerate(self._layers)
         )
         patches = deep * down * across
         embeddings = patches // spec.merge**2
@@ -289,7 +264,7 @@ class QwenVisionTower(StagedVision):
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
         """Compute images or videos together if the device has range kernels, else one by one."""
-        together = any(block.attn.attention and block.attn.attention.range_kernels for block in self._layers())
+        together = any(block.attn.attention and block.attn.attention.range_kernels for block in self._layers)
         images: list[Tensor] = []
         for some in [pixels] if together else [[image] for image in pixels]:
             layouts = self.lay_out([image.shape for image in some])
@@ -305,9 +280,6 @@ class QwenVisionTower(StagedVision):
 
     def encode_laid_out(self, pixels: Sequence[Tensor], layout: Layouts) -> Tensor:
         return run_stages(self._encode(pixels, layout, StageBudget()))
-
-    def _layers(self) -> Iterable[VisionLayer]:
-        return self.blocks.children()  # type: ignore[return-value]
 
     @property
     def _projection(self) -> PatchEmbedding:
@@ -330,7 +302,7 @@ class QwenVisionTower(StagedVision):
         frames = Frames(layout.frames.lengths, layout.frames.blocks, layout.frames.block_rows, shapes)
         of_layers: list[Tensor] = []
         stream = ResidualStream(x)
-        for index, (block, following) in enumerate(with_following(self._layers())):
+        for index, (block, following) in enumerate(with_following(self._layers)):
             ranges = layout.windows if self._is_windowed(index) else frames
             stream = yield from block.in_stages(stream, ranges, budget, following, layout.cos, layout.sin)
             if index in spec.deepstack:
@@ -365,7 +337,7 @@ class QwenVisionTower(StagedVision):
         return layout
 
     def _new_layout(self, grid: tuple[int, int, int]) -> Layout:
-        spec, device = self.spec, self._device
+        spec, device = self.spec, self.device
         deep, down, across = grid
         unit = spec.merge**2
         windows = self._windows(grid)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Unpack
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmserve.errors import InvalidImageError, ModelLoadError
+from vlmserve.errors import ModelLoadError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear, empty_parameter
@@ -20,7 +20,7 @@ from vlmserve.layers.norm import LayerNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.blocks.mlp import MLP
 from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
-from vlmserve.models.vision.staged import LayerParts, StagedLayer, StagedVision, through_layers
+from vlmserve.models.vision.staged import FixedSizeVision, LayerParts, StagedLayer, through_layers
 from vlmserve.types import TowerInputs
 
 NORM_EPS = 1e-6
@@ -157,47 +157,31 @@ class Resampler(nn.Module):
         return output
 
 
-class ResampledVision(StagedVision):
+class ResampledVision(FixedSizeVision):
     """Images of one size to a fixed number of embeddings each. Module names match checkpoints."""
 
     def __init__(self, spec: ResampledSpec, **factory: Unpack[Factory]) -> None:
-        super().__init__()
+        super().__init__(**factory)
         self.spec = spec
-        self.dtype = factory["dtype"]
         tower, size = spec.tower, spec.output_size
         self.conv1 = PatchEmbedding(tower, **factory)
         self.positional_embedding = empty_parameter(TRAINED_POSITIONS, tower.hidden_size, **factory)
         self.ln_pre = LayerNorm(tower.hidden_size, NORM_EPS, **factory)
-        layers = nn.ModuleList(TowerLayer(tower, **factory) for _ in range(tower.num_layers))
+        self._layers = [TowerLayer(tower, **factory) for _ in range(tower.num_layers)]
         # Matches the names in checkpoints.
-        self.transformer = nn.ModuleDict({"resblocks": layers})
+        self.transformer = nn.ModuleDict({"resblocks": nn.ModuleList(self._layers)})
         self.attn_pool = Resampler(spec, **factory)
         self.ln_post = LayerNorm(size, NORM_EPS, **factory)
         self.proj = empty_parameter(size, size, **factory)
+        patches = tower.num_patches
+        self._pool_products = self.attn_pool.products(patches) + spec.num_queries * size * size
+        layers = sum(layer.products(patches) for layer in self._layers)
+        self.tile, self.tile_embeddings = tower.tile, spec.num_queries
+        self.tile_products = patches * self.conv1.products + layers + self._pool_products
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> ResampledVision:
         return cls(ResampledSpec.from_config(config["visual"], hidden_size), **factory)
-
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        tower = self.spec.tower
-        expected = (1, tower.num_channels, tower.image_size, tower.image_size)
-        if tuple(shape) != expected:
-            raise InvalidImageError(f"the vision tower takes images of {expected[1:]}, not of {tuple(shape[1:])}")
-        if num_tokens != self.spec.num_queries:
-            raise InvalidImageError(
-                f"the image makes {self.spec.num_queries} embeddings and has {num_tokens} placeholders"
-            )
-
-    @property
-    def example_shape(self) -> tuple[int, ...]:
-        tower = self.spec.tower
-        return 1, tower.num_channels, tower.image_size, tower.image_size
-
-    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        patches = self.spec.tower.num_patches
-        layers = sum(layer.products(patches) for layer in self._layers())
-        return patches * self.conv1.products + layers + self._pool_products
 
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
@@ -206,17 +190,9 @@ class ResampledVision(StagedVision):
         images = torch.cat(pixels).to(self.dtype)
         patches = yield from by_rows(self.conv1, count * self.conv1.products, budget, images)
         x = self.ln_pre(patches + interpolated(self.positional_embedding, count))
-        x = yield from through_layers(self._layers(), x, budget)
+        x = yield from through_layers(self._layers, x, budget)
         return list((yield from by_rows(self._pool, self._pool_products, budget, x)))
-
-    @property
-    def _pool_products(self) -> int:
-        size, queries = self.spec.output_size, self.spec.num_queries
-        return self.attn_pool.products(self.spec.tower.num_patches) + queries * size * size
 
     def _pool(self, patches: Tensor) -> Tensor:
         output: Tensor = self.ln_post(self.attn_pool(patches)) @ self.proj
         return output
-
-    def _layers(self) -> Iterable[TowerLayer]:
-        return self.transformer["resblocks"].children()  # type: ignore[return-value]

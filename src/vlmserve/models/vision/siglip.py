@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import torch
@@ -11,10 +11,7 @@ from torch import Tensor, nn
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Embedding
-from vlmserve.layers.norm import LayerNorm
-from vlmserve.layers.stages import StageBudget, Stages, by_rows
-from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
-from vlmserve.models.vision.staged import through_layers
+from vlmserve.models.vision.clip import ClipLayer, ClipSpec, EncoderTower, PatchEmbedding
 
 IDEFICS3_KINDS = ("idefics3_vision", "idefics3", "smolvlm_vision", "smolvlm")
 SIGLIP_DEFAULTS: Mapping[str, Any] = {
@@ -67,32 +64,13 @@ class SiglipEmbeddings(nn.Module):
         return output
 
 
-class SiglipTower(nn.Module):
-    """Images to states of their patches. Module names match checkpoints.
+class SiglipTower(EncoderTower):
+    """Images to normed states of their patches.
 
     stretched: positions from `patch_positions`; else all images must have the table's size.
     """
 
     def __init__(self, spec: ClipSpec, *, stretched: bool = False, **factory: Unpack[Factory]) -> None:
-        super().__init__()
-        self.spec = spec
-        self.embeddings = SiglipEmbeddings(spec, stretched, **factory)
+        embeddings = SiglipEmbeddings(spec, stretched, **factory)
         layers = [ClipLayer(spec, **factory) for _ in range(spec.num_layers)]
-        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
-        self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, **factory)
-
-    def products(self, num_patches: int) -> int:
-        patches = num_patches * self.embeddings.patch_embedding.products
-        return patches + sum(layer.products(num_patches) for layer in self._layers())
-
-    def in_stages(self, pixels: Tensor, budget: StageBudget) -> Stages[Tensor]:
-        """``[images, channels, height, width]`` to the normed output ``[images, patches, hidden_size]``."""
-        num_patches = (pixels.shape[2] // self.spec.patch_size) * (pixels.shape[3] // self.spec.patch_size)
-        products = num_patches * self.embeddings.patch_embedding.products
-        x = yield from by_rows(self.embeddings, products, budget, pixels)
-        x = yield from through_layers(self._layers(), x, budget)
-        output: Tensor = self.post_layernorm(x)
-        return output
-
-    def _layers(self) -> Iterable[ClipLayer]:
-        return self.encoder["layers"].children()  # type: ignore[return-value]
+        super().__init__(spec, embeddings, layers, class_tokens=0, last_norm=True, **factory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -86,19 +86,19 @@ class SquareTower(nn.Module):
         self.spec = spec
         self._merge = merge
         self.embeddings = SquareEmbeddings(spec, merge, **factory)
-        layers = [ClipLayer(spec, **factory) for _ in range(spec.num_layers)]
-        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+        self._layers = [ClipLayer(spec, **factory) for _ in range(spec.num_layers)]
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(self._layers)})
         self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, **factory)
 
     def products(self, grids: Sequence[Grid]) -> int:
         lengths = self._lengths(grids)
-        layers = sum(layer.products(*lengths) for layer in self._layers())
+        layers = sum(layer.products(*lengths) for layer in self._layers)
         return sum(map(math.prod, grids)) * self.embeddings.products + layers
 
     @property
     def takes_together(self) -> bool:
         """Return whether the device computes several images faster together."""
-        return next(iter(self._layers())).self_attn.attention.range_kernels is not None
+        return self._layers[0].self_attn.attention.range_kernels is not None
 
     def in_stages(self, squares: Tensor, grids: Sequence[Grid], budget: StageBudget) -> Stages[Tensor]:
         """``[squares, channels, side, side]`` of parts with these grids to ``[squares * merge^2, hidden_size]``.
@@ -109,16 +109,13 @@ class SquareTower(nn.Module):
         positions = torch.cat([self.embeddings.positions(grid) for grid in grids])
         stream = ResidualStream(patches.flatten(0, 1) + positions)
         ranges = Ranges.of(self._lengths(grids), squares.device)
-        for layer, following in with_following(self._layers()):
+        for layer, following in with_following(self._layers):
             stream = yield from layer.in_stages(stream, ranges, budget, following)
         output: Tensor = self.post_layernorm(stream.rows)
         return output
 
     def _lengths(self, grids: Sequence[Grid]) -> list[int]:
         return [math.prod(grid) * self._merge**2 for grid in grids]
-
-    def _layers(self) -> Iterable[ClipLayer]:
-        return self.encoder["layers"].children()  # type: ignore[return-value]
 
 
 class SquareVision(StagedVision):
@@ -128,7 +125,7 @@ class SquareVision(StagedVision):
     """
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
-        super().__init__()
+        super().__init__(**factory)
         spec = _spec(config.get("vision_config") or {})
         self._merge = int(config.get("downsample_factor", 2))
         projector = NormedProjector if config.get("projector_use_layernorm", True) else Projector
@@ -141,17 +138,15 @@ class SquareVision(StagedVision):
             inner=config.get("projector_hidden_size", 2560),
             **factory,
         )
-        self.dtype = factory["dtype"]
 
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
+    def embeddings(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
         expected = self.example_shape[1:]
         if len(shape) != 4 or tuple(shape[1:]) != expected or not shape[0]:
             raise InvalidImageError(f"the vision tower takes squares of {expected}, not of {tuple(shape[1:])}")
         embeddings = sum(map(math.prod, _grids(shape[0], tiling)))
-        if not shape[0] == embeddings == num_tokens:
-            raise InvalidImageError(
-                f"the image has {shape[0]} squares, makes {embeddings} embeddings and has {num_tokens} placeholders"
-            )
+        if shape[0] != embeddings:
+            raise InvalidImageError(f"the image has {shape[0]} squares and makes {embeddings} embeddings")
+        return embeddings
 
     @property
     def example_shape(self) -> tuple[int, ...]:

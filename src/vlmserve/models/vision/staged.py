@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from vlmserve.errors import InvalidImageError
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.layers.encoder_attention import EncoderAttention
+from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import Normalization
 from vlmserve.layers.residual import ResidualStream, Unfinished
@@ -119,9 +121,21 @@ def through_layers(layers: Iterable[StagedLayer], x: Tensor, budget: StageBudget
 
 
 class StagedVision(nn.Module):
-    """The methods of `VisionEncoder` that follow from `in_stages`."""
+    """The methods of `VisionEncoder` that follow from `in_stages` and `embeddings`."""
 
     larger_shape: tuple[int, ...] | None = None
+
+    def __init__(self, **factory: Unpack[Factory]) -> None:
+        super().__init__()
+        self.dtype, self.device = factory["dtype"], factory["device"]
+
+    def embeddings(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
+        """Raises InvalidImageError for pixels that do not fit."""
+        raise NotImplementedError
+
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
+        if (made := self.embeddings(tuple(shape), tiling)) != num_tokens:
+            raise InvalidImageError(f"the image makes {made} embeddings and has {num_tokens} placeholders")
 
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
@@ -132,10 +146,65 @@ class StagedVision(nn.Module):
         return run_stages(self.in_stages(pixels, tilings, StageBudget())) if pixels else []
 
 
-class TileVision(StagedVision):
-    """Base of towers whose images consist of independent tiles of one size."""
+class FixedSizeVision(StagedVision):
+    """Base of towers for tiles of one size."""
 
-    dtype: torch.dtype
+    tile: tuple[int, ...]
+    """Channels, height and width."""
+    tile_embeddings: int
+    tile_products: int
+    """MACs for a tile."""
+    several = False
+    """True if an image may have several tiles."""
+
+    def embeddings(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
+        expected, found = (self.tile, shape[1:]) if self.several else (self.example_shape, shape)
+        if len(shape) != 4 or found != expected:
+            raise InvalidImageError(f"the vision tower takes images of {expected}, not of {found}")
+        return shape[0] * self.tile_embeddings
+
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        return 1, *self.tile
+
+    @property
+    def larger_shape(self) -> tuple[int, ...] | None:  # type: ignore[override]
+        return (4, *self.tile) if self.several else None
+
+    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
+        return shape[0] * self.tile_products
+
+
+class SquaresVision(StagedVision):
+    """Base of towers that make an embedding of each square of pixels, for images of any size."""
+
+    side: int
+    """Pixels along each side of a square."""
+    channels = 3
+    most: int | None = None
+    """Maximum pixels along each side of an image."""
+    frames: int | None = None
+    """Frames of a video that share embeddings; None: no videos."""
+
+    def embeddings(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
+        side, many = self.side, self.frames is None and shape[0] != 1
+        if len(shape) != 4 or many or shape[1] != self.channels or shape[2] % side or shape[3] % side or not all(shape):
+            raise InvalidImageError(f"the vision tower takes images of whole squares of {side} pixels, not {shape}")
+        if self.most is not None and max(shape[2:]) > self.most:
+            raise InvalidImageError(f"the vision tower takes at most {self.most} pixels along a side, not {shape}")
+        return -(-shape[0] // (self.frames or 1)) * (shape[2] // side) * (shape[3] // side)
+
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        return 1, self.channels, 8 * self.side, 8 * self.side
+
+    @property
+    def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return 1, self.channels, 16 * self.side, 16 * self.side
+
+
+class TileVision(FixedSizeVision):
+    """Base of towers whose images consist of independent tiles."""
 
     def tiles_in_stages(self, tiles: Tensor, budget: StageBudget) -> Stages[Tensor]:
         raise NotImplementedError
