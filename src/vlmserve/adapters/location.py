@@ -99,7 +99,6 @@ def is_xlora(folder: Path) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raises AdapterError for an invalid name."""
     if not 0 < len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
         raise AdapterError(f"an adapter's name has 1 to {MAX_NAME} printable characters", param="lora_name")
 

@@ -30,9 +30,7 @@ class Adapter:
     tables: dict[str, TableChange] = field(default_factory=dict)
     """Changes of embedding tables, by module path."""
     num_bytes: int = 0
-    """Memory of all changes."""
     max_rank: int = 0
-    """The highest rank of its layers."""
     mixture: Mixture | None = None
     """X-LoRA's classifier, which scales the adapters that it mixes."""
     pool: Mapping[str, str] = field(default_factory=dict)

@@ -133,7 +133,6 @@ class AdapterStore:
         return sum(adapter.num_bytes for adapter in self._memory.values())
 
     def __getitem__(self, name: str) -> Served:
-        """Raises UnknownModelError."""
         if name not in self._served:
             raise UnknownModelError(f"there is no adapter {name!r:.100} here", param="model")
         return self._served[name]

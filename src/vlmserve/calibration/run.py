@@ -110,7 +110,6 @@ class Calibration:
 
     @torch.inference_mode()
     def run(self, progress: Callable[[int, int], None] = lambda done, of: None) -> Result:
-        """progress: called with finished and total stages."""
         flow = LayerByLayer(self._decoder, self._executor, self._device, self._prompts)
         count = len(self._decoder.layers)
         stage = self._begin(flow)

@@ -165,9 +165,7 @@ class SharedInput:
 
 class _Graph(NamedTuple):
     x: Tensor
-    """The next step's input."""
     step: StepContext
-    """Keeps the memory that the graph reads."""
     repeat: Callable[[], Tensor]
 
 
@@ -256,7 +254,6 @@ class GraphExecutor:
 
 class _ImageGraph(NamedTuple):
     pixels: list[Tensor]
-    """The next images' pixels."""
     layout: object
     """Keeps the memory that the graph reads."""
     repeat: Callable[[], Tensor]

@@ -23,20 +23,13 @@ STAGED_BYTES = 2**25
 class HostBlocks(Protocol):
     """A call names each block at most once."""
 
-    def save(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy device blocks to host blocks."""
-        ...
+    def save(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
 
-    def load(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy host blocks to device blocks."""
-        ...
+    def load(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
 
 
 class PlainBlocks:
-    """Copies synchronously."""
-
     def __init__(self, layers: Sequence[Blocks], host: Sequence[Blocks]) -> None:
-        """host: in host memory."""
         self._layers, self._host = layers, host
 
     def save(self, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -14,7 +14,6 @@ BLOCK_ELEMENTS = 2**24
 RING_BUFFERS = 4
 """Pinned buffers, and so images in flight."""
 FIRST_BYTES = 2**22
-"""Initial bytes of each buffer."""
 
 
 class Normalizer:

@@ -25,9 +25,7 @@ class CopyStream(Protocol):
         """Host memory must be pinned, and unchanged until the copy runs."""
         ...
 
-    def record(self) -> CopyEvent:
-        """Return an event after all copies so far."""
-        ...
+    def record(self) -> CopyEvent: ...
 
     def record_computed(self) -> CopyEvent:
         """Return an event after all computation so far."""

@@ -35,10 +35,7 @@ class AdapterLoading:
 
     @classmethod
     def of(cls, config: EngineConfig, model: LoadedModel) -> AdapterLoading | None:
-        """Load the configured adapters. Returns None if adapters are disabled.
-
-        Raises ConfigurationError if the model supports no adapters, or an adapter cannot be loaded.
-        """
+        """None: adapters are disabled. Raises ConfigurationError for models and adapters that are not supported."""
         if not config.enable_lora:
             if config.lora_modules:
                 raise ConfigurationError("--lora-modules needs --enable-lora")

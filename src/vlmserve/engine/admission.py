@@ -69,7 +69,6 @@ def _check_task(request: EngineRequest, info: ModelInfo) -> None:
 
 
 def _check_continuations(task: Score, num_tokens: int, info: ModelInfo) -> None:
-    """num_tokens: of the prompt."""
     if not task.continuations or not all(task.continuations):
         raise InvalidRequestError("give continuations of at least one token each", param="continuations")
     if not all(0 <= token < info.vocab_size for tokens in task.continuations for token in tokens):
@@ -106,7 +105,6 @@ def _check_text(span: ImageSpan, prompt: Prompt) -> None:
 
 
 def _check_token_ids(prompt: Prompt, vocab_size: int) -> None:
-    """Check that text is in the vocabulary. Placeholders may be outside."""
     if min(prompt.token_ids) >= 0 and max(prompt.token_ids) < vocab_size:
         return
     placeholders = {

@@ -32,7 +32,6 @@ class Intake:
         adapters: AdapterLoading | None,
         sizes: CacheSizes,
     ) -> None:
-        """identity: see `cache_identity`."""
         cross, size = model.cross, model.dtype.itemsize
         self.image_token_bytes = (cross.feature_size if cross else model.language_model.image_width) * size
         """Bytes of an embedding in the encoder cache."""
@@ -87,7 +86,6 @@ class Intake:
         return queued, beams
 
     def _adapter(self, name: str) -> Served | None:
-        """Raises UnknownModelError if the adapter is not served."""
         if not name:
             return None
         if self._adapters is None:
@@ -140,7 +138,6 @@ class Intake:
         self._check_image(cross.image, num_bytes)
 
     def _check_image(self, image: ImageInput, num_bytes: int) -> None:
-        """num_bytes: in the encoder cache."""
         if self._model.vision is not None:
             self._model.vision.check(image.pixels.shape, image.num_embeddings, image.tiling)
         if len(image.key) != KEY_BYTES:

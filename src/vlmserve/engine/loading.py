@@ -109,11 +109,9 @@ class CacheSizes(NamedTuple):
     pages: int
     host_pages: int
     max_model_len: int
-    """Maximum context in tokens."""
     slots: int
     """State slots, without the padding slot."""
     state_bytes: int
-    """Bytes of a slot over all layers, 0 without states."""
     host_slots: int
 
     @property

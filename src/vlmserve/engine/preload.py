@@ -107,7 +107,6 @@ class ForkedProcess:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
         if self._code is None:
             watched = select.poll()
             watched.register(self._news, select.POLLIN)

@@ -87,10 +87,7 @@ class EngineProcess:
 
     @classmethod
     def launch(cls, config: EngineConfig, folder: Path | None = None) -> EngineProcess:
-        """Start the child, which connects to `endpoint` and loads the model.
-
-        folder: the checkpoint, if `config.model` is already resolved.
-        """
+        """Start the child. folder: the checkpoint, if `config.model` is already resolved."""
         directory = socket_directory()
         launch = _Launch(
             endpoint=_endpoint(directory),
@@ -115,7 +112,6 @@ class EngineProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, negative for a signal, None while it runs."""
         return self._process.poll()
 
     @property
@@ -124,7 +120,6 @@ class EngineProcess:
         return self.returncode == -signal.SIGKILL and num_killed() > self._killed_before
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
         return self._process.wait(timeout)
 
     def kill(self) -> None:

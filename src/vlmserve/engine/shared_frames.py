@@ -76,7 +76,6 @@ def _filled(arrays: Sequence[memoryview]) -> int:
 
 
 def _received(channel: socket.socket, count: int) -> bytes:
-    """Raises ConnectionError if the sender closes early."""
     parts = []
     while count:
         part = channel.recv(min(count, 1 << 20))

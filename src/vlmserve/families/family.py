@@ -76,7 +76,6 @@ class Family:
     chat_template: Template | None = None
     """For checkpoints without a template."""
     models: str = ""
-    """Well-known models."""
     short_names: tuple[NamedModel, ...] = ()
     other_architectures: tuple[str, ...] = ()
     """Other spellings of ``architectures`` in config.json."""
@@ -114,8 +113,6 @@ class LanguageFamily(Family):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionFamily(Family):
-    """A vision-language model."""
-
     name: str = ""
     """Distinguishes families with the same `model_type`."""
     architecture: str
@@ -135,7 +132,7 @@ class VisionFamily(Family):
     """By ``clip.projector_type`` of GGUF files."""
 
     tower: str
-    """Makes the `VisionEncoder` from the config, the decoder's width, ``dtype=`` and ``device=``."""
+    """Makes the `VisionEncoder` from config, decoder width, ``dtype=`` and ``device=``. Raises like `load_model`."""
     tower_name: str | None = None
     """Name of the tower in tensor names; None: tensors have the names of its children."""
     reads_question: bool = False
@@ -159,7 +156,6 @@ class VisionFamily(Family):
     )
     """The placeholder that config.json names."""
     video_token_id: int | None = None
-    """Default placeholder of a video."""
     image_ends: Mapping[str, int] = field(default_factory=dict)
     """Tokens before and after an image, as config.json names them, where chat templates write only the first."""
     frame_ends: Mapping[str, int] = field(default_factory=dict)

@@ -26,7 +26,6 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-"""LLaVA-1.5's conversation format."""
 
 
 def _vision_config(config: Config) -> Config:

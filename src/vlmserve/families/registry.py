@@ -69,7 +69,6 @@ def vision_config(config: Config) -> Config:
 
 
 def gguf_family(name: str) -> tuple[LanguageFamily, GGUFText] | None:
-    """The family of GGUF files with that ``general.architecture``."""
     found = ((family, family.gguf[name]) for family in LANGUAGE_FAMILIES.values() if name in family.gguf)
     return next(found, None)
 
@@ -86,7 +85,6 @@ def image_processor_path(kind: str | None, family: VisionFamily | None) -> str:
 
 
 def family_of(config: Config) -> LanguageFamily | VisionFamily | None:
-    """The family of a config.json; None for unknown models."""
     name = str(config.get("model_type"))
     return vision_family(config) or LANGUAGE_FAMILIES.get(name)
 

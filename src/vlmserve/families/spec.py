@@ -51,9 +51,7 @@ class PerLayerSpec:
     """Per-layer embeddings, whose projection each layer adds. Sizes in elements."""
 
     size: int
-    """Size of a token's embedding for one layer."""
     vocab_size: int
-    """Rows of the embedding table."""
 
 
 MOST_EXPERTS = 2**14
@@ -66,9 +64,7 @@ class ExpertsSpec:
 
     count: int
     top_k: int
-    """Experts of each token."""
     inner_size: int
-    """Inner size of one expert."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """How the router scores experts."""
     renormalized: bool = True
@@ -76,7 +72,6 @@ class ExpertsSpec:
     correction: bool = False
     """A stored bias on scores selects experts but does not weigh them."""
     scale: float = 1.0
-    """Factor on the experts' weights."""
     shared_size: int = 0
     """Inner size of the shared MLP, which every token takes; 0: none."""
     shared_gate: bool = False
@@ -103,7 +98,6 @@ class ArchSpec:
     hidden_size: int
     intermediate_size: int
     mixers: tuple[Mixer, ...]
-    """One entry a layer."""
     ropes: tuple[RopeSpec | None, ...]
     """One entry a layer; None: no rotary embedding."""
     norm: NormSpec
@@ -154,7 +148,6 @@ class ArchSpec:
         return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
-        """The experts of a layer; None: it has an MLP only."""
         return self.experts[layer] if self.experts else None
 
     @property

@@ -31,7 +31,6 @@ class Run(NamedTuple):
 
 class RowSlots(NamedTuple):
     runs: Sequence[Run]
-    """Rows with an adapter."""
     slots: Tensor
     """int32 ``[rows]`` on the model's device, below 0 for no adapter. One element for all rows if `stride` is 0."""
     stride: int = 1
@@ -137,7 +136,6 @@ class AdapterRows:
         self.scalings = None if scalings is None else self._kept(scalings, len(rows.slots))
 
     def narrow(self, rows: Tensor) -> None:
-        """rows: int64 indices."""
         assert self._wanted is not None
         self.use(self._wanted, None if self.scalings is None else self.scalings.index_select(0, rows))
 
@@ -174,11 +172,9 @@ class Change:
     factor: Tensor | None = None
     """float32 ``[out_features]``."""
     shift: Tensor | None = None
-    """float32 ``[out_features]``."""
     weight: Tensor | None = None
     """Replaces the layer's weight."""
     bias: Tensor | None = None
-    """Replaces the layer's bias."""
     outputs: tuple[Tensor, Tensor] | None = None
     """int64 indices of outputs, and the weight rows that replace the layer's there."""
 
@@ -216,7 +212,6 @@ class TableChange:
     rows: tuple[Tensor, Tensor] | None = None
     """int64 indices, and their replacement vectors."""
     weight: Tensor | None = None
-    """Replaces the whole table."""
     columns: Tensor | None = None
     """As in `LowRank`."""
 
@@ -309,7 +304,6 @@ class LinearAdapters:
     """
 
     def __init__(self, rows: AdapterRows, words: int = 1, reserved: int | None = None) -> None:
-        """words: see `PacksChanges.change_words`. reserved: see `ReservesRanks`."""
         self._rows, self._words, self._reserved = rows, words, reserved
         self._number = rows.add_product(reserved)
         self._changes: dict[int, PreparedChange] = {}

@@ -170,7 +170,6 @@ class RotaryRows(NamedTuple):
     cos: Tensor
     """float32 ``[rows, size / 2]``."""
     sin: Tensor
-    """float32 ``[rows, size / 2]``."""
     positions: Tensor | None
     """int64 ``[tokens]``: the row of each token. None: token i uses row i."""
 

@@ -66,7 +66,6 @@ def allocate_layers(
 def allocate_states(
     layers: Sequence[StateSpec], num_slots: int, dtype: torch.dtype, device: torch.device
 ) -> list[StateCache]:
-    """dtype: of the model."""
     return [
         StateCache(
             **{
@@ -84,7 +83,6 @@ def distinct(layers: Iterable[LayerCache]) -> list[LayerCache]:
 
 
 def clear_blocks(cache: LayerCache, blocks: Tensor) -> None:
-    """blocks: int64 ids on the cache's device."""
     for tensor in cache.tensors:
         tensor.index_fill_(0, blocks, 0)
 

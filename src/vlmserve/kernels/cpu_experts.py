@@ -32,7 +32,6 @@ def unsupported_reason(router: Product, experts: Mapping[int, ExpertProducts]) -
 
 class NativeExperts:
     def __init__(self, spec: ExpertsSpec, router: RouterWeights, experts: Mapping[int, ExpertProducts]) -> None:
-        """Raises ValueError if `unsupported_reason` returns a reason."""
         if (reason := unsupported_reason(router.product, experts)) is not None:
             raise ValueError(f"native experts are not possible here: {reason}")
         packed = _packed(router.product)

@@ -106,7 +106,6 @@ class PackedLinear:
 
     @classmethod
     def restored(cls, settings: Mapping[str, int], packed: Tensor, bias: Tensor | None) -> PackedLinear:
-        """bias: ``[out_features]``."""
         linear = cls.__new__(cls)
         linear._set(settings, bias)
         linear.packed = packed
@@ -284,7 +283,6 @@ class PackedLinear:
         )
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Return ``[count, in_features]``."""
         indices = indices.contiguous()
         output = torch.empty(len(indices), self.in_features, dtype=self.dtype)
         extension().gather(

@@ -99,7 +99,6 @@ class NativeDelta:
 
 class NativeConvolution:
     def __init__(self, spec: ConvolutionSpec, weight: Tensor, dtype: torch.dtype) -> None:
-        """weight: ``[channels, kernel]``. Raises ValueError if `unsupported_reason` returns a reason."""
         _check(spec, dtype)
         self._spec, self._dtype = spec, dtype
         self._weight = weight.float().T.contiguous()

@@ -47,7 +47,6 @@ def selected_isa() -> str:
 
 
 def extension() -> ModuleType:
-    """Raises RuntimeError if no kernels were built."""
     if _native is None:
         raise RuntimeError("the native kernels were not built: run python setup.py build_ext --inplace")
     return _native

@@ -20,7 +20,6 @@ class GroupBlocks(NamedTuple):
     """A GGUF type with blocks of `GROUP` weights and a scale."""
 
     num_bytes: int
-    """Bytes of a block."""
     bits: int
     minimums: bool = False
     is_coded: bool = False

@@ -64,7 +64,6 @@ class Epilogue:
     """The first half of the outputs are gates, the second half ups. The result is ``activation(gate) * up``, half as
     wide."""
     float_output: bool = False
-    """Return float32."""
 
     def __post_init__(self) -> None:
         if self.activation is not None:
@@ -241,9 +240,7 @@ class Operations(Protocol):
         """The fastest number for a plain linear. Extra inputs are zeros."""
         ...
 
-    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
-        """dtype: of inputs."""
-        ...
+    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product: ...
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
         """An embedding table ``[count, size]`` is also the output head. dtype: of rows and inputs."""
@@ -276,10 +273,6 @@ class Operations(Protocol):
         """None: computing images of several sizes together is not faster."""
         ...
 
-    def delta(self, spec: DeltaSpec, weights: DeltaWeights, dtype: torch.dtype) -> DeltaKernel | None:
-        """dtype: of rows."""
-        ...
+    def delta(self, spec: DeltaSpec, weights: DeltaWeights, dtype: torch.dtype) -> DeltaKernel | None: ...
 
-    def convolution(self, spec: ConvolutionSpec, weight: Tensor, dtype: torch.dtype) -> ConvolutionKernel | None:
-        """weight: ``[channels, kernel]``. dtype: of rows."""
-        ...
+    def convolution(self, spec: ConvolutionSpec, weight: Tensor, dtype: torch.dtype) -> ConvolutionKernel | None: ...

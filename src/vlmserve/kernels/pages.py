@@ -47,7 +47,6 @@ class _SharedPages:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
-        """num_bytes: less than a large page."""
         size = -(-num_bytes // _LINE) * _LINE
         with self._lock:
             if size > len(self._free):

@@ -26,7 +26,6 @@ class QuantizedWeight:
     """A weight ``[out_features, in_features]``: ``scale * u + minimum`` with unsigned integers u."""
 
     bits: int
-    """4 or 8."""
     group_size: int
     """Inputs that share a scale and a minimum."""
     values: Tensor
@@ -34,7 +33,6 @@ class QuantizedWeight:
     scales: Tensor
     """float32 ``[out_features, groups]``."""
     minimums: Tensor
-    """float32 ``[out_features, groups]``."""
     input_bits: int = 0
     """Precision of rounded inputs: 16 (more than bfloat16 has), or 8 (faster for many rows; with 4-bit weights, each
     group of inputs has a scale). 0: 16 for 8-bit weights, 8 for 4-bit weights."""

@@ -37,7 +37,6 @@ class TorchProduct:
         out: Tensor | None = None,
         adapters: LinearAdapters | None = None,
     ) -> Tensor:
-        """Ignores `out`."""
         output = self._multiply(x)
         if adapters is not None and adapters.active:
             output = adapters.change(x, output, self._bias)

@@ -26,9 +26,7 @@ ROWS_PER_MASK = 256
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
     start: int
-    """First query row."""
     end: int
-    """End of the query rows."""
     gather: Tensor | None
     """Cache rows of its blocks. None: this step contains the whole context."""
     key_start: int

@@ -75,7 +75,6 @@ class TorchDelta:
 
 class TorchConvolution:
     def __init__(self, weight: Tensor) -> None:
-        """weight: ``[channels, kernel]``."""
         self._weight = weight
 
     def __call__(self, mixed: Tensor, cache: StateCache, rows: StateRows) -> Tensor:

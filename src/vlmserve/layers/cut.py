@@ -52,7 +52,6 @@ class Shard:
 class Cut:
     num_rows: int
     pieces: tuple[tuple[int, int], ...]
-    """Ranges ``first <= i < last`` of rows."""
     columns: Share | None = None
     """None: all, as for vectors."""
 

@@ -89,7 +89,6 @@ class Weight(Layer):
         self.in_features, self.out_features = in_features, out_features
         self.dtype = factory["dtype"]
         self.bits: int | None = None
-        """Bits of a quantized weight; None: plain."""
         self.adapters: LinearAdapters | None = None
         self.device = factory["device"]
         self._quantized: QuantizedWeight | GGUFWeight | None = None
@@ -132,7 +131,6 @@ class Weight(Layer):
         return self._stored is not None
 
     def kept(self) -> KeptWeight | None:
-        """None: padding changed its inputs or outputs."""
         return None if self._stored is None else KeptWeight(self._stored, self.bits, self._input_order)
 
     def restore(self, kept: KeptWeight) -> None:
@@ -342,7 +340,6 @@ class OutputLinear(Linear):
         self.epilogue = Epilogue(float_output=True)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """out: contiguous memory for the result."""
         return self._multiply(hidden, out=out)
 
 

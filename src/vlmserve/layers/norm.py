@@ -89,7 +89,6 @@ class NormOfEachHead(nn.Module):
     """Layer norm of each head of ``[tokens, heads, head_size]``, with own weights and no bias."""
 
     first_head = 0
-    """Number of the first head in the checkpoint."""
 
     def __init__(self, heads: int, head_size: int, eps: float, **factory: Unpack[Factory]) -> None:
         super().__init__()

@@ -16,9 +16,7 @@ class Padding:
     """Pads a weight ``[out_features, in_features]``."""
 
     inputs: int
-    """Number of inputs with padding."""
     outputs: int
-    """Number of outputs with padding."""
     places: Tensor
     """int64 ``[out_features]``, the new index of each output."""
 

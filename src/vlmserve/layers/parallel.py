@@ -82,7 +82,6 @@ class RowParallelLinear(Linear):
     """Shards inputs and sums the outputs. Rank 0 has the bias."""
 
     def __init__(self, whole: Linear, inputs: Share, ranks: Ranks) -> None:
-        """whole: built for this rank's inputs."""
         bias = whole.bias is not None and ranks.rank == 0
         super().__init__(whole.in_features, whole.out_features, bias=bias, dtype=whole.dtype, device=whole.device)
         self.shard = Shard((Share(0, whole.out_features, whole.out_features),), inputs)
@@ -142,7 +141,6 @@ class ParallelNormOfRow(NormOfRow):
     """Heads are sharded. copies: ranks with the same heads."""
 
     def __init__(self, own: NormOfRow, elements: Share, copies: int, ranks: Ranks, *, device: torch.device) -> None:
-        """own: built for this rank's heads."""
         super().__init__(len(own.weight), own.eps, dtype=own.weight.dtype, device=device)
         self.shard = Shard((elements,))
         self._count = elements.whole * copies

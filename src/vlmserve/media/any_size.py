@@ -143,7 +143,6 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
         return self._resized(size) if self._recipe.resize else size
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Raises InvalidImageError for a too narrow image."""
         image = to_rgb(decoded.image)
         if self._recipe.resize:
             image = image.resize(self._resized(decoded.size), self._recipe.resample, decoded.box)

@@ -30,15 +30,11 @@ class CropRecipe:
     """Sizes are in pixels."""
 
     size: int
-    """Side of a crop."""
     margin: int
     """Overlap with the neighbor on each side."""
     patch: int
-    """Side of a patch."""
     max_crops: int
-    """Maximum crops of an image."""
     max_pixels: int | None = None
-    """Maximum area of all crops together."""
 
     @property
     def step(self) -> int:
@@ -76,7 +72,6 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
         return self._following(replace(self._recipe, max_crops=1))
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Return uint8 ``[1, 3, height, width]``."""
         image = to_rgb(decoded.image)
         side = self._recipe.size
         width, height = self._target(decoded.size)

@@ -91,7 +91,6 @@ class _Read(NamedTuple):
     source: DocumentSource
     data: bytes
     digest: bytes
-    """As in `Page`."""
     num_pages: int
 
 
@@ -121,12 +120,10 @@ class DocumentReader:
         return [Page(self, data, digest, number) for number in numbers]
 
     def count(self, source: DocumentSource) -> int:
-        """Raises as `pages` does."""
         return self._counted(source).num_pages
 
     @contextlib.contextmanager
     def rendered(self, page: Page, memory: DecodingMemory) -> Iterator[DecodedImage]:
-        """A page takes memory during the block. Raises as `Page.prepare` does."""
         document = self._open(page.digest, page.data)
         if isinstance(document, PagedImage):
             with document.decoded(page.number, memory) as image:
@@ -187,7 +184,6 @@ def open_document(data: bytes, limits: MediaConfig) -> PDFProcess | PagedImage:
 
 
 def count_pages(source: DocumentSource, limits: MediaConfig) -> int:
-    """Raises as `DocumentReader.pages` does."""
     with contextlib.closing(DocumentReader(limits, PageCounts())) as reader:
         return reader.count(source)
 

@@ -33,7 +33,6 @@ _HEADERS = (("User-Agent", "vlmserve"), ("Accept", "image/*,video/*,*/*;q=0.5"),
 _GZIP_OR_ZLIB = 47
 """zlib's `wbits` that detects both formats."""
 _INFLATED_AT_ONCE = 1024**2
-"""Bytes."""
 _LOOKUPS, _CLIENT_LOOKUPS = 128, 32
 """Concurrent lookups of host names, in total and for each client. A lookup may outlive its fetch."""
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")

@@ -65,7 +65,6 @@ class SmolVLMFrames:
 
     fps: float
     max_frames: int
-    """Maximum frames of a file."""
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], fps: float | None) -> SmolVLMFrames | None:
@@ -101,11 +100,9 @@ class AdjacentFrames:
 
     fps: float
     max_frames: int
-    """Maximum frames of a file."""
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], fps: float | None) -> AdjacentFrames:
-        """fps: the server's; None: one frame per second."""
         return cls(fps or 1.0, int(settings.get("max_num_frames") or 128))
 
     def sample(self, num_frames: int, rate: float, fps: float | None, most: int) -> list[int]:

@@ -16,9 +16,7 @@ class FrameTimes:
     encode: Callable[[str], Sequence[int]]
     """Tokenizes text with control tokens."""
     begin: str
-    """The token before a group's placeholders."""
     end: str
-    """The token after a group's placeholders."""
     behind: bool = False
     """Write the time of the first frame after the group (GLM-V), not the mean of first and last
     before it (Qwen3-VL)."""

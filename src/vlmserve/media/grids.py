@@ -32,11 +32,8 @@ from vlmserve.types import Pixels
 @dataclass(frozen=True)
 class GridRecipe:
     tile: int
-    """Side of a tile in pixels."""
     least: int
-    """Minimum tiles."""
     most: int
-    """Maximum tiles."""
     resample: int
     rescale: float | None
     mean: tuple[float, ...] | None
@@ -95,7 +92,6 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         return columns * self._recipe.tile, rows * self._recipe.tile
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Return uint8 ``[tiles + 1, 3, height, width]``, or one tile if the image is not cut."""
         tile, resample = self._recipe.tile, self._recipe.resample
         image = to_rgb(decoded.image)
         tiles = cut_tiles(image.resize(self._target(decoded.size), resample, decoded.box), tile)
@@ -133,7 +129,6 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
 
 @lru_cache(64)
 def _grids(least: int, most: int) -> list[tuple[int, int]]:
-    """The smallest first."""
     pairs = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
     return sorted((pair for pair in pairs if math.prod(pair) >= least), key=math.prod)
 

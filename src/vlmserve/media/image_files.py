@@ -26,11 +26,9 @@ class ImageTokens(Protocol):
 @dataclass(frozen=True)
 class ImageFiles:
     config: dict[str, Any]
-    """config.json."""
     settings: dict[str, Any]
     """preprocessor_config.json, or the section of the image processor."""
     processor_config: dict[str, Any]
-    """processor_config.json."""
     tokenizer: ImageTokens
     media: MediaConfig
 

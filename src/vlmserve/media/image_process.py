@@ -16,7 +16,6 @@ from vlmserve.settings.config import MediaConfig
 _HEIF = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 _AVIF = frozenset({b"avif", b"avis"})
 _ORIENTATION = 0x0112
-"""EXIF tag of the orientation."""
 _BYTES = {
     "L": 1,
     **dict.fromkeys(("LA", "La", "I;16", "I;16B", "I;16L"), 2),

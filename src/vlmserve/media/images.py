@@ -42,7 +42,6 @@ _LARGE_WEBP = 4_000_000
 _HEAD = 1024
 """Bytes in which to search for signatures of other formats."""
 _ORIENTATION = 0x0112
-"""EXIF tag of the orientation."""
 _SHARPNESS = 2.0
 """Minimum pixels of a JPEG, decoded at a fraction of its size, per pixel in the result."""
 _DATA_URL = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
@@ -133,7 +132,6 @@ def open_any(data: bytes, limits: MediaConfig) -> Image.Image:
 
 
 def open_file(data: bytes, limits: MediaConfig) -> Image.Image:
-    """Open the first image; read only the header. Raises as `decode_image` does for one image."""
     image = _opened(lambda: _open(data, limits), data, limits)
     try:
         check_num_pixels(image, limits)
@@ -188,7 +186,6 @@ def _opened(open: Callable[[], Image.Image], data: bytes, limits: MediaConfig) -
 
 
 def load_image(image: Image.Image, limits: MediaConfig) -> None:
-    """Raises as `decode_image` does."""
     check_num_pixels(image, limits)
     if isinstance(file := getattr(image, "fp", None), LimitedFile):
         file.restart()

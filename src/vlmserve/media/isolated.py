@@ -184,7 +184,6 @@ class IsolatedProcess:
                 raise self._ended() from None
 
     def _wait(self, pipe: int, event: int) -> None:
-        """Wait within the remaining time."""
         poll = select.poll()
         poll.register(pipe, event)
         began = time.monotonic()

@@ -14,7 +14,6 @@ from vlmserve.media.isolated_limits import Answer, RefusedError, address_space, 
 _THREADS = 4
 """Threads that decode an image."""
 _ORIENTATION = 0x0112
-"""EXIF tag of the orientation."""
 _PIXEL_BYTES = {"I;16": 2, "I;16B": 2, "I;16L": 2, "I": 4, "F": 4, "RGBX": 4}
 """Bytes per pixel, for modes whose bands have more or less than one byte."""
 _SUBFILE_TYPE = 254
@@ -30,9 +29,7 @@ class _Opened(Protocol):
     """size, mode: of the current image."""
 
     count: int
-    """Number of images."""
     number: int
-    """Number of the current image, from 0."""
     size: tuple[int, int]
     mode: str
 

@@ -89,7 +89,6 @@ def _most_scans(data: bytes) -> int:
 
 
 def _num_scans(data: bytes, most: int) -> int:
-    """Stops after `most`."""
     scans, at = 0, 2
     for _ in range(_MOST_MARKERS):
         found = _MARKER.search(data, at)

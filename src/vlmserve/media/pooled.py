@@ -30,11 +30,8 @@ _BEGIN, _END = 255999, 258882
 @dataclass(frozen=True)
 class PooledRecipe:
     patch: int
-    """Pixels along each side of a patch."""
     pool: int
-    """Patches along each side of an embedding."""
     budget: int
-    """Maximum embeddings of an image, one of `BUDGETS`."""
     resample: int
     rescale: float | None
 
@@ -49,7 +46,6 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
     """Mean and standard deviation that map levels to the tower's range from -1 to 1."""
 
     def __init__(self, recipe: PooledRecipe, around: tuple[int, int], *, exact_pixels: bool = False) -> None:
-        """around: token ids before and after an image."""
         self._around = around
         self._follow(recipe, exact_pixels=exact_pixels)
         mean, deviation = self.levels_of
@@ -81,7 +77,6 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
         return self._following(replace(recipe, budget=allowed[-1]))
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Return uint8 ``[1, 3, height, width]``. Raises InvalidImageError for a too narrow image."""
         image = to_rgb(decoded.image)
         return to_pixels([image.resize(self._target(decoded.size), self._recipe.resample, decoded.box)])
 

@@ -235,7 +235,6 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
         return cropped_view((width, height), dict(recipe.resize or ()), recipe.crop, (left, top))
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Return uint8 ``[1, 3, height, width]``."""
         decoded = replace(decoded, image=to_rgb(decoded.image))
         if self._recipe.pad_color is not None:
             decoded = self._pad_to_square(decoded, self._recipe.pad_color)

@@ -35,7 +35,6 @@ _MERGING = ("mistral3", "lighton_ocr")
 @dataclass(frozen=True)
 class RowRecipe:
     side: int
-    """Pixels along each side of an embedding."""
     longest: int
     """Maximum edge before rounding up to whole squares."""
     resample: int
@@ -96,7 +95,6 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         return columns * self._recipe.side, rows * self._recipe.side
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Return uint8 ``[1, 3, height, width]``."""
         image = to_rgb(decoded.image).resize(self._target(decoded.size), self._recipe.resample, decoded.box)
         return to_pixels([image])
 

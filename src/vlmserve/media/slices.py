@@ -40,7 +40,6 @@ _MERGES = {"4x": 2, "16x": 4}
 @dataclass(frozen=True)
 class SliceRecipe:
     patch: int
-    """Pixels along each side of a patch."""
     merge: int
     """Patches along each side of an embedding."""
     scale: int
@@ -69,7 +68,6 @@ class SlicePlan(NamedTuple):
     columns: int
     """Rows and columns of slices; 0: the image is not cut."""
     piece: tuple[int, int]
-    """Size of a slice."""
 
     @property
     def refined(self) -> tuple[int, int]:
@@ -85,7 +83,6 @@ class SliceWords:
     slice: tuple[int, int]
     """Before and after each slice."""
     newline: Sequence[int]
-    """Between rows of slices."""
     number: Callable[[int], Sequence[int]] | None = None
     """Token ids of an image's index in the prompt, from 0; None: images have no labels."""
 
@@ -150,7 +147,6 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
         return max(plan.whole[0], plan.refined[0]), max(plan.whole[1], plan.refined[1])
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Return uint8 ``[1, 3, height, width]`` of an image that is not cut."""
         plan, resample = self._plan(decoded.size), self._recipe.resample
         image = to_rgb(decoded.image)
         whole = to_pixels([image.resize(plan.whole, resample, decoded.box)])

@@ -59,7 +59,6 @@ class SquareRecipe:
     side: int
     """Pixels along each side of a square."""
     patch: int
-    """Pixels along each side of a patch."""
     tile: int
     """Squares along each side of a tile."""
     least_tiles: int
@@ -139,7 +138,6 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         return self._following(replace(recipe, least=math.ceil(wanted / square) or min(recipe.least, most)))
 
     def _fits(self, tiles: int, most: int, budget: ImageBudget) -> bool:
-        """most: squares of the overview."""
         recipe = self._recipe
         written = max(len(self._written(*grid, recipe.overview)) for grid in ((1, tiles), (tiles, 1)))
         words = written - tiles - recipe.overview
@@ -258,7 +256,6 @@ def _grids(least: int, most: int) -> list[tuple[int, int]]:
 class SquareWords:
     encode: Callable[[str], Sequence[int]]
     image_token: str
-    """The placeholder."""
     image_token_id: int
     start: str
     end: str

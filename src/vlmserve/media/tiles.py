@@ -107,7 +107,6 @@ class AnyResolutionProcessor(PixelProcessor):
         return min(own / max(new, self._edge) for own, new in zip(size, resized, strict=True))
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Return uint8 ``[1 + tiles, 3, height, width]``, or one tile if the image is not cut."""
         image = to_rgb(decoded.image)
         whole = image.resize((self._edge, self._edge), self._resample, decoded.box)
         if not self._resolutions:
@@ -161,9 +160,7 @@ class SplitRecipe:
     size: int | tuple[int, int] | None
     """Longest edge, or width and height, before cutting; None: the image's own."""
     tile: int
-    """Side of a tile in pixels."""
     split: bool
-    """True if images are cut."""
     resample: int
     rescale: float | None
     mean: tuple[float, ...] | None
@@ -174,7 +171,6 @@ class SplitRecipe:
 
 class SplitPlan(NamedTuple):
     size: tuple[int, int]
-    """Width and height before cutting."""
     rows: int
     """Rows of tiles; 0: it is not cut."""
     columns: int
@@ -236,7 +232,6 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
         return size if self._recipe.size is None else self._plan(size).size
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Return uint8 ``[tiles + 1, 3, height, width]``, or one tile if the image is not cut."""
         tile, resample, plan = self._recipe.tile, self._recipe.resample, self._plan(decoded.size)
         image = to_rgb(decoded.image).resize(plan.size, resample, decoded.box)
         if not plan.rows:
@@ -298,7 +293,6 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
 class SplitWords:
     encode: Callable[[str], Sequence[int]]
     image_token: str
-    """The placeholder."""
     image_token_id: int
     around: str
     """The token before each tile and after the last one."""
@@ -321,7 +315,6 @@ class SplitWords:
         )
 
     def tokens(self, rows: int, columns: int) -> Sequence[int]:
-        """One placeholder for each tile; 0 rows and columns: only the whole image."""
         lines = [
             "".join(f"{self.around}<row_{row + 1}_col_{column + 1}>{self.image_token}" for column in range(columns))
             for row in range(rows)

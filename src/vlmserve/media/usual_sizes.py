@@ -21,7 +21,6 @@ LEAST_GROUPS = 8
 class UsualSizes:
     cost: ImageCost
     image_seconds: float
-    """For an image."""
     video_seconds: float
     """For all frames of a video, or all pages of a document."""
 

@@ -41,7 +41,6 @@ class FrameSequence:
     seconds: Sequence[float]
     """Time of each frame."""
     duration: float
-    """Seconds of the whole video."""
 
 
 class FrameReader:

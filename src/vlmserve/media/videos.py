@@ -315,7 +315,6 @@ def open_frames(
 
 
 def _decoded(frames: Sequence[Opened], memory: DecodingMemory) -> Generator[DecodedImage, None, None]:
-    """Each frame takes memory until the next one."""
     for frame in frames:
         with frame.decoded(memory) as image:
             yield image

@@ -30,7 +30,6 @@ class Place(NamedTuple):
     size: int
     in_features: int
     is_table: bool = False
-    """True for an embedding table with `size` entries."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,7 @@ class AdaptableModel:
     modules: nn.Module
     """By names of weights."""
     checkpoint: Checkpoint
-    """The source of the weights."""
     layouts: Sequence[Layout]
-    """The checkpoint's formats of quantized weights."""
     quantization: QuantizationConfig | None
     """Settings of weights that were quantized at load."""
     dtype: torch.dtype

@@ -44,7 +44,6 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: int 
 
 
 def _options(family: LanguageFamily | VisionFamily) -> str:
-    """Quantization at load, adapters, and optional sliding windows."""
     decoder = LANGUAGE_FAMILIES[family.text_type] if isinstance(family, VisionFamily) else family
     # Cross-attention takes no adapters.
     adapters = family.takes != "text, one image"

@@ -57,7 +57,6 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """executor: runs the layers. None: one by one."""
         super().__init__()
         self.spec = spec
         self.hidden_size, self.vocab_size = spec.hidden_size, spec.vocab_size
@@ -120,7 +119,6 @@ class Decoder(nn.Module):
         return self.spec.image_width
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 ``[tokens]`` to ``[tokens, hidden_size]``, followed in each row by any per-layer embeddings."""
         embeddings: Tensor = self.embed_tokens(token_ids)
         embeddings = embeddings if self._embedding_scale == 1 else embeddings * self._embedding_scale
         return embeddings if self.per_layer is None else torch.cat((embeddings, self.per_layer.of_tokens(token_ids)), 1)
@@ -163,7 +161,6 @@ class Decoder(nn.Module):
         wanted: Tensor | None = None,
         states: Sequence[StateCache] = (),
     ) -> Tensor:
-        """See `LanguageModel.forward`. features: for the first `ArchSpec.deepstack` layers."""
         if self.position_embeddings is not None:
             embeddings = embeddings + self.position_embeddings(positions)
         if self.embedding_norm is not None:
@@ -257,7 +254,6 @@ class Decoder(nn.Module):
         return ResidualStream(x, post_norm=self.spec.norms == "post")
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return float32 ``[rows, vocab_size]``. out: contiguous memory for the result."""
         if self.head_transform is not None:
             hidden = self.head_transform(hidden)
         if isinstance(self.lm_head, OutputLinear):

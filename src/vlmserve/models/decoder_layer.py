@@ -34,7 +34,6 @@ class DecoderLayer(nn.Module):
     def __init__(
         self, spec: ArchSpec, index: int, rope: int | None, backend: AttentionBackend, **factory: Unpack[Factory]
     ) -> None:
-        """rope: index of the decoder's rotary embedding, if any."""
         super().__init__()
         norm = partial(make_norm, spec.norm, spec.hidden_size, **factory)
         of_inputs, of_outputs = spec.norms in ("pre", "sandwich"), spec.norms != "pre"

@@ -22,7 +22,6 @@ _WEIGHTS = (GGUF, ".safetensors", ".bin", ".pth")
 class Download:
     repository: str
     name: str
-    """Its short name, else the repository's."""
     num_bytes: int
     used: float
     """Unix time of the last read."""

@@ -48,7 +48,6 @@ class WeightFile(Protocol):
 
 
 def open_weights(path: Path) -> WeightFile:
-    """Raises ModelLoadError for a broken file, MissingWeightsError for a missing one."""
     try:
         if path.suffix in PICKLES:
             return _PickledFile(path)

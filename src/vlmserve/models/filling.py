@@ -34,9 +34,7 @@ class Filling:
     checkpoint: Checkpoint
     device: Device
     settings: LoadSettings
-    """With the chosen dtype, kernels and implementation."""
     layouts: Sequence[Layout] = ()
-    """Formats of a quantized checkpoint."""
     keeps_blocks: bool = False
     """True: quantized weights of a GGUF file stay quantized."""
     cache: WeightsCache | None = None

@@ -32,7 +32,6 @@ _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 _EXPERTS = "experts."
 """Marks tensors that hold all experts of a layer."""
 _BARE = ("layer_scalar", "router.scale", "router.per_expert_scale")
-"""Suffixes of parameters that are not a layer's weight."""
 _WHOLE = {
     "token_embd": "embed_tokens",
     "position_embd": "position_embeddings",
@@ -77,17 +76,14 @@ class _Source:
     rows: NDArray[np.int64] | None = None
     """Row indices in the file, in order; None: all."""
     added: float = 0.0
-    """Added to all values."""
     behind: tuple[_Source, ...] = ()
     """Tensors whose rows follow."""
     frames: tuple[_Source, ...] = ()
     """Tensors that are the other steps of the third axis."""
     reshaped: tuple[int, ...] | None = None
-    """The new shape."""
     channels_last: bool = False
     """Move the second axis to the end before reshaping."""
     columns: NDArray[np.int64] | None = None
-    """Column indices in the file, in order; None: all."""
     is_decay: bool = False
     """The file has ``-exp`` of the values."""
     place: tuple[int, int] = (0, 1)
@@ -133,21 +129,18 @@ class GGUFFile:
         return _Rows(source.shape, functools.partial(_read, source))
 
     def stored(self, name: str, share: float) -> list[tuple[Path, str, float]]:
-        """share: of the tensor `name`."""
         source = self._sources[name]
         number, count = source.place
         read = (number + share) / count
         return [(part.info.path, part.info.name, read) for part in (source, *source.behind, *source.frames)]
 
     def quantized(self, name: str) -> QuantizedWeight | None:
-        """Return None if `QuantizedWeight` cannot hold the type."""
         source = self._sources[name]
         parts = [_quantized(part) for part in (source, *source.behind)]
         whole = [part for part in parts if part is not None]
         return QuantizedWeight.join(whole) if len(whole) == len(parts) else None
 
     def blocks(self, name: str) -> GGUFWeight | None:
-        """Return None if kernels do not pack the type."""
         source = self._sources[name]
         sources = (source, *source.behind)
         packed = SUPERBLOCK_BYTES.keys() | GROUP_BLOCKS.keys()
@@ -269,7 +262,6 @@ def _checked_sources(header: Header) -> dict[str, _Source]:
 
 
 def _of_checkpoint(stored: Stored) -> _Source:
-    """Raises ModelLoadError for tensors that do not belong together."""
     first, *others = stored.infos
     of_row = {info.shape if stored.joined == "frames" else info.shape[1:] for info in stored.infos}
     if len(of_row) > 1 or (stored.joined == "frames" and len(first.shape) != 4):
@@ -428,7 +420,6 @@ def _type_of(info: TensorInfo) -> Any:
 
 @functools.cache
 def _supported_types() -> dict[int, Any]:
-    """Unquantized types, and all that the gguf package dequantizes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 

@@ -146,7 +146,6 @@ def _check_format(name: str, revision: str | None) -> None:
 
 
 def _download_gguf(name: str, wanted: str, revision: str | None, *, progress: bool) -> tuple[Path, str]:
-    """Returns folder and choice of one model with its vision tower."""
     from huggingface_hub import snapshot_download
 
     with _kind_errors(name, revision), _bars(shown=progress):
@@ -184,7 +183,6 @@ def _bars(*, shown: bool) -> Iterator[None]:
 
 @contextmanager
 def _kind_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Convert errors of the hub's client to CheckpointNotFoundError."""
     import httpx
     from huggingface_hub import errors
 

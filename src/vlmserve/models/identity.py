@@ -42,11 +42,8 @@ _ABOUT_THE_FILES = {"_name_or_path", "_commit_hash", "transformers_version"}
 class StoredTensor(NamedTuple):
     name: str
     description: str
-    """Dtype and shape."""
     start: int
-    """First byte in the file."""
     end: int
-    """Byte after the last."""
     row: int
     """Bytes of a row."""
 
@@ -143,7 +140,6 @@ class _TensorDigest:
         self._hashed = self._read = 0
 
     def advance(self, share: float) -> int:
-        """Return the bytes read since the last call."""
         size = self._tensor.end - self._tensor.start
         # Each item has the windows of at most `MAPPED_BYTES` of the file.
         wanted = math.inf if share >= 1 else share * size
@@ -227,7 +223,6 @@ def _pickle_digest(path: Path) -> bytes:
 
 
 def _windows(path: Path, start: int, end: int, row: int) -> Iterator[bytes]:
-    """Sample a range of a file; all bytes if there are few. row: see `StoredTensor`."""
     size = end - start
     if size <= WHOLE_BYTES:
         yield _bytes_at(path, start, size)

@@ -21,7 +21,6 @@ class LoadSettings:
     has instructions for it or the native kernels run, else float32.
     """
     kernels: str = "auto"
-    """See `check_kernels`."""
     implementation: ModelImplementation = "auto"
     """"auto": our own implementation, else "transformers"."""
     quantization: QuantizationConfig | None = None
@@ -31,7 +30,6 @@ class LoadSettings:
     input_bits: int | None = None
     """Bits of activations for quantized weights of a checkpoint, 8 or 16; None: by format."""
     cache_type: CacheType = "auto"
-    """Format of keys and values in the KV cache."""
 
     def __post_init__(self) -> None:
         if self.quantization is not None and not self.quantization.wanted:

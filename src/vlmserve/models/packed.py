@@ -84,7 +84,6 @@ def load_packed(
 
 
 def read_weight(checkpoint: Checkpoint, layouts: Sequence[Layout], name: str) -> Tensor:
-    """See `load_packed`."""
     weight = _Reader(checkpoint, layouts).read(name, torch.device("cpu")) if layouts else None
     if weight is None:
         weight = checkpoint.read(name)
@@ -198,7 +197,6 @@ class _Reader:
         return f"{layer}.weight" if part in {layout.mark for layout in self.layouts} else name
 
     def read(self, name: str, device: torch.device) -> StoredWeight | None:
-        """Return None if the weight is plain or missing."""
         layer = name.removesuffix("weight")
         names = self.checkpoint.names
         lacks = ""

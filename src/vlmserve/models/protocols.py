@@ -77,9 +77,7 @@ class TileEncoder(VisionEncoder, Protocol):
 
 class CrossEncoder(Protocol):
     feature_size: int
-    """Elements of one image feature."""
     state_size: int
-    """Elements of the keys and values of one state in all layers."""
 
     def check(self, cross: CrossInput) -> None:
         """Raises InvalidRequestError for unsuitable text."""
@@ -173,15 +171,12 @@ class LoadedModel:
     end_token_ids: frozenset[int]
     """End an answer, from generation_config.json or config.json."""
     max_position: int
-    """Maximum context."""
     dtype: torch.dtype
     device: Device
     backend: AttentionBackend
     num_parameters: int
     weight_bytes: int
-    """Memory of the weights."""
     identity: bytes
-    """See `model_identity`."""
     cross: CrossEncoder | None = None
     """For decoders that read images by cross-attention instead of placeholders."""
     adaptable: AdaptableModel | None = None
@@ -189,7 +184,6 @@ class LoadedModel:
     ranks: Ranks | None = None
     """Share the decoder; None: it is not sharded."""
     output_layers: OutputLayers | None = None
-    """For embeddings."""
 
     @property
     def embedding_size(self) -> int:

@@ -140,7 +140,6 @@ class QuantizedFolder:
         return Saving(stored_bytes(self._folder), after)
 
     def _published(self, key: str) -> str:
-        """key: in the files."""
         if self._gguf is None or self._gguf != self.checkpoint.folder:
             return key
         name = key

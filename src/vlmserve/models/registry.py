@@ -168,7 +168,6 @@ class Description:
     """Or the GGUF file."""
     config: Mapping[str, Any]
     text_config: Mapping[str, Any]
-    """Settings of the language model."""
     architecture: str
     vision: VisionFamily | None
 
@@ -181,7 +180,6 @@ class Description:
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any]) -> Description:
-        """Like `read`, for a parsed config.json."""
         vision = vision_family(config)
         text_config = config if vision is None else vision.text_config(config)
         return cls(folder, config, text_config, architecture(config), vision)
@@ -205,7 +203,6 @@ class Description:
 
     @property
     def image_token_id(self) -> int | None:
-        """Raises ModelLoadError for an invalid token."""
         return None if self.vision is None else self.vision.placeholder(self.config)
 
     @property
@@ -260,7 +257,6 @@ class Description:
         ranks: Ranks | None = None,
         **factory: Unpack[Factory],
     ) -> Parts:
-        """executor: see `Decoder`."""
         modules = nn.Module()
         own = spec if ranks is None else share_of(spec, ranks)
         modules.language_model = decoder = Decoder(own, backend, executor, **factory)

@@ -37,7 +37,6 @@ class StackedExperts:
     def __init__(self, file: WeightFile, *, inputs_first: bool) -> None:
         self._file, self._inputs_first = file, inputs_first
         self._counts = {key: shape[0] for key, shape in stacked_shapes(file).items()}
-        """Number of experts, by key of the stacked tensor."""
 
     def __enter__(self) -> Self:
         self._file.__enter__()
@@ -63,7 +62,6 @@ class StackedExperts:
         return _ExpertSlice(self._file.get_slice(found[0]), found[1], inputs_first=self._inputs_first)
 
     def stored(self, name: str, share: float) -> tuple[str, float]:
-        """share: of the tensor `name`."""
         found = self._stacked(name)
         if found is None:
             return name, share
@@ -71,7 +69,6 @@ class StackedExperts:
         return key, (number + share) / self._counts[key]
 
     def _stacked(self, name: str) -> tuple[str, int] | None:
-        """Return None if the file has the tensor itself."""
         match = _EXPERT.search(name)
         if match is None:
             return None

@@ -124,7 +124,6 @@ class TransformersModel:
         return 0
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 ``[tokens]`` to ``[tokens, hidden_size]``. Models that scale embeddings do it later."""
         embeddings: Tensor = self._embeddings(token_ids)
         return embeddings
 
@@ -149,10 +148,6 @@ class TransformersModel:
         wanted: Tensor | None = None,
         states: Sequence[StateCache] = (),
     ) -> Tensor:
-        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` or ``[3, tokens]`` to final hidden states.
-
-        See `LanguageModel.forward`.
-        """
         plan = self.backend.prepare(metadata, caches[0].block_size, self.attention, self._model.dtype)
         layers = zip(caches, self.attention, strict=True)
 
@@ -179,7 +174,6 @@ class TransformersModel:
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return float32 ``[rows, vocab_size]``, by the model's code after its layers."""
         finished = _Finished(hidden[None])
         # Set only for this call: a self-reference would keep the model alive.
         self._body.forward = lambda *_, **__: finished
@@ -278,7 +272,6 @@ class TransformersModel:
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
-    """Relative to the standard deviation."""
     return float((actual - expected).std() / expected.std())
 
 

@@ -61,7 +61,6 @@ class TransformersCheckpoint:
 
     @property
     def max_position(self) -> int:
-        """The maximum context. Raises UnsupportedModelError if the config does not say."""
         text_config = self.config.get_text_config()
         longest = getattr(text_config, "max_position_embeddings", None)
         if not isinstance(longest, int):
@@ -81,7 +80,6 @@ class TransformersCheckpoint:
 
     @property
     def image_token_id(self) -> int | None:
-        """Raises UnsupportedModelError if the config names no placeholder."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
         if type(self.config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:

@@ -82,7 +82,6 @@ class Checkpoint:
         """rename: to canonical names."""
         self.folder = folder
         self.digests = TensorDigests()
-        """Digests of tensors that were loaded."""
         self._rename = rename
         self._keys: dict[str, tuple[Path, str]] = {}
         files = weight_files(folder)
@@ -124,7 +123,6 @@ class Checkpoint:
             return tensor
 
     def quantized(self, name: str) -> QuantizedWeight | None:
-        """Return None if `QuantizedWeight` cannot hold the tensor."""
         path, key = self._keys[name]
         with self.open(path) as file:
             weight = file.quantized(key) if isinstance(file, GGUFFile) else None
@@ -133,7 +131,6 @@ class Checkpoint:
         return weight
 
     def blocks(self, name: str) -> GGUFWeight | None:
-        """Return None if kernels do not pack the type."""
         path, key = self._keys[name]
         with self.open(path) as file:
             return file.blocks(key) if isinstance(file, GGUFFile) else None
@@ -298,9 +295,7 @@ class _Piece(NamedTuple):
     """Rows ``first <= i < last`` of a file's tensor, and the first row of their target."""
 
     name: str
-    """Canonical name."""
     key: str
-    """Name in the file."""
     first: int
     last: int
     target: int

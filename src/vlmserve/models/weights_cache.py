@@ -57,7 +57,6 @@ MAGIC = b"vlmserve"
 _PREFIX = len(MAGIC) + 8 + 32
 """Bytes before the header: the magic number, the header's length, and its digest."""
 _LARGEST_HEADER = 64 * 2**20
-"""Maximum bytes of a header."""
 _ALIGNMENT = 64
 _SAMPLE, _SAMPLE_STEP = 64, 2**20
 """Bytes of each sample of the tensors, and distance between samples."""
@@ -149,7 +148,6 @@ class WeightsCache:
         return thread
 
     def files(self) -> list[CacheFile]:
-        """Most recently used first."""
         found = []
         for path, status in self._own(_NAME):
             with contextlib.suppress(*_BROKEN), path.open("rb") as file:
@@ -158,7 +156,6 @@ class WeightsCache:
         return sorted(found, key=lambda file: -file.used)
 
     def clear(self) -> int:
-        """Return the number of removed bytes."""
         return _remove(self._surplus(0))
 
     def _write(self, path: Path, packed: PackedModel, identity: bytes, model: str, size: int) -> None:

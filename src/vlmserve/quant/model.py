@@ -82,7 +82,6 @@ def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
 
 
 def expected_memory(model: nn.Module, device: Device, config: QuantizationConfig | None) -> int:
-    """Raises as `choose_layers` does."""
     bits = {} if config is None else {name: width for name, _, width in choose_layers(model, config)}
     return expected_bytes(model, device, bits, config or QuantizationConfig())
 

@@ -16,7 +16,6 @@ class InputStatistics:
         self.largest = torch.zeros(in_features, dtype=dtype, device=device)
         """Largest magnitude of each input, float ``[in_features]``."""
         self.count = 0
-        """Rows added."""
         self.num_left_out = 0
 
     def add(self, rows: Tensor, weights: Tensor | None = None) -> None:

@@ -170,7 +170,6 @@ class BatchPacker:
         *,
         has_states: bool,
     ) -> None:
-        """number: index of the pass. See `BatchBuilder`."""
         self._number, self._has_states = number, has_states
         self._cross_states = cross_states
         self._num_columns, self._first_table = num_columns, number * num_columns

@@ -47,9 +47,7 @@ class Followers(Protocol):
         """Seconds since the last heartbeat of the quietest rank."""
         ...
 
-    def check(self) -> None:
-        """Raises EngineDeadError if a rank has ended."""
-        ...
+    def check(self) -> None: ...
 
 
 class LeadingRunner(ModelRunner):

@@ -34,7 +34,6 @@ class FairWorkers:
     """
 
     def __init__(self, name: str, threads: int, per_client: int | None = None) -> None:
-        """per_client: maximum threads for one client."""
         self._name = name
         self._threads = threads
         self._per_client = per_client or threads

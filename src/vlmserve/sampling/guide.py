@@ -158,7 +158,6 @@ class Guide:
         return done
 
     def _result(self, work: Future[Result]) -> Result | None:
-        """None if the work failed."""
         error = work.exception()
         if error is None:
             return work.result()

@@ -73,9 +73,7 @@ class LogitsProcessor:
         self.counts = TokenCounts(prompt, params.repeat_last_n) if params.penalizes else None
         """None without a penalty."""
         self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
-        """int64 ``[biased tokens]``."""
         self.biases = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
-        """float32 ``[biased tokens]``."""
 
     def append(self, token_id: int) -> None:
         if self.counts is not None:

@@ -26,7 +26,6 @@ class SamplingRow(NamedTuple):
     params: SamplingParams
     seed: int
     num_generated: int
-    """Tokens so far."""
     banned: frozenset[int] = frozenset()
     """Token ids that must not come next."""
     logits_processor: LogitsProcessor | None = None

@@ -36,7 +36,6 @@ class JSONBounds:
     length: int = 0
     """Characters of a string."""
     items: int = 0
-    """Items of an array."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:

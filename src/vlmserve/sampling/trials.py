@@ -71,7 +71,6 @@ class GrammarTrials:
             raise InvalidRequestError(f"{source}: {fault}", param=source)
 
     def _try(self, grammar: Grammar, data: bytes, *, quick: bool) -> str:
-        """Return a grammar's fault; empty if it compiles."""
         seconds = QUICK_SECONDS if quick else self._config.max_grammar_seconds
         settings = {
             "kind": grammar.kind,

@@ -98,7 +98,6 @@ class Beams:
         )
 
     def answers(self) -> list[BeamAnswer]:
-        """Best first."""
         return [BeamAnswer(*self._without_end(ended.token_ids)) for ended in self.ended]
 
     def _without_end(self, token_ids: tuple[int, ...]) -> tuple[list[int], FinishReason, int | None]:

@@ -42,7 +42,6 @@ class Queues:
         enter_last(self.waiting, request)
 
     def admit(self, request: Request) -> bool:
-        """Returns False if there is no room."""
         if not self._resources.acquire(request, self.running):
             return False
         enter_last(self.running, request)

@@ -74,7 +74,6 @@ def tile(bits: int, group: int, in_features: int, rows_of_expert: int, item_byte
 
 class TritonExperts:
     def __init__(self, spec: ExpertsSpec, router: RouterWeights, experts: Mapping[int, ExpertProducts]) -> None:
-        """Raises ValueError if `unsupported_reason` returns a reason."""
         if (reason := unsupported_reason(router, experts)) is not None:
             raise ValueError(f"experts in Triton are not possible here: {reason}")
         self._spec, self._router, self._kept = spec, router, dict(experts)

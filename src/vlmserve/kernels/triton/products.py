@@ -36,7 +36,6 @@ MOST_WIDE_ROWS = 64
 """The same with enough outputs for large tiles: 64 rows by 28,672 x 4,096, gate and activation included, take 65 us
 (library) and 59 us, 128 rows 70 us and 112 us."""
 LARGEST_OUTPUTS = 128
-"""Outputs of a tile."""
 LARGE_TILES = ((128, 128), (128, 64), (128, 32), (64, 64))
 """Outputs and maximum rows of tiles for more than 16 rows, best first. Programs read their inputs from the L2 cache: 64
 rows are eight times as many bytes as 32 outputs of 4-bit weights, and twice as many as 128 outputs."""
@@ -254,7 +253,6 @@ class TritonProduct:
         out: Tensor | None = None,
         adapters: LinearAdapters | None = None,
     ) -> Tensor:
-        """Ignores `out`."""
         flat = x.reshape(-1, self._in_features)
         if flat.stride(1) != 1:
             flat = flat.contiguous()

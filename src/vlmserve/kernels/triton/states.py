@@ -219,7 +219,6 @@ class TritonDelta:
 
 class TritonConvolution:
     def __init__(self, spec: ConvolutionSpec, weight: Tensor) -> None:
-        """weight: ``[channels, kernel]``."""
         self._spec, self._weight = spec, weight.float().T.contiguous()
 
     def __call__(self, mixed: Tensor, cache: StateCache, rows: StateRows) -> Tensor:

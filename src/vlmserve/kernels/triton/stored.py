@@ -33,7 +33,6 @@ class Stored:
     scales: Tensor | None = None
     """4-bit: float16 ``[groups, out_features]``. 8-bit, with 128 as zero: float32 ``[out_features]``."""
     minimums: Tensor | None = None
-    """As `scales`."""
 
     @property
     def block(self) -> int:
@@ -65,7 +64,6 @@ class Stored:
 
 
 def store(weight: Tensor | QuantizedWeight) -> Stored:
-    """Raises ValueError if `unsupported_reason` returns a reason."""
     if isinstance(weight, Tensor):
         return Stored(8 * weight.dtype.itemsize, 0, weight.contiguous())
     if (reason := unsupported_reason(weight, None)) is not None:

@@ -13,11 +13,9 @@ LARGE_BLOCK = 128
 
 class Tiling(NamedTuple):
     outputs: int
-    """Outputs of a tile."""
     tokens: int
     """Rows of x in a tile."""
     inputs: int
-    """Inputs of a tile."""
     splits: int
     """Splits of the inputs, one program each."""
     warps: int
@@ -54,7 +52,6 @@ class Tiling(NamedTuple):
 class Shape(NamedTuple):
     bits: int
     group: int
-    """Inputs that share a scale (4-bit), else 0."""
     out_features: int
     in_features: int
     tokens: int

@@ -141,7 +141,6 @@ class Attention(Block, Layer):
             yield fold_of_values(self.spec, f"{name}.o_proj", f"{name}.qkv_proj", self.qkv_proj.out_features)
 
     def arrange(self, operations: Operations) -> None:
-        """The norms must have their weights."""
         parts, first = [], 0
         normed = self._normed_parts
         for norm, heads in normed:
@@ -216,7 +215,6 @@ class Attention(Block, Layer):
 
 
 def _normed_heads(norm: nn.Module | None, first: int, heads: int) -> NormedHeads | None:
-    """Return None if no kernel computes the norm."""
     if type(norm) is UnitNorm:
         return NormedHeads(first, torch.ones(heads, norm.size, device=norm.device), norm.eps, centered=False)
     if type(norm) is RMSNorm:

@@ -21,8 +21,6 @@ from vlmserve.quant.calibration import Fold
 
 
 class DepthwiseWeight(nn.Module):
-    """The weight of a depthwise convolution, ``[channels, 1, kernel]``."""
-
     shard: Shard | None = None
 
     def __init__(self, channels: int, kernel: int, **factory: Unpack[Factory]) -> None:

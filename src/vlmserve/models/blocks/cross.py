@@ -21,7 +21,6 @@ from vlmserve.models.blocks.block import Block
 from vlmserve.quant.calibration import Fold
 
 CROSS_KV = "cross_attn.kv_proj"
-"""The name of `CrossAttention.kv_proj` in its layer."""
 
 
 class CrossStates(MergedLinear):

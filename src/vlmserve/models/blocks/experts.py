@@ -53,7 +53,6 @@ class Router(nn.Module):
         return weights * self._spec.scale, chosen
 
     def weights(self, product: Product, norm: RMSNorm | None) -> RouterWeights:
-        """product: packed `linear`. norm: of the experts' inputs."""
         return RouterWeights(
             product,
             correction=None if self.bias is None else self.bias.data,
@@ -136,7 +135,6 @@ class Experts(Block, Layer):
         return output
 
     def arrange(self, operations: Operations) -> None:
-        """All weights must be loaded."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.arrange(operations)
@@ -183,6 +181,5 @@ def gated(x: Tensor, gates: Tensor) -> Tensor:
 
 
 def _product(linear: Linear) -> Product | None:
-    """Return None if inputs or outputs are reordered."""
     kept = linear.kept()
     return None if kept is None or kept.input_order is not None or kept.order is not None else kept.product

@@ -59,7 +59,6 @@ class MLP(Block):
         self.split_inner(whole.inner_size(index), ranks)
 
     def split_inner(self, whole: int, ranks: Ranks) -> None:
-        """Like `split`. whole: the inner size before sharding."""
         inner, last = shares(whole, ranks), self.last
         self.reader.shard = Shard((inner, inner) if self._gated else (inner,))
         self.add_module(self._last, RowParallelLinear(last, inner, ranks))

@@ -41,5 +41,4 @@ class BlipVision(FixedSizeVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """Features are ``[1 + patches, hidden_size]`` for each image."""
         return list((yield from self.vision_tower.in_stages(torch.cat(pixels).to(self.dtype), budget)))

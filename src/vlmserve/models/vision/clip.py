@@ -84,7 +84,6 @@ class ClipSpec:
 
     @property
     def tile(self) -> tuple[int, int, int]:
-        """Channels, height and width of an image."""
         return self.num_channels, self.image_size, self.image_size
 
 
@@ -201,7 +200,6 @@ class EncoderTower(nn.Module):
         return num_patches * self._patch_products + layers
 
     def in_stages(self, pixels: Tensor, budget: StageBudget) -> Stages[Tensor]:
-        """pixels: ``[images, channels, height, width]``."""
         num_patches = (pixels.shape[2] // self.spec.patch_size) * (pixels.shape[3] // self.spec.patch_size)
         x = yield from by_rows(self._embedded, num_patches * self._patch_products, budget, pixels)
         x = yield from self._through(x, budget)

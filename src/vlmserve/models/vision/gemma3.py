@@ -48,10 +48,7 @@ class Gemma3Projector(nn.Module):
 
 
 class Gemma3Vision(TileVision):
-    """Tower and projector of a Gemma 3 config. Module names match checkpoints.
-
-    Raises UnsupportedModelError for a tower that is not implemented, ModelLoadError for sizes that do not fit.
-    """
+    """Tower and projector of a Gemma 3 config. Module names match checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)

@@ -44,8 +44,6 @@ CHANNELS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4VisionSpec:
-    """The shape of a tower. Sizes in elements."""
-
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -55,7 +53,6 @@ class Gemma4VisionSpec:
     pool: int
     """Patches along each side of an embedding."""
     patch_size: int
-    """Pixels along each side."""
     positions: int
     """Rows and columns of patches in the position embedding table."""
     theta: float
@@ -65,10 +62,6 @@ class Gemma4VisionSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Gemma4VisionSpec:
-        """Read a ``vision_config``.
-
-        Raises UnsupportedModelError for other towers, ModelLoadError for heads that do not fit.
-        """
         values = {**_DEFAULTS, **config}
         if (kind := values.get("model_type", "gemma4_vision")) != "gemma4_vision":
             raise UnsupportedModelError(f"the vision tower {kind!r} is not supported; supported: gemma4_vision")
@@ -96,7 +89,6 @@ class Gemma4VisionSpec:
 
     @property
     def side(self) -> int:
-        """Pixels along each side of an embedding."""
         return self.pool * self.patch_size
 
 
@@ -221,8 +213,6 @@ class PatchEmbedder(nn.Module):
 
 
 class Gemma4Tower(nn.Module):
-    """Images of whole squares to a state for each square, row by row."""
-
     def __init__(self, spec: Gemma4VisionSpec, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self.spec = spec
@@ -292,10 +282,7 @@ class Gemma4Projector(nn.Module):
 
 
 class Gemma4Vision(SquaresVision):
-    """Tower and projector of a config. Module names match checkpoints.
-
-    Raises UnsupportedModelError for a tower that is not implemented, ModelLoadError for impossible sizes.
-    """
+    """Tower and projector of a config. Module names match checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)

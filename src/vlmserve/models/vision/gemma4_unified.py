@@ -28,8 +28,6 @@ _EPS = 1e-5
 
 
 class SquareEmbedder(nn.Module):
-    """Squares of pixels to states."""
-
     def __init__(self, side: int, size: int, positions: int, **factory: Unpack[Factory]) -> None:
         """side: pixels along each side of a square. positions: maximum squares along each side of an image."""
         super().__init__()
@@ -54,10 +52,7 @@ class SquareEmbedder(nn.Module):
 
 
 class Gemma4UnifiedVision(SquaresVision):
-    """Embedder and projector of a config. Module names match checkpoints.
-
-    Raises UnsupportedModelError for vision that is not implemented, ModelLoadError for sizes that do not fit.
-    """
+    """Embedder and projector of a config. Module names match checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)

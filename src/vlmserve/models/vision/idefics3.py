@@ -53,10 +53,7 @@ class Connector(nn.Module):
 
 
 class Idefics3Vision(StagedVision):
-    """Tower and connector of a config. Module names match checkpoints.
-
-    Raises UnsupportedModelError for a tower or activation that is not implemented, ModelLoadError for impossible sizes.
-    """
+    """Tower and connector of a config. Module names match checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)

@@ -48,16 +48,11 @@ class InternSpec:
     norm: type[LayerNorm] | type[RMSNorm]
     """Before attention and MLP."""
     qkv_bias: bool
-    """Queries, keys and values have biases."""
     head_norms: bool
     """Queries and keys are normed, over all heads together."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> InternSpec:
-        """Read a ``vision_config``.
-
-        Raises UnsupportedModelError for towers that are not implemented, ModelLoadError for impossible sizes.
-        """
         needed = {"use_mean_pooling": True, "use_absolute_position_embeddings": True}
         for name, value in needed.items():
             if config.get(name, value) != value:
@@ -124,11 +119,7 @@ class NormedProjector(Projector):
 
 
 class InternVision(FixedSizeVision):
-    """Tower and projector. `families/internvl.py` maps module names.
-
-    Raises UnsupportedModelError for a tower, activation or feature selection that is not implemented, ModelLoadError
-    for impossible sizes.
-    """
+    """Tower and projector. `families/internvl.py` maps module names."""
 
     several = True
 

@@ -41,10 +41,7 @@ class Projector(nn.Module):
 
 
 class LlavaVision(TileVision):
-    """Tower and projector of a LLaVA config. Module names match checkpoints.
-
-    Raises UnsupportedModelError for a tower, activation or selection strategy that is not implemented.
-    """
+    """Tower and projector of a LLaVA config. Module names match checkpoints."""
 
     several = True
 

@@ -17,7 +17,6 @@ _CONVOLVED_NORM_EPS = 1e-5
 
 
 def tower_norm(spec: QwenVisionSpec, eps: float | None = None, **factory: Unpack[Factory]) -> RMSNorm | LayerNorm:
-    """eps: None: the layers' epsilon."""
     kind = RMSNorm if spec.gated else LayerNorm
     return kind(spec.hidden_size, spec.norm_eps if eps is None else eps, **factory)
 

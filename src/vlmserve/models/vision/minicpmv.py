@@ -28,7 +28,6 @@ KINDS = ("minicpmv4_6_vision", "minicpmv4_7_vision")
 _MERGER_EPS = 1e-6
 
 Grids = Sequence[tuple[int, int]]
-"""Rows and columns of patches of each piece."""
 
 
 class PieceEmbeddings(nn.Module):
@@ -150,10 +149,7 @@ class PieceTower(nn.Module):
 
 
 class MiniCPMVision(SquaresVision):
-    """Tower and merger of a config. Module names match checkpoints.
-
-    Raises UnsupportedModelError for a tower or merger that is not implemented, ModelLoadError for impossible sizes.
-    """
+    """Tower and merger of a config. Module names match checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)

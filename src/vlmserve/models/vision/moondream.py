@@ -43,23 +43,15 @@ ACTIVATION = "gelu_pytorch_tanh"
 @dataclass(frozen=True, slots=True)
 class MoondreamSpec:
     layers: ClipSpec
-    """The shape for one crop."""
     margin: int
     """Patches along each side of a crop that overlap its neighbors."""
     max_crops: int
     """Maximum number for one image, without the whole image."""
     inner_size: int
-    """The projector's inner size."""
     out_size: int
-    """The projector's output size."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], hidden_size: int) -> MoondreamSpec:
-        """Read a whole config. hidden_size: of the decoder.
-
-        Raises UnsupportedModelError for sizes that do not fit each other or the decoder, ModelLoadError for impossible
-        ones.
-        """
         own = config.get("config") or {}
         vision = {**DEFAULTS, **(own.get("vision") or {})}
         layers = ClipSpec.from_config(

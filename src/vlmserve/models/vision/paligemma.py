@@ -17,10 +17,7 @@ from vlmserve.models.vision.staged import TileVision
 
 
 class PaliGemmaVision(TileVision):
-    """Tower and projector of a PaliGemma config. Module names match checkpoints.
-
-    Raises UnsupportedModelError for a tower that is not implemented, ModelLoadError for sizes that do not fit.
-    """
+    """Tower and projector of a PaliGemma config. Module names match checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)

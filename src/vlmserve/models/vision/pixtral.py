@@ -47,17 +47,11 @@ KEPT_PATCHES = 2**15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixtralSpec:
-    """The shape of a tower. theta: RoPE base."""
-
     shape: ClipSpec
     theta: float
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> PixtralSpec:
-        """Read a ``vision_config``.
-
-        Raises UnsupportedModelError for other towers, ModelLoadError for impossible sizes.
-        """
         shape = ClipSpec.from_config(config, KINDS, DEFAULTS)
         if shape.hidden_size // shape.num_heads % 4:
             raise ModelLoadError("config.json: the size of the vision tower's heads is no multiple of 4")
@@ -119,10 +113,7 @@ class PixtralTower(nn.Module):
         return num_patches * self.patch_conv.products + sum(layer.products(num_patches) for layer in self._layers)
 
     def in_stages(self, pixels: Sequence[Tensor], budget: StageBudget) -> Stages[list[Tensor]]:
-        """Images ``[channels, height, width]`` to ``[patches, hidden_size]`` each.
-
-        Computes them together if the device has range kernels, else one by one.
-        """
+        """Images ``[channels, height, width]`` to ``[patches, hidden_size]`` each."""
         together = self._layers[0].attention.attention.range_kernels is not None
         images: list[Tensor] = []
         for some in [pixels] if together else [[image] for image in pixels]:
@@ -154,7 +145,6 @@ class PixtralTower(nn.Module):
         return list(torch.split(stream.rows, layout.images.lengths))
 
     def _angles(self, down: int, across: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Caches recent grids."""
         grid = down, across
         if grid not in self._kept_angles:
             head_size = self.spec.hidden_size // self.spec.num_heads
@@ -201,11 +191,7 @@ class MergingProjector(Projector):
 
 
 class PixtralVision(SquaresVision):
-    """Tower and projector of a config. Module names match checkpoints.
-
-    Raises UnsupportedModelError for a tower, activation or feature selection that is not implemented, ModelLoadError
-    for impossible sizes.
-    """
+    """Tower and projector of a config. Module names match checkpoints."""
 
     def __init__(
         self, config: Mapping[str, Any], hidden_size: int, *, norm_eps: float | None = None, **factory: Unpack[Factory]

@@ -41,13 +41,9 @@ class Layout:
     """The order of an image's patches in the tower; merged patches are adjacent."""
 
     cos: Tensor
-    """float32 ``[patches, 1, head_size / 2]``."""
     sin: Tensor
-    """float32 ``[patches, 1, head_size / 2]``."""
     windows: Ranges
-    """The patches of each window."""
     frames: Ranges
-    """The patches of each frame."""
     order: Tensor
     """int64 ``[patches]``, index of each patch in `QwenVisionTower._patches`."""
     back: Tensor
@@ -57,7 +53,6 @@ class Layout:
 
     @classmethod
     def join(cls, layouts: Sequence[Layout]) -> Layout:
-        """Concatenate the layouts of several images, without positions."""
         if len(layouts) == 1:
             return layouts[0]
         patches = list(itertools.accumulate((len(layout.order) for layout in layouts), initial=0))
@@ -329,7 +324,6 @@ class QwenVisionTower(SquaresVision):
         return split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(deep * down * across, -1)
 
     def _layout(self, grid: tuple[int, int, int]) -> Layout:
-        """Caches recent grids of frames, rows and columns of patches."""
         layout = self.layouts.pop(grid, None) or self._new_layout(grid)
         self.layouts[grid] = layout
         while len(self.layouts) > 1 and sum(map(math.prod, self.layouts)) > KEPT_PATCHES:

@@ -20,9 +20,7 @@ class QwenVisionSpec:
     num_heads: int
     num_channels: int
     patch_size: int
-    """Pixels along each side."""
     merge: int
-    """Patches along each side of an embedding."""
     frames: int
     """Frames in a patch."""
     output_size: int
@@ -30,13 +28,10 @@ class QwenVisionSpec:
     gated: bool
     """Gated MLPs, and RMSNorm instead of LayerNorm."""
     norm_eps: float = 1e-6
-    """Epsilon of the layers' norms."""
     bias: bool = True
-    """Layers have biases."""
     head_norms: bool = False
     """Queries and keys are normed, head by head."""
     theta: float = 10000.0
-    """RoPE base."""
     window: int | None = None
     """Pixels along each side of an attention window; None: the whole image."""
     full_layers: tuple[int, ...] = ()
@@ -46,11 +41,9 @@ class QwenVisionSpec:
     corners: bool = True
     """Align corners instead of edges."""
     cubic: bool = False
-    """Resize by bicubic interpolation."""
     flat_patches: bool = False
     """The patch projection has no axis for frames."""
     patch_bias: bool = False
-    """The patch projection has a bias."""
     projections: tuple[str, ...] = ("qkv",)
     """Names of queries, keys and values in checkpoints."""
     deepstack: tuple[int, ...] = ()
@@ -60,7 +53,6 @@ class QwenVisionSpec:
     last_norm: bool = False
     """A norm follows the layers, besides the merger's own."""
     merger_eps: float = 1e-6
-    """Epsilon of the merger's norm."""
     kv_heads: int | None = None
     """Heads of keys and values; None: `num_heads`."""
     convolving: tuple[int, ...] = ()
@@ -78,10 +70,6 @@ class QwenVisionSpec:
 
     @classmethod
     def from_config(cls, config: Config, output_size: int) -> QwenVisionSpec:
-        """Read a ``vision_config``. output_size: of the decoder.
-
-        Raises UnsupportedModelError for other towers, ModelLoadError for impossible sizes.
-        """
         kind = config.get("model_type", "qwen2_vl")
         read = next((read for prefix, read in KINDS.items() if kind.startswith(prefix)), None)
         if read is None:

@@ -39,7 +39,6 @@ class ResampledSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], output_size: int) -> ResampledSpec:
-        """Raises ModelLoadError for impossible sizes."""
         width, heads = config.get("width", 1664), config.get("heads", 16)
         size = config.get("output_dim", output_size)
         queries = config.get("n_queries", 256)

@@ -26,7 +26,6 @@ from vlmserve.models.vision.staged import StagedVision, with_following
 from vlmserve.types import SquareGrids, TowerInputs
 
 Grid = tuple[int, int]
-"""Rows and columns of squares."""
 KINDS = ("siglip2_vision_model",)
 KEPT_PATCHES = 2**14
 """Maximum patches whose position embeddings are cached by grid, besides the last grid."""
@@ -60,7 +59,6 @@ class SquareEmbeddings(nn.Module):
         return output
 
     def positions(self, grid: Grid) -> Tensor:
-        """Caches recent grids."""
         if grid not in self._kept:
             self._kept[grid] = self._resized(*grid)
         self._kept.move_to_end(grid)
@@ -119,10 +117,7 @@ class SquareTower(nn.Module):
 
 
 class SquareVision(StagedVision):
-    """Tower and projector of a config. Module names match checkpoints.
-
-    Raises UnsupportedModelError for a tower or activation that is not implemented, ModelLoadError for impossible sizes.
-    """
+    """Tower and projector of a config. Module names match checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)

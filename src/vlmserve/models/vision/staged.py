@@ -179,7 +179,6 @@ class SquaresVision(StagedVision):
     """Base of towers that make an embedding of each square of pixels, for images of any size."""
 
     side: int
-    """Pixels along each side of a square."""
     channels = 3
     most: int | None = None
     """Maximum pixels along each side of an image."""

@@ -22,7 +22,6 @@ class Layout:
     mark: str
     """``X.mark`` identifies the layout. It holds the values, unless ``X.weight`` does."""
     needed: tuple[str, ...]
-    """Names of other tensors."""
     optional: tuple[str, ...]
     """Names of tensors that may be missing."""
     read: Callable[[Mapping[str, Tensor]], StoredWeight]
@@ -49,7 +48,6 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int, columns: int) -> Tensor:
-    """Reverse `pack`."""
     octets = words.contiguous().view(torch.uint8)
     if bits == 4:
         octets = torch.stack((octets & 15, octets >> 4), -1).flatten(1)

@@ -86,7 +86,6 @@ class Images(Resource):
         self.queries = 0
         self.hits = 0
         self.loads = 0
-        """Images read from disk."""
         self.stored: Mapping[bytes, Bytes] = {}
         self._max_encoded_images = max_encoded_images
         self._image_token_bytes = image_token_bytes

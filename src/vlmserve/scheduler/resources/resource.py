@@ -136,7 +136,6 @@ class Resources:
         return [one.missing(request) for one in self._all]
 
     def have_room(self, wanted: Sequence[int], running: Sequence[Request]) -> bool:
-        """Units free after the running requests' next step."""
         return all(units <= one.room(running) for units, one in zip(wanted, self._all, strict=True))
 
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
