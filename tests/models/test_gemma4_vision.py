@@ -13,6 +13,7 @@ from PIL import Image
 from tests.gemma4 import image_inputs, make_gemma4, make_unified, open_theirs
 from tests.models.test_llava import load
 from vlmserve.errors import InvalidImageError, InvalidRequestError
+from vlmserve.levels import Levels
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.pooled import BUDGETS, PooledProcessor, PooledRecipe, UnifiedProcessor
@@ -26,7 +27,9 @@ def make_image(width: int, height: int) -> Image.Image:
 
 
 def processor(budget: int = 70, patch: int = 4, pool: int = 2) -> PooledProcessor:
-    return PooledProcessor(PooledRecipe(patch, pool, budget, 3, 1 / 255), (1, 2))
+    return PooledProcessor(
+        PooledRecipe(patch, pool, budget, resample=3, levels=Levels(1 / 255, (0.5,) * 3, (0.5,) * 3)), (1, 2)
+    )
 
 
 def normed(processor: PooledProcessor, image: Image.Image) -> torch.Tensor:
@@ -66,7 +69,7 @@ def test_squares_without_a_tower_equal_those_of_transformers(tmp_path: Path) -> 
     assert vision is not None
     images = [make_image(*size) for size in SIZES]
     expected = theirs.model.get_image_features(**image_inputs(images, unified=True)).pooler_output
-    own = UnifiedProcessor(PooledRecipe(4, 2, 70, 3, 1 / 255), (1, 2))
+    own = UnifiedProcessor(PooledRecipe(4, 2, 70, resample=3, levels=Levels(1 / 255, (0.0,) * 3, (1.0,) * 3)), (1, 2))
     pixels = [torch.from_numpy(own.prepare(DecodedImage.whole(image))[0]).float() / 255 for image in images]
     assert own.levels.mean == (0, 0, 0)
     for one, ours, features in zip(pixels, vision.encode(pixels), expected, strict=True):

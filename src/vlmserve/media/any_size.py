@@ -12,19 +12,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
-from vlmserve.levels import Levels
 from vlmserve.media.budget import HIGH_DETAIL, NO_BUDGET, ImageBudget
 from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
     CLIP_LEVELS,
     Placeholders,
+    Recipe,
     RecipeProcessor,
-    View,
-    normalization,
+    given,
+    resizing,
     to_pixels,
     to_rgb,
-    whole_view,
 )
 from vlmserve.settings.config import ProcessorOverrides
 from vlmserve.types import Pixels
@@ -62,16 +61,12 @@ LOW_DETAIL_PIXELS = 512 * 512
 
 
 @dataclass(frozen=True)
-class AnySizeRecipe:
+class AnySizeRecipe(Recipe):
     side: int
     """Pixels along each side of an embedding."""
     min_pixels: int
     max_pixels: int
-    resample: int
     resize: bool
-    rescale: float | None
-    mean: tuple[float, ...] | None
-    std: tuple[float, ...] | None
     frames: int = 1
     """Number of frames that share the pixel bounds."""
     depth: int | None = None
@@ -87,7 +82,6 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
 
     def __init__(self, recipe: AnySizeRecipe, *, exact_pixels: bool = False) -> None:
         self._follow(recipe, exact_pixels=exact_pixels)
-        self.levels = Levels(recipe.rescale, recipe.mean, recipe.std)
 
     @classmethod
     def from_settings(
@@ -151,9 +145,6 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
         grid = self.grid(pixels)
         return Placeholders(math.prod(grid), grid)
-
-    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        return whole_view(size, pixels.shape[3], pixels.shape[2])
 
     def grid(self, pixels: Pixels) -> tuple[int, int, int]:
         frames, _, height, width = pixels.shape
@@ -225,7 +216,7 @@ def _recipe(settings: dict[str, Any], overrides: ProcessorOverrides, defaults: t
         "patch_size": 14,
         "merge_size": 2,
         "temporal_patch_size": 2,
-        **{key: value for key, value in settings.items() if value is not None},
+        **given(settings),
     }
     side = int(values["patch_size"]) * int(values["merge_size"])
     least, most = pixel_bounds(values, defaults or kind.bounds)
@@ -242,9 +233,8 @@ def _recipe(settings: dict[str, Any], overrides: ProcessorOverrides, defaults: t
         side=side,
         min_pixels=least,
         max_pixels=most,
-        resample=int(values["resample"]),
         resize=bool(values["do_resize"]),
-        **normalization(values),
+        **resizing(values),
         strict=not (overrides.max_pixels is None and overrides.max_tokens is None),
         widening=kind.widening,
     )

@@ -21,12 +21,12 @@ from vlmserve.levels import Levels
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
-from vlmserve.media.processor import Placeholders, RecipeProcessor, View, to_rgb, whole_view
+from vlmserve.media.processor import Placeholders, Recipe, RecipeProcessor, to_rgb
 from vlmserve.types import Pixels
 
 
 @dataclass(frozen=True)
-class CropRecipe:
+class CropRecipe(Recipe):
     """Sizes are in pixels."""
 
     size: int
@@ -50,7 +50,6 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
     def __init__(self, config: Mapping[str, Any], *, exact_pixels: bool = False) -> None:
         """Raises UnsupportedModelError for crops that only overlap."""
         self._follow(_recipe(config), exact_pixels=exact_pixels)
-        self.levels = Levels(1 / 255, (0.5,) * 3, (0.5,) * 3)
 
     @classmethod
     def from_files(cls, files: ImageFiles) -> Self:
@@ -77,15 +76,12 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
         width, height = self._target(decoded.size)
         pixels = np.zeros((1, 3, side + height, width), np.uint8)
         for target, top in (((side, side), 0), ((width, height), side)):
-            resized = image.resize(target, Image.Resampling.LANCZOS, decoded.box)
+            resized = image.resize(target, self._recipe.resample, decoded.box)
             pixels[0, :, top : top + target[1], : target[0]] = np.asarray(resized).transpose(2, 0, 1)
         return pixels
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
         return Placeholders(self._num_tokens)
-
-    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        return whole_view(size, *self._target(size))
 
     @property
     def _num_tokens(self) -> int:
@@ -146,6 +142,8 @@ def _recipe(config: Mapping[str, Any]) -> CropRecipe:
         margin=int(vision["overlap_margin"]) * int(vision["enc_patch_size"]),
         patch=int(vision["enc_patch_size"]),
         max_crops=int(vision["max_crops"]),
+        resample=Image.Resampling.LANCZOS,
+        levels=Levels(1 / 255, (0.5,) * 3, (0.5,) * 3),
     )
     if recipe.step < 1 or recipe.max_crops < 1:
         raise UnsupportedModelError(

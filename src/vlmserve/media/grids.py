@@ -10,34 +10,29 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
 
-from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.levels import Levels
+from vlmserve.errors import UnsupportedModelError
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
     CLIP_LEVELS,
     Placeholders,
+    Recipe,
     RecipeProcessor,
-    View,
-    normalization,
+    given,
+    resizing,
     to_pixels,
     to_rgb,
-    whole_view,
 )
-from vlmserve.media.tiles import cut_tiles, square_edge
+from vlmserve.media.tiles import check_tile_tokens, cut_tiles, nearest_grid, square_edge
 from vlmserve.types import Pixels
 
 
 @dataclass(frozen=True)
-class GridRecipe:
+class GridRecipe(Recipe):
     tile: int
     least: int
     most: int
-    resample: int
-    rescale: float | None
-    mean: tuple[float, ...] | None
-    std: tuple[float, ...] | None
 
 
 class GridProcessor(RecipeProcessor[GridRecipe]):
@@ -57,14 +52,9 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         """around: token ids before and after an image. tile_tokens: of a tile in another file, to compare."""
         recipe = _recipe(settings)
         self._tile_tokens = _tile_tokens(config, recipe.tile)
-        if tile_tokens is not None and tile_tokens != self._tile_tokens:
-            raise ModelLoadError(
-                f"a tile of {recipe.tile} pixels has {tile_tokens} placeholders in processor_config.json but "
-                f"{self._tile_tokens} embeddings by config.json; correct image_seq_length"
-            )
+        check_tile_tokens(recipe.tile, tile_tokens, self._tile_tokens, "image_seq_length")
         self._around = around
         self._follow(recipe, exact_pixels=exact_pixels)
-        self.levels = Levels(recipe.rescale, recipe.mean, recipe.std)
 
     @classmethod
     def from_files(cls, files: ImageFiles) -> Self:
@@ -88,13 +78,14 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         return count == 1 or budget.allows(count * self._recipe.tile**2, self._num_tokens(count))
 
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:
-        columns, rows = self._grid(size)
+        grids = _grids(self._recipe.least, self._recipe.most)
+        columns, rows = nearest_grid(size, grids, self._recipe.tile**2)
         return columns * self._recipe.tile, rows * self._recipe.tile
 
     def process(self, decoded: DecodedImage) -> Pixels:
         tile, resample = self._recipe.tile, self._recipe.resample
         image = to_rgb(decoded.image)
-        tiles = cut_tiles(image.resize(self._target(decoded.size), resample, decoded.box), tile)
+        tiles = cut_tiles(image.resize(self._target(decoded.size), resample, decoded.box), tile, tile)
         if len(tiles) > 1:
             tiles.append(image.resize((tile, tile), resample, decoded.box))
         return to_pixels(tiles)
@@ -104,27 +95,8 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         count = 2 + len(pixels) * self._tile_tokens
         return Placeholders(count, text=((0, begin), (count - 1, end)))
 
-    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        columns, rows = self._grid(size)
-        return whole_view(size, columns * self._recipe.tile, rows * self._recipe.tile)
-
     def _num_tokens(self, count: int) -> int:
         return 2 + (count + (count > 1)) * self._tile_tokens
-
-    def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Columns and rows with the aspect ratio nearest to the image's.
-
-        Among equally near grids, a larger grid wins if the image has over half of its pixels.
-        """
-        width, height = size
-        aspect, area = width / height, width * height
-        best, least = (1, 1), math.inf
-        for columns, rows in _grids(self._recipe.least, self._recipe.most):
-            distance = abs(aspect - columns / rows)
-            enough = area > 0.5 * self._recipe.tile**2 * columns * rows
-            if distance < least or (distance == least and enough):
-                best, least = (columns, rows), distance
-        return best
 
 
 @lru_cache(64)
@@ -139,7 +111,7 @@ def _recipe(settings: dict[str, Any]) -> GridRecipe:
         "size": {"height": 384, "width": 384},
         "min_patches": 1,
         "max_patches": 12,
-        **{key: value for key, value in settings.items() if value is not None},
+        **given(settings),
     }
     least, most = int(values["min_patches"]), int(values["max_patches"])
     if not 1 <= least <= most:
@@ -148,8 +120,7 @@ def _recipe(settings: dict[str, Any]) -> GridRecipe:
         tile=square_edge(values["size"]),
         least=least,
         most=most,
-        resample=int(values["resample"]),
-        **normalization(values),
+        **resizing(values),
     )
 
 

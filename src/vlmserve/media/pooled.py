@@ -14,7 +14,7 @@ from vlmserve.levels import Levels
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
-from vlmserve.media.processor import Placeholders, RecipeProcessor, View, per_channel, to_pixels, to_rgb, whole_view
+from vlmserve.media.processor import Placeholders, Recipe, RecipeProcessor, given, per_channel, to_pixels, to_rgb
 from vlmserve.types import Pixels
 
 BUDGETS = (70, 140, 280, 560, 1120)
@@ -28,12 +28,10 @@ _BEGIN, _END = 255999, 258882
 
 
 @dataclass(frozen=True)
-class PooledRecipe:
+class PooledRecipe(Recipe):
     patch: int
     pool: int
     budget: int
-    resample: int
-    rescale: float | None
 
     @property
     def side(self) -> int:
@@ -48,12 +46,10 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
     def __init__(self, recipe: PooledRecipe, around: tuple[int, int], *, exact_pixels: bool = False) -> None:
         self._around = around
         self._follow(recipe, exact_pixels=exact_pixels)
-        mean, deviation = self.levels_of
-        self.levels = Levels(recipe.rescale, (mean,) * 3, (deviation,) * 3)
 
     @classmethod
     def from_files(cls, files: ImageFiles) -> Self:
-        recipe, overrides = _recipe(files.settings), files.media.mm_processor_kwargs
+        recipe, overrides = _recipe(files.settings, *cls.levels_of), files.media.mm_processor_kwargs
         most = overrides.max_tokens or recipe.budget + _AROUND
         if overrides.max_pixels is not None:
             most = min(most, overrides.max_pixels // recipe.side**2 + _AROUND)
@@ -85,9 +81,6 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
         count = _AROUND + math.prod(pixels.shape[2:]) // self._recipe.side**2
         return Placeholders(count, text=((0, begin), (count - 1, end)))
 
-    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        return whole_view(size, pixels.shape[3], pixels.shape[2])
-
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:
         (width, height), side, budget = size, self._recipe.side, self._recipe.budget
         factor = math.sqrt(budget * side**2 / (height * width))
@@ -108,7 +101,7 @@ class UnifiedProcessor(PooledProcessor):
     levels_of = (0.0, 1.0)
 
 
-def _recipe(settings: dict[str, Any]) -> PooledRecipe:
+def _recipe(settings: dict[str, Any], mean: float, deviation: float) -> PooledRecipe:
     values = {
         "patch_size": 16,
         "pooling_kernel_size": 3,
@@ -120,7 +113,7 @@ def _recipe(settings: dict[str, Any]) -> PooledRecipe:
         "do_normalize": False,
         "image_mean": 0.0,
         "image_std": 1.0,
-        **{key: value for key, value in settings.items() if value is not None},
+        **given(settings),
     }
     plain = per_channel(values["image_mean"]) == (0, 0, 0) and per_channel(values["image_std"]) == (1, 1, 1)
     if values["do_normalize"] and not plain:
@@ -131,10 +124,11 @@ def _recipe(settings: dict[str, Any]) -> PooledRecipe:
         raise UnsupportedModelError(
             f"the image processor's max_soft_tokens is {values['max_soft_tokens']!r}, not one of {BUDGETS}"
         )
+    rescale = float(values["rescale_factor"]) if values["do_rescale"] else None
     return PooledRecipe(
         patch=int(values["patch_size"]),
         pool=int(values["pooling_kernel_size"]),
         budget=int(values["max_soft_tokens"]),
         resample=int(values["resample"]),
-        rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,
+        levels=Levels(rescale, (mean,) * 3, (deviation,) * 3),
     )

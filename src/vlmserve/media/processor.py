@@ -6,13 +6,13 @@ detailed ones by 1.0: their decoder omits frequencies that resizing removes anyw
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypedDict, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypedDict, TypeVar
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 from PIL import Image
@@ -24,11 +24,6 @@ from vlmserve.media.budget import ImageBudget
 from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.types import Canvas, Pixels, TowerInputs
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Recipe = TypeVar("Recipe", bound="DataclassInstance")
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 CLIP_LEVELS: dict[str, Any] = {
@@ -134,8 +129,19 @@ class PixelProcessor(ImageProcessor, Protocol):
         ...
 
 
-class RecipeProcessor(PixelProcessor, Generic[Recipe]):
-    """A processor with a recipe, a dataclass of all settings that affect pixels.
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All settings that affect pixels."""
+
+    resample: int
+    levels: Levels
+
+
+R = TypeVar("R", bound=Recipe)
+
+
+class RecipeProcessor(PixelProcessor, Generic[R]):
+    """A processor with a recipe.
 
     Constructors take `config` and `settings` as in `ImageFiles`, and raise UnsupportedModelError for unsupported
     settings, ModelLoadError for contradictory files. exact_pixels: decode every pixel, even if few are kept.
@@ -144,12 +150,11 @@ class RecipeProcessor(PixelProcessor, Generic[Recipe]):
     version: ClassVar[str]
     """Change it when the same recipe produces other pixels."""
 
-    def _follow(self, recipe: Recipe, *, exact_pixels: bool) -> None:
-        self._recipe, self._exact_pixels = recipe, exact_pixels
-        described = json.dumps([self.version, exact_pixels, asdict(recipe)], sort_keys=True)
-        self.fingerprint = blake3(described.encode()).digest()
+    def _follow(self, recipe: R, *, exact_pixels: bool) -> None:
+        self._recipe, self._exact_pixels, self.levels = recipe, exact_pixels, recipe.levels
+        self.fingerprint = blake3(msgspec.json.encode([self.version, exact_pixels, recipe], order="sorted")).digest()
 
-    def _following(self, recipe: Recipe) -> Self:
+    def _following(self, recipe: R) -> Self:
         if recipe == self._recipe:
             return self
         other = copy(self)
@@ -163,6 +168,9 @@ class RecipeProcessor(PixelProcessor, Generic[Recipe]):
 
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:
         return size
+
+    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
+        return whole_view(size, *self._target(size))
 
 
 class View(NamedTuple):
@@ -181,15 +189,11 @@ def whole_view(size: tuple[int, int], width: int, height: int) -> View:
 
 
 @dataclass(frozen=True)
-class PixelRecipe:
+class PixelRecipe(Recipe):
     resize: tuple[tuple[str, int], ...] | None
     """Items of the checkpoint's ``size``."""
-    resample: int
     crop: tuple[int, int] | None
     pad_color: tuple[int, int, int] | None
-    rescale: float | None
-    mean: tuple[float, ...] | None
-    std: tuple[float, ...] | None
 
 
 class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
@@ -201,7 +205,6 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
         self._follow(_recipe(settings), exact_pixels=exact_pixels)
         self.height, self.width = self._output_size()
         self.num_tokens = self._count_tokens(config)
-        self.levels = Levels(self._recipe.rescale, self._recipe.mean, self._recipe.std)
 
     @classmethod
     def from_files(cls, files: ImageFiles) -> Self:
@@ -406,7 +409,7 @@ def _recipe(settings: dict[str, Any]) -> PixelRecipe:
     family = _TYPES[name]
     switches = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_pad": False, "rescale_factor": 1 / 255}
     values = {**switches, "crop_size": 224, **_FAMILIES[family]}
-    values |= {key: value for key, value in settings.items() if value is not None}
+    values |= given(settings)
     if values.get("do_pan_and_scan"):
         raise UnsupportedModelError(
             "pan and scan is not supported; set do_pan_and_scan to false in the image processor"
@@ -418,26 +421,26 @@ def _recipe(settings: dict[str, Any]) -> PixelRecipe:
         resize=tuple(sorted(_size(values["size"], square=family not in ("CLIP", "Llava")).items()))
         if values["do_resize"]
         else None,
-        resample=int(values["resample"]),
         crop=_crop_size(values["crop_size"]) if values["do_center_crop"] else None,
         pad_color=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)) if values["do_pad"] else None,
-        **normalization(values),
+        **resizing(values),
     )
 
 
-class Normalization(TypedDict):
-    rescale: float | None
-    mean: tuple[float, ...] | None
-    std: tuple[float, ...] | None
+class Resizing(TypedDict):
+    resample: int
+    levels: Levels
 
 
-def normalization(values: dict[str, Any]) -> Normalization:
-    mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
-    return Normalization(
-        rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,
-        mean=mean if values["do_normalize"] else None,
-        std=std if values["do_normalize"] else None,
-    )
+def resizing(values: dict[str, Any]) -> Resizing:
+    mean, std = (per_channel(values[key]) if values["do_normalize"] else None for key in ("image_mean", "image_std"))
+    rescale = float(values["rescale_factor"]) if values["do_rescale"] else None
+    return Resizing(resample=int(values["resample"]), levels=Levels(rescale, mean, std))
+
+
+def given(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that are not null."""
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def per_channel(value: Any) -> tuple[float, float, float]:

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.families.registry import vision_family
-from vlmserve.levels import Levels
 from vlmserve.media.any_size import LOW_DETAIL_PIXELS
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.image_files import ImageFiles
@@ -19,12 +18,12 @@ from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
     CLIP_LEVELS,
     Placeholders,
+    Recipe,
     RecipeProcessor,
-    View,
-    normalization,
+    given,
+    resizing,
     to_pixels,
     to_rgb,
-    whole_view,
 )
 from vlmserve.types import Pixels
 
@@ -33,14 +32,10 @@ _MERGING = ("mistral3", "lighton_ocr")
 
 
 @dataclass(frozen=True)
-class RowRecipe:
+class RowRecipe(Recipe):
     side: int
     longest: int
     """Maximum edge before rounding up to whole squares."""
-    resample: int
-    rescale: float | None
-    mean: tuple[float, ...] | None
-    std: tuple[float, ...] | None
     budget: ImageBudget = NO_BUDGET
     """Bounds of smaller or larger images."""
     ends: bool = True
@@ -68,7 +63,6 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         self._ends = ends
         recipe = replace(_recipe(settings, _side(config, sizes or {})), ends=ends is not None)
         self._follow(recipe, exact_pixels=exact_pixels)
-        self.levels = Levels(recipe.rescale, recipe.mean, recipe.std)
 
     @classmethod
     def from_files(cls, files: ImageFiles) -> Self:
@@ -106,9 +100,6 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         row_end, image_end = self._ends
         ends = [(place, row_end) for place in range(columns, count - 1, columns + 1)]
         return Placeholders(count, text=(*ends, (count - 1, image_end)))
-
-    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        return whole_view(size, pixels.shape[3], pixels.shape[2])
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
         """As many squares as the budget allows, after the smallest enlargement it requires."""
@@ -164,7 +155,7 @@ def _recipe(settings: dict[str, Any], side: int) -> RowRecipe:
         **CLIP_LEVELS,
         "do_resize": True,
         "size": {"longest_edge": 1024},
-        **{key: value for key, value in settings.items() if value is not None},
+        **given(settings),
     }
     size = values["size"]
     longest = size.get("longest_edge") if isinstance(size, dict) else size
@@ -176,6 +167,5 @@ def _recipe(settings: dict[str, Any], side: int) -> RowRecipe:
     return RowRecipe(
         side=side,
         longest=longest,
-        resample=int(values["resample"]),
-        **normalization(values),
+        **resizing(values),
     )

@@ -6,29 +6,30 @@ Equals Transformers' PIL processor, except for large JPEGs (`media.processor`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from PIL import Image
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.levels import Levels
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
     CLIP_LEVELS,
     Placeholders,
+    Recipe,
     RecipeProcessor,
     View,
-    normalization,
+    given,
+    resizing,
     to_pixels,
     to_rgb,
     whole_view,
 )
+from vlmserve.media.tiles import cut_tiles
 from vlmserve.types import Canvas, Pieces, Pixels
 
 _ON_CANVAS = ("minicpmv4_7",)
@@ -38,7 +39,7 @@ _MERGES = {"4x": 2, "16x": 4}
 
 
 @dataclass(frozen=True)
-class SliceRecipe:
+class SliceRecipe(Recipe):
     patch: int
     merge: int
     """Patches along each side of an embedding."""
@@ -46,10 +47,6 @@ class SliceRecipe:
     """Side of a square with the target area of a piece."""
     most: int
     """Maximum number of slices; 1: images are not cut."""
-    resample: int
-    rescale: float | None
-    mean: tuple[float, ...] | None
-    std: tuple[float, ...] | None
     budget: ImageBudget = NO_BUDGET
     has_labels: bool = True
     """False for video frames, which have no labels."""
@@ -118,7 +115,6 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
         if self.on_canvas and len(words.newline) != 1:
             raise ModelLoadError("tokenizer.json: a newline is not one token, as MiniCPM-V 4.7 needs it")
         self._follow(recipe, exact_pixels=exact_pixels)
-        self.levels = Levels(recipe.rescale, recipe.mean, recipe.std)
 
     @classmethod
     def from_files(cls, files: ImageFiles) -> Self:
@@ -153,7 +149,7 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
         if not plan.rows:
             return whole
         refined = image.resize(plan.refined, resample, decoded.box)
-        pieces = [whole[0], *to_pixels(list(_cut(refined, plan.piece)))]
+        pieces = [whole[0], *to_pixels(cut_tiles(refined, *plan.piece))]
         return np.concatenate([self._patches(piece) for piece in pieces], 2)[None]
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
@@ -233,13 +229,6 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
         return SlicePlan(whole, rows, columns, _fitted((width, height), scale, side, enlarge=True))
 
 
-def _cut(image: Image.Image, piece: tuple[int, int]) -> Iterator[Image.Image]:
-    width, height = piece
-    for top in range(0, image.height, height):
-        for left in range(0, image.width, width):
-            yield image.crop((left, top, left + width, top + height))
-
-
 def _grid(size: tuple[int, int], wanted: int, most: int) -> tuple[int, int]:
     """About `wanted` slices with the nearest shape; 0: the image is not cut."""
     if wanted <= 1:
@@ -277,7 +266,7 @@ def _recipe(settings: dict[str, Any]) -> SliceRecipe:
         "scale_resolution": 448,
         "patch_size": 14,
         "downsample_mode": "16x",
-        **{key: value for key, value in settings.items() if value is not None},
+        **given(settings),
     }
     if not values["do_resize"] or values["downsample_mode"] not in _MERGES:
         raise UnsupportedModelError(
@@ -289,8 +278,7 @@ def _recipe(settings: dict[str, Any]) -> SliceRecipe:
         merge=_MERGES[values["downsample_mode"]],
         scale=int(values["scale_resolution"]),
         most=max(1, int(values["max_slice_nums"])) if values["slice_mode"] else 1,
-        resample=int(values["resample"]),
-        **normalization(values),
+        **resizing(values),
     )
 
 

@@ -17,19 +17,18 @@ import numpy as np
 from PIL import Image
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.levels import Levels
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
-    Normalization,
     Placeholders,
+    Recipe,
     RecipeProcessor,
-    View,
-    normalization,
+    given,
+    resizing,
     to_rgb,
-    whole_view,
 )
+from vlmserve.media.tiles import expanded, nearest_grid
 from vlmserve.types import Pixels, SquareGrids
 
 _ENDS = 2
@@ -55,7 +54,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class SquareRecipe:
+class SquareRecipe(Recipe):
     side: int
     """Pixels along each side of a square."""
     patch: int
@@ -72,10 +71,6 @@ class SquareRecipe:
     """Maximum squares of an uncut image, and of an overview."""
     tolerance: float
     """Cut an image with more than ``tolerance * most`` squares."""
-    resample: int
-    rescale: float | None
-    mean: tuple[float, ...] | None
-    std: tuple[float, ...] | None
     strict: bool = False
     """Enforce `most` even if `least` would lead to more; transformers does not."""
 
@@ -104,7 +99,6 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
     ) -> None:
         self._follow(_recipe(config, settings), exact_pixels=exact_pixels)
         self._words = words
-        self.levels = Levels(self._recipe.rescale, self._recipe.mean, self._recipe.std)
         self._written = lru_cache(256)(words.tokens)
 
     @classmethod
@@ -177,17 +171,9 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         plan, tile = self._plan(size), self._recipe.tile
         whole = () if plan.whole is None else (plan.whole,)
         grids = (*((tile, tile) for _ in range(plan.rows * plan.columns)), *whole)
-        place, text, parts = 0, [], iter(grids)
-        for token_id in self._written(plan.rows, plan.columns, plan.whole is not None):
-            if token_id == self._words.image_token_id:
-                place += math.prod(next(parts))
-            else:
-                text.append((place, token_id))
-                place += 1
-        return Placeholders(place, tiling=SquareGrids(grids), text=tuple(text))
-
-    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        return whole_view(size, *self._largest(self._plan(size)))
+        tokens = self._written(plan.rows, plan.columns, plan.whole is not None)
+        count, text = expanded(tokens, self._words.image_token_id, map(math.prod, grids))
+        return Placeholders(count, tiling=SquareGrids(grids), text=text)
 
     def _largest(self, plan: SquarePlan) -> tuple[int, int]:
         """Pixels of all tiles together, or of an uncut image."""
@@ -203,7 +189,8 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         squares = math.prod(round(edge / recipe.side) or recipe.patch / recipe.side for edge in size)
         if recipe.most_tiles == 1 or squares <= recipe.most * recipe.tolerance:
             return SquarePlan(0, 0, self._whole(width, height))
-        columns, rows = self._grid(width, height)
+        grids = _grids(recipe.least_tiles, recipe.most_tiles)
+        columns, rows = nearest_grid(size, grids, recipe.tile_pixels)
         return SquarePlan(rows, columns, self._whole(width, height) if recipe.overview else None)
 
     def _whole(self, width: int, height: int) -> tuple[int, int]:
@@ -223,20 +210,6 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
             else:
                 columns -= 1
         return rows, columns
-
-    def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Columns and rows with the aspect ratio nearest to the image's.
-
-        Among equally near grids, the last one with less than twice the image's area wins.
-        """
-        aspect, area = width / height, width * height
-        best, least = (1, 1), math.inf
-        for columns, rows in _grids(self._recipe.least_tiles, self._recipe.most_tiles):
-            distance = abs(aspect - columns / rows)
-            enough = area > 0.5 * columns * rows * self._recipe.tile_pixels
-            if distance < least or (distance == least and enough):
-                best, least = (columns, rows), distance
-        return best
 
 
 @lru_cache(64)
@@ -288,7 +261,7 @@ class SquareWords:
 
 
 def _recipe(config: dict[str, Any], settings: dict[str, Any]) -> SquareRecipe:
-    values = {**_DEFAULTS, **{key: value for key, value in settings.items() if value is not None}}
+    values = {**_DEFAULTS, **given(settings)}
     patch, merge = int(values["encoder_patch_size"]), int(values["downsample_factor"])
     model = (config.get("vision_config") or {}).get("patch_size", 16), config.get("downsample_factor", 2)
     if (patch, merge) != model:
@@ -305,7 +278,6 @@ def _recipe(config: dict[str, Any], settings: dict[str, Any]) -> SquareRecipe:
             f"the image processor's {least} to {most} tiles of {tile} pixels are not supported; it takes at least 2 "
             f"tiles of a multiple of {side} pixels"
         )
-    levels: Normalization = normalization(values)
     return SquareRecipe(
         side=side,
         patch=patch,
@@ -316,6 +288,5 @@ def _recipe(config: dict[str, Any], settings: dict[str, Any]) -> SquareRecipe:
         least=int(values["min_image_tokens"]),
         most=int(values["max_image_tokens"]),
         tolerance=float(values["max_pixels_tolerance"]),
-        resample=int(values["resample"]),
-        **levels,
+        **resizing(values),
     )

@@ -5,9 +5,10 @@ Equals Transformers' PIL processors, except for large JPEGs (`media.processor`).
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -18,7 +19,6 @@ from blake3 import blake3
 from PIL import Image
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.levels import Levels
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
@@ -26,9 +26,11 @@ from vlmserve.media.processor import (
     FixedSizeProcessor,
     PixelProcessor,
     Placeholders,
+    Recipe,
     RecipeProcessor,
     View,
-    normalization,
+    given,
+    resizing,
     to_pixels,
     to_rgb,
     whole_view,
@@ -49,7 +51,7 @@ class AnyResolutionProcessor(PixelProcessor):
     """
 
     def __init__(self, config: dict[str, Any], settings: dict[str, Any], *, exact_pixels: bool = False) -> None:
-        values = {"size": 224, "crop_size": 224, **{key: value for key, value in settings.items() if value is not None}}
+        values = {"size": 224, "crop_size": 224, **given(settings)}
         edge, tile = square_edge(values["size"]), square_edge(values["crop_size"])
         # CLIP's processor preprocesses each square tile.
         square = {
@@ -116,7 +118,7 @@ class AnyResolutionProcessor(PixelProcessor):
         canvas = Image.new("RGB", resolution)
         corner = (resolution[0] - width) // 2, (resolution[1] - height) // 2
         canvas.paste(image.resize((width, height), self._resample, decoded.box), corner)
-        tiles = [whole, *cut_tiles(canvas, self._tile)]
+        tiles = [whole, *cut_tiles(canvas, self._tile, self._tile)]
         return np.concatenate([self._tile_processor.process(DecodedImage.whole(tile)) for tile in tiles])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
@@ -156,15 +158,11 @@ class AnyResolutionProcessor(PixelProcessor):
 
 
 @dataclass(frozen=True)
-class SplitRecipe:
+class SplitRecipe(Recipe):
     size: int | tuple[int, int] | None
     """Longest edge, or width and height, before cutting; None: the image's own."""
     tile: int
     split: bool
-    resample: int
-    rescale: float | None
-    mean: tuple[float, ...] | None
-    std: tuple[float, ...] | None
     budget: ImageBudget = NO_BUDGET
     """Upper bounds that limit the number of tiles."""
 
@@ -193,13 +191,8 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
         """words: tokens around tiles. tile_tokens: of a tile in another file, to compare."""
         self._follow(_split_recipe(settings), exact_pixels=exact_pixels)
         self._tile_tokens = _tile_tokens(config, self._recipe.tile)
-        if tile_tokens is not None and tile_tokens != self._tile_tokens:
-            raise ModelLoadError(
-                f"a tile of {self._recipe.tile} pixels has {tile_tokens} placeholders in processor_config.json but "
-                f"{self._tile_tokens} embeddings by config.json; correct image_seq_len"
-            )
+        check_tile_tokens(self._recipe.tile, tile_tokens, self._tile_tokens, "image_seq_len")
         self._words = words
-        self.levels = Levels(self._recipe.rescale, self._recipe.mean, self._recipe.std)
         self._written = lru_cache(256)(self._write)
 
     @classmethod
@@ -237,7 +230,7 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
         if not plan.rows:
             return to_pixels([image.resize((tile, tile), resample)])
         image = image.resize((plan.columns * tile, plan.rows * tile), resample)
-        return to_pixels([*cut_tiles(image, tile), image.resize((tile, tile), resample)])
+        return to_pixels([*cut_tiles(image, tile, tile), image.resize((tile, tile), resample)])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
         plan = self._plan(size)
@@ -265,14 +258,9 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
         return uncut
 
     def _write(self, rows: int, columns: int) -> Placeholders:
-        place, text = 0, []
-        for token_id in self._words.tokens(rows, columns):
-            if token_id == self._words.image_token_id:
-                place += self._tile_tokens
-            else:
-                text.append((place, token_id))
-                place += 1
-        return Placeholders(place, text=tuple(text))
+        tokens = self._words.tokens(rows, columns)
+        count, text = expanded(tokens, self._words.image_token_id, itertools.repeat(self._tile_tokens))
+        return Placeholders(count, text=text)
 
     def _first_size(self, size: tuple[int, int], target: int | tuple[int, int] | None) -> tuple[int, int]:
         """Width and height before the image is fitted to tiles. target: as `SplitRecipe.size`."""
@@ -323,12 +311,50 @@ class SplitWords:
         return self.encode(f"{tiles}{self.around}{self.whole}{self.image_token}{self.around}")
 
 
-def cut_tiles(image: Image.Image, tile: int) -> list[Image.Image]:
+def cut_tiles(image: Image.Image, width: int, height: int) -> list[Image.Image]:
     return [
-        image.crop((x, y, x + tile, y + tile))
-        for y in range(0, image.height, tile)
-        for x in range(0, image.width, tile)
+        image.crop((x, y, x + width, y + height))
+        for y in range(0, image.height, height)
+        for x in range(0, image.width, width)
     ]
+
+
+def nearest_grid(size: tuple[int, int], grids: Iterable[tuple[int, int]], tile_pixels: int) -> tuple[int, int]:
+    """Columns and rows with the aspect ratio nearest to the image's.
+
+    Among equally near grids, the last one with less than twice the image's area wins.
+    """
+    width, height = size
+    best, least = (1, 1), math.inf
+    for columns, rows in grids:
+        distance = abs(width / height - columns / rows)
+        enough = width * height > 0.5 * columns * rows * tile_pixels
+        if distance < least or (distance == least and enough):
+            best, least = (columns, rows), distance
+    return best
+
+
+def check_tile_tokens(tile: int, stated: int | None, computed: int, field: str) -> None:
+    """Raises ModelLoadError if files disagree about the placeholders of a tile."""
+    if stated is not None and stated != computed:
+        raise ModelLoadError(
+            f"a tile of {tile} pixels has {stated} placeholders in processor_config.json but {computed} embeddings by "
+            f"config.json; correct {field}"
+        )
+
+
+def expanded(
+    token_ids: Iterable[int], image_token_id: int, counts: Iterator[int]
+) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Repeat each image token as often as `counts` says. Returns the length, and the other tokens with their places."""
+    place, text = 0, []
+    for token_id in token_ids:
+        if token_id == image_token_id:
+            place += next(counts)
+        else:
+            text.append((place, token_id))
+            place += 1
+    return place, tuple(text)
 
 
 def _fitted(size: tuple[int, int], bounds: tuple[int, int]) -> tuple[int, int]:
@@ -387,14 +413,13 @@ def _split_recipe(settings: dict[str, Any]) -> SplitRecipe:
         "max_image_size": {"longest_edge": 364},
         "image_mean": 0.5,
         "image_std": 0.5,
-        **{key: value for key, value in settings.items() if value is not None},
+        **given(settings),
     }
     return SplitRecipe(
         size=_first_size(values["size"]) if values["do_resize"] else None,
         tile=square_edge(values["max_image_size"]),
         split=bool(values["do_image_splitting"]),
-        resample=int(values["resample"]),
-        **normalization(values),
+        **resizing(values),
     )
 
 
