@@ -8,7 +8,7 @@ import torch
 
 from tests.normalized import of_levels
 from vlmserve.devices import pixels as device_pixels
-from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.devices.device import Device
 from vlmserve.levels import Levels
 
 KINDS = [
@@ -28,7 +28,7 @@ def test_pixel_normalization_equals_numpy_bitwise(levels, dtype, monkeypatch):
     pixels = np.stack([np.arange(256, dtype=np.uint8).reshape(16, 16)] * 3)[None].repeat(5, 0)
     pixels = draw.permuted(pixels, axis=3)
     pixels.flags.writeable = False
-    device = TorchDevice(torch.device("cpu"))
+    device = Device(torch.device("cpu"))
     for _ in range(2):
         ours = device.upload_pixels(pixels, dtype, levels)
         assert torch.equal(ours, torch.from_numpy(of_levels(pixels, levels)).to(dtype))
@@ -36,5 +36,5 @@ def test_pixel_normalization_equals_numpy_bitwise(levels, dtype, monkeypatch):
 
 def test_pixels_without_levels_are_only_converted():
     pixels = np.random.default_rng(0).standard_normal((1, 3, 4, 4), np.float32)
-    ours = TorchDevice(torch.device("cpu")).upload_pixels(pixels, torch.float64)
+    ours = Device(torch.device("cpu")).upload_pixels(pixels, torch.float64)
     assert torch.equal(ours, torch.from_numpy(pixels).double())

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from vlmserve.devices.cpu import CpuDevice, NativeCpuDevice
 from vlmserve.devices.cuda import CudaDevice
 from vlmserve.devices.device import Device
-from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels.adapters import AdapterRows, Change, LowRank
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.operations import Epilogue, Product
@@ -44,7 +43,7 @@ def inputs(kind: str, features: int, dtype: torch.dtype) -> Tensor:
     return shapes[kind]
 
 
-DEVICES = [TorchDevice(CPU), CpuDevice(CPU), *(NativeCpuDevice(CPU, isa) for isa in supported_isas()[:1])]
+DEVICES = [Device(CPU), CpuDevice(CPU), *(NativeCpuDevice(CPU, isa) for isa in supported_isas()[:1])]
 every_device = pytest.mark.parametrize("device", DEVICES, ids=lambda device: type(device).__name__)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 TOLERANCES = {torch.float32: {"atol": 1e-4, "rtol": 1e-4}, torch.bfloat16: {"atol": 0.2, "rtol": 1e-2}}
@@ -128,7 +127,7 @@ def test_merged_projections_equal_single_ones() -> None:
     torch.testing.assert_close(merged(x), torch.cat(single, -1))
 
 
-class PaddingDevice(TorchDevice):
+class PaddingDevice(Device):
     """A CPU that has products of as many inputs as a GPU has. shapes: of their weights."""
 
     product_inputs = CudaDevice.product_inputs
@@ -157,7 +156,7 @@ class PaddingDevice(TorchDevice):
 )
 def test_gpu_result_rows_are_16_byte_aligned(inputs: int, dtype: torch.dtype, padded: int) -> None:
     assert PaddingDevice().product_inputs(inputs, dtype) == padded
-    assert TorchDevice(CPU).product_inputs(inputs, dtype) == inputs
+    assert Device(CPU).product_inputs(inputs, dtype) == inputs
 
 
 def gated_mlp(*, bias: bool = True) -> tuple[GatedLinear, Linear]:
@@ -234,7 +233,7 @@ def test_adapters_change_padded_products_as_others() -> None:
         Change(weight=some(32, 18)),
     ]
     x, residual, results = some(5, 32), some(5, 32), []
-    for device in (TorchDevice(CPU), PaddingDevice()):
+    for device in (Device(CPU), PaddingDevice()):
         layers = gated_mlp()
         layers[0].widen_for(layers[1], device)
         rows = AdapterRows(4)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.devices.device import Device
 from vlmserve.kernels.operations import DeferredNorm, NormedRows, Product
 from vlmserve.layers.layer import arrange_layers
 from vlmserve.layers.linear import Linear
@@ -69,7 +69,7 @@ class DeferringLinear:
         return DeferredNorm(rows, rows * norm.weight, rows.square().sum(1, keepdim=True), norm, norm.eps)
 
 
-class FusingDevice(TorchDevice):
+class FusingDevice(Device):
     """Computes norms with sums, and leaves norms to linear layers of fewer than `ROWS` rows."""
 
     def linear(self, *arguments: Any) -> Product:
@@ -109,7 +109,7 @@ def blocks(draw: st.DrawFn) -> list[dict[str, Any]]:
     return draw(st.lists(kinds, min_size=1, max_size=4))
 
 
-@given(blocks(), st.booleans(), st.sampled_from([TorchDevice, FusingDevice, None]), st.integers(0, 99))
+@given(blocks(), st.booleans(), st.sampled_from([Device, FusingDevice, None]), st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
 def test_streams_equal_plain_sums(layers: list[dict[str, Any]], post: bool, device: Any, seed: int) -> None:
     """device: None: layers that are not arranged."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.native import built
 from vlmserve.devices.cpu import NativeCpuDevice
-from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.devices.device import Device
 from vlmserve.families.spec import ExpertsSpec
 from vlmserve.kernels.extension import selected_isa
 from vlmserve.layers.linear import Linear
@@ -97,7 +97,7 @@ def test_rounded_experts_equal_float64(scheme: Any, bits: int | None, native: bo
         if isinstance(module, Linear):
             weights[name] = rounded(module.weight, None if module.stays_plain else bits, config)
     quantize(nn.ModuleDict({"language_model": block}), config)
-    block.arrange(NativeCpuDevice(CPU, selected_isa()) if native else TorchDevice(CPU))
+    block.arrange(NativeCpuDevice(CPU, selected_isa()) if native else Device(CPU))
     x, residual = torch.randn(11, 64), torch.randn(11, 64)
     last, inputs = block(x)
     expected = residual.double() + expected_rows(spec, weights, x.double())

@@ -12,9 +12,8 @@ import torch
 from tests.ptx.recording import RecordingCapture
 from tests.static_device import StaticDevice
 from vlmserve.devices.cuda import TritonDevice
-from vlmserve.devices.device import LayerExecutor
+from vlmserve.devices.device import Device, LayerExecutor
 from vlmserve.devices.graphs import Captures, GraphExecutor
-from vlmserve.devices.torch_device import TorchDevice
 
 
 class EmulatedDevice(StaticDevice, TritonDevice):
@@ -27,16 +26,16 @@ class EmulatedDevice(StaticDevice, TritonDevice):
     encoder_ranges = TritonDevice.encoder_ranges
     draw = TritonDevice.draw
     draw_later = TritonDevice.draw_later
-    gpu_uuid = TorchDevice.gpu_uuid
-    clock = TorchDevice.clock
-    cache_budget = TorchDevice.cache_budget
-    graph_bytes = TorchDevice.graph_bytes
-    expected_cache = TorchDevice.expected_cache
+    gpu_uuid = Device.gpu_uuid
+    clock = Device.clock
+    cache_budget = Device.cache_budget
+    graph_bytes = Device.graph_bytes
+    expected_cache = Device.expected_cache
 
     def __init__(self, torch_device: torch.device) -> None:
         with pytest.MonkeyPatch.context() as patch:
             # That of a GPU asks CUDA for memory.
-            patch.setattr(TritonDevice, "__init__", TorchDevice.__init__)
+            patch.setattr(TritonDevice, "__init__", Device.__init__)
             super().__init__(torch_device)
         self._captures = Captures(RecordingCapture(), repeats=self.captures_repeats)
         self._draw = None

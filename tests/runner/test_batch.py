@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.scheduler.made_up import BLOCK, image, request, request_states, sampled, scheduler
+from vlmserve.devices.device import Device
 from vlmserve.devices.staging import Staging
-from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.requests import RequestStates, ScheduledRequest
 from vlmserve.scheduler.scheduler import Scheduler
@@ -112,7 +112,7 @@ def test_whatever_happened_before_a_batch_is_its_step(
     """Requests come and go, are preempted and are aborted, and some of their drafts are right."""
     made_up = scheduler(num_blocks=num_blocks, budget=budget, prefix_caching=prefix_caching)
     made_up.propose_drafts = drafts and (lambda request: drafts)
-    builder = BatchBuilder(BLOCK, TorchDevice(torch.device("cpu")), num_columns=groups)
+    builder = BatchBuilder(BLOCK, Device(torch.device("cpu")), num_columns=groups)
     states = request_states()
     for number, length in enumerate(lengths):
         made_up.add(request(str(number), length, token=number + 1, max_tokens=5 + (7 * number) % 40))
@@ -134,7 +134,7 @@ def test_text_inside_images_survives_chunks(budget: int) -> None:
     for place, token in shown.text:
         seen.token_ids[3 + place] = token
     seen.token_ids[:3] = seen.token_ids[15:] = [1, 2, 3]
-    builder, states = BatchBuilder(BLOCK, TorchDevice(torch.device("cpu"))), request_states()
+    builder, states = BatchBuilder(BLOCK, Device(torch.device("cpu"))), request_states()
     tokens: list[int] = []
     taken: dict[int, int] = {}
     while len(made_up):
@@ -154,7 +154,7 @@ def test_image_rows_say_their_image_and_offset() -> None:
     one, two = image(1, 5), image(2, 3)
     made_up.add(seen := request("seen", 14, images=[(one, 2), (two, 9)]))
     seen.token_ids[2:7], seen.token_ids[9:12] = [50] * 5, [50] * 3
-    builder, states = BatchBuilder(BLOCK, TorchDevice(torch.device("cpu"))), request_states()
+    builder, states = BatchBuilder(BLOCK, Device(torch.device("cpu"))), request_states()
     rows = []
     while len(made_up):
         batch, _ = run(made_up, states, builder)
@@ -163,7 +163,7 @@ def test_image_rows_say_their_image_and_offset() -> None:
     assert rows == [[(1, 2, 6, 0)], [(1, 0, 1, 4), (2, 3, 6, 0)], [], [], []]
 
 
-class PaddingDevice(TorchDevice):
+class PaddingDevice(Device):
     """Pads decodes, and chunks of up to 16 rows, to a multiple of four."""
 
     padding_blocks = 1

@@ -10,7 +10,7 @@ import torch
 from vlmserve.devices.cpu import open_cpu
 from vlmserve.devices.cuda import open_cuda
 from vlmserve.devices.device import Device
-from vlmserve.devices.torch_device import MpsDevice
+from vlmserve.devices.mps import MpsDevice
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.choice import check_kernels, multiplies_bfloat16
 

@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from vlmserve.devices.device import Clock, HostClock, LayerExecutor, LayerStack
-from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.devices.device import Clock, Device, HostClock, LayerExecutor, LayerStack
 from vlmserve.errors import ConfigurationError
 from vlmserve.families.spec import ExpertsSpec
 from vlmserve.kernels import cpu_experts, cpu_sampling, cpu_states
@@ -87,7 +86,7 @@ def _with_kernels(torch_device: torch.device, isa: str | None) -> CpuDevice:
     return CpuDevice(torch_device) if isa is None else NativeCpuDevice(torch_device, isa)
 
 
-class CpuDevice(TorchDevice):
+class CpuDevice(Device):
     overcommits = True
     images_per_step = 4
     stage_products = 2**28

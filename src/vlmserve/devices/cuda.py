@@ -19,6 +19,7 @@ from vlmserve.devices.device import (
     AllocateBlocks,
     CaptureTime,
     Clock,
+    Device,
     EagerExecutor,
     LayerExecutor,
     TowerExecutor,
@@ -28,7 +29,6 @@ from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes, stag
 from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
 from vlmserve.devices.streams import CudaCopyStream
-from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.families.spec import ExpertsSpec
 from vlmserve.kernels import torch_float8, torch_int4
 from vlmserve.kernels.attention import AttentionBackend
@@ -111,7 +111,7 @@ def no_int4(torch_device: torch.device) -> str | None:
     return None
 
 
-class CudaDevice(TorchDevice):
+class CudaDevice(Device):
     """It computes asynchronously."""
 
     def __init__(self, torch_device: torch.device) -> None:

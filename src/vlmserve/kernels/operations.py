@@ -227,32 +227,36 @@ class ExpertsKernel(Protocol):
         ...
 
 
-class Operations(Protocol):
-    """Functions that return None leave the operation to torch."""
+class Operations:
+    """A device's kernels. Functions that return None leave the operation to torch."""
 
-    def multiplies(self, weight: QuantizedWeight) -> bool: ...
+    def multiplies(self, weight: QuantizedWeight) -> bool:
+        return weight.is_supported
 
     def multiplies_superblocks(self, input_bits: int | None) -> bool:
         """input_bits: requested, None for the default."""
-        ...
+        return False
 
     def product_inputs(self, in_features: int, dtype: torch.dtype) -> int:
         """The fastest number for a plain linear. Extra inputs are zeros."""
-        ...
+        return in_features
 
-    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product: ...
+    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
+        raise NotImplementedError
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
         """An embedding table ``[count, size]`` is also the output head. dtype: of rows and inputs."""
-        ...
+        raise NotImplementedError
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Norm | None:
         """weight, bias: ``[size]``. offset: added to the weight in float32."""
-        ...
+        return None
 
-    def heads_norm(self, parts: Sequence[NormedHeads], dtype: torch.dtype) -> HeadsNorm | None: ...
+    def heads_norm(self, parts: Sequence[NormedHeads], dtype: torch.dtype) -> HeadsNorm | None:
+        return None
 
-    def output_gate(self, dtype: torch.dtype) -> GateKernel | None: ...
+    def output_gate(self, dtype: torch.dtype) -> GateKernel | None:
+        return None
 
     def experts(
         self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertProducts]
@@ -261,18 +265,21 @@ class Operations(Protocol):
 
         router: None if some weights have reordered inputs or outputs. experts: by number, this rank's only.
         """
-        ...
+        return None
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
         """Full attention within each image."""
-        ...
+        return None
 
-    def encoder_rotation(self, dtype: torch.dtype) -> RotationKernel | None: ...
+    def encoder_rotation(self, dtype: torch.dtype) -> RotationKernel | None:
+        return None
 
     def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:
         """None: computing images of several sizes together is not faster."""
-        ...
+        return None
 
-    def delta(self, spec: DeltaSpec, weights: DeltaWeights, dtype: torch.dtype) -> DeltaKernel | None: ...
+    def delta(self, spec: DeltaSpec, weights: DeltaWeights, dtype: torch.dtype) -> DeltaKernel | None:
+        return None
 
-    def convolution(self, spec: ConvolutionSpec, weight: Tensor, dtype: torch.dtype) -> ConvolutionKernel | None: ...
+    def convolution(self, spec: ConvolutionSpec, weight: Tensor, dtype: torch.dtype) -> ConvolutionKernel | None:
+        return None

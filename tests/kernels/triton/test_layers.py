@@ -35,7 +35,7 @@ from tests.kernels.test_torch_float8 import made
 from tests.kernels.triton.interpreted import CPU, InterpretedDevice, randomize_norms
 from tests.kernels.triton.interpreted import loaded as loaded_model
 from tests.paged import BlockTables, PagedRun
-from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.devices.device import Device
 from vlmserve.kernels.adapters import AdapterRows, Change, LowRank
 from vlmserve.kernels.operations import NO_EPILOGUE, Rounding
 from vlmserve.kernels.torch_float8 import Float8Product
@@ -67,7 +67,7 @@ SMALL = {"num_hidden_layers": 2, "head_dim": 8, "vocab_size": 32}
 """Programs that are interpreted take most of a test's time, and there is one for each 32 outputs."""
 
 
-def loaded(folder: Path, device: type[TorchDevice], quantize: Any = None) -> Any:
+def loaded(folder: Path, device: type[Device], quantize: Any = None) -> Any:
     return loaded_model(folder, device, quantize).language_model
 
 
@@ -122,7 +122,7 @@ def logits(model: Any, sequences: list[list[int]], steps: list[list[int]]) -> li
 @pytest.mark.parametrize("bits", [None, "int8", "int4"])
 def test_decoder_logits_equal_torch(folder: Path, bits: str | None) -> None:
     quantization = None if bits is None else QuantizationConfig(scheme=bits)
-    ours, theirs = (loaded(folder, device, quantization) for device in (InterpretedDevice, TorchDevice))
+    ours, theirs = (loaded(folder, device, quantization) for device in (InterpretedDevice, Device))
     assert ours.backend.name == "triton"
     sequences = [[5, 9, 11, 3, 8], [7, 4, 6]]
     steps = [[4, 2], [1, 1]]
@@ -133,7 +133,7 @@ def test_decoder_logits_equal_torch(folder: Path, bits: str | None) -> None:
 
 def test_heads_are_normed_on_the_way(tmp_path: Path) -> None:
     folder = make_text_model(tmp_path, Qwen3ForCausalLM, Qwen3Config, **SMALL)
-    models = [loaded(folder, device) for device in (InterpretedDevice, TorchDevice)]
+    models = [loaded(folder, device) for device in (InterpretedDevice, Device)]
     for model in models:
         torch.manual_seed(0)
         for layer in model.layers:
@@ -168,7 +168,7 @@ def test_tower_mlp_rows_are_16_byte_aligned(rows: int) -> None:
     weights = VisionMLP(spec, dtype=torch.float32, device=CPU)
     for parameter in weights.parameters():
         parameter.data.normal_()
-    for device in (InterpretedDevice(CPU), TorchDevice(CPU)):
+    for device in (InterpretedDevice(CPU), Device(CPU)):
         mlp = VisionMLP(spec, dtype=torch.float32, device=CPU)
         mlp.load_state_dict(weights.state_dict())
         arrange_layers(mlp, device)
@@ -257,7 +257,7 @@ def test_the_longest_step_allocates_all_that_lengths_need(folder: Path) -> None:
 
 
 def test_products_that_reorder_their_inputs_get_normed_ones(folder: Path, launches: Launches) -> None:
-    models = [loaded(folder, device) for device in (InterpretedDevice, TorchDevice)]
+    models = [loaded(folder, device) for device in (InterpretedDevice, Device)]
     for model in models:
         for layer in model.layers:
             for linear in (layer.self_attn.qkv_proj, layer.mlp.gate_up_proj):
@@ -282,7 +282,7 @@ EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 
 def test_a_layer_with_experts_equals_torch(tmp_path: Path, launches: Launches) -> None:
     """Its launches are the same for all rows, and no choice comes to the host."""
     folder = make_text_model(tmp_path, Qwen3MoeForCausalLM, Qwen3MoeConfig, **{**SMALL, **EXPERTS, "vocab_size": 32})
-    launches.computes, models = True, [loaded(folder, device) for device in (InterpretedDevice, TorchDevice)]
+    launches.computes, models = True, [loaded(folder, device) for device in (InterpretedDevice, Device)]
     ours, theirs = (logits(model, [[5, 9, 11]], [[2], [1]])[0] for model in models)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
     launches.computes = False
@@ -404,7 +404,7 @@ def test_layers_with_shared_keys_equal_torch(tmp_path: Path) -> None:
     """Prompts, whose last layers compute the last token alone, and decodes."""
     settings = {**DECODER, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": DECODER["layer_types"][:4]}
     folder, results = make_text_model(tmp_path, Gemma4ForCausalLM, Gemma4TextConfig, **{**SMALL, **settings}), []
-    for device in (InterpretedDevice, TorchDevice):
+    for device in (InterpretedDevice, Device):
         model = loaded(folder, device)
         assert model.backend.name == ("triton" if device is InterpretedDevice else "torch")
         results.append(logits(model, [[5, 9, 11], [7, 4]], [[2, 1], [1, 1]]))
@@ -436,7 +436,7 @@ def test_sums_and_norms_equal_torch(
 ) -> None:
     monkeypatch.setattr(products, "MOST_ROWS", most_rows)
     folder, results = make_text_model(tmp_path, family, config, **SMALL), []
-    for device in (InterpretedDevice, TorchDevice):
+    for device in (InterpretedDevice, Device):
         model = loaded(folder, device)
         randomize_norms(model, device)
         results.append(logits(model, [[5, 9, 11], [7, 4]], [[2, 1], [1, 1]]))

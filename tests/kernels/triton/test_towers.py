@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.checkpoints import make_internvl, make_llava, make_mistral3, make_qwen_vl
 from tests.kernels.triton.interpreted import InterpretedDevice, loaded, randomize_norms
-from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.devices.device import Device
 from vlmserve.kernels.triton.norm import TritonNorm
 from vlmserve.layers.stages import StageBudget
 from vlmserve.models.protocols import VisionEncoder
@@ -33,7 +33,7 @@ ANY_SIZE = {"mistral3", "qwen2-vl", "qwen3-vl"}
 """Towers that take small images, too."""
 
 
-def tower(folder: Path, device: type[TorchDevice]) -> VisionEncoder:
+def tower(folder: Path, device: type[Device]) -> VisionEncoder:
     """With random weights of norms."""
     vision = loaded(folder, device).vision
     assert isinstance(vision, torch.nn.Module)
@@ -58,7 +58,7 @@ def embeddings(vision: VisionEncoder, pixels: Tensor, allowed: float) -> Tensor:
 @torch.inference_mode()
 def test_embeddings_are_those_of_torchs_operations(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     MAKERS[name](tmp_path)
-    ours, theirs = (tower(tmp_path, device) for device in (InterpretedDevice, TorchDevice))
+    ours, theirs = (tower(tmp_path, device) for device in (InterpretedDevice, Device))
     assert ours.example_shape is not None
     *first, height, width = ours.example_shape
     # The interpreter takes long for large ones.
