@@ -176,7 +176,7 @@ class StaticDraw:
         changed = torch.where(changed > 0, changed / repetition, changed * repetition)
         logits[rows, ids] = changed - subtracted
         filters = Filters(temperatures.tolist(), top_ks.int().tolist(), top_ps.tolist(), min_ps.tolist())
-        return torch.tensor(draw(logits, **filters._asdict(), numbers=numbers.tolist()), dtype=torch.int32)
+        return torch.tensor(draw(logits, filters, numbers.tolist()), dtype=torch.int32)
 
 
 class StaticDevice(CpuDevice):

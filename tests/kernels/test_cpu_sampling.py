@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.native import built
 from vlmserve.kernels.cpu_sampling import draw
+from vlmserve.kernels.torch_sampling import Filters
 
 CPU = torch.device("cpu")
 
@@ -85,11 +86,13 @@ def test_drawn_tokens_are_those_that_float64_allows(parameters: list[Row], vocab
     logits = torch.stack([make_logits(row, vocabulary, generator) for row in parameters])
     tokens = draw(
         logits,
-        temperatures=[row.temperature for row in parameters],
-        top_ks=[row.top_k for row in parameters],
-        top_ps=[row.top_p for row in parameters],
-        min_ps=[row.min_p for row in parameters],
-        numbers=[row.number for row in parameters],
+        Filters(
+            [row.temperature for row in parameters],
+            [row.top_k for row in parameters],
+            [row.top_p for row in parameters],
+            [row.min_p for row in parameters],
+        ),
+        [row.number for row in parameters],
     )
     for row, values, token in zip(parameters, logits, tokens, strict=True):
         assert 0 <= token < vocabulary
@@ -100,8 +103,8 @@ def test_drawn_tokens_are_those_that_float64_allows(parameters: list[Row], vocab
 @pytest.mark.usefixtures("isa")
 def test_a_flat_vocabulary_is_drawn_from_all_over() -> None:
     numbers = [(number + 0.5) / 1000 for number in range(1000)]
-    same = {"temperatures": [1.0] * 1000, "top_ks": [0] * 1000, "top_ps": [0.999] * 1000, "min_ps": [0.0] * 1000}
-    tokens = draw(torch.zeros(1000, 5000), numbers=numbers, **same)
+    same = Filters([1.0] * 1000, [0] * 1000, [0.999] * 1000, [0.0] * 1000)
+    tokens = draw(torch.zeros(1000, 5000), same, numbers)
     assert tokens == [number * 5 + 2 for number in range(1000)]
 
 
@@ -111,14 +114,14 @@ def test_a_flat_vocabulary_is_drawn_from_all_over() -> None:
 @pytest.mark.usefixtures("isa")
 def test_no_temperature_takes_the_first_of_the_highest(vocabulary: int, seed: int, values: int) -> None:
     logits = torch.randint(-values, 0, (3, vocabulary), generator=torch.Generator().manual_seed(seed)).float()
-    same = {"temperatures": [0.0] * 3, "top_ks": [0] * 3, "top_ps": [1.0] * 3, "min_ps": [0.0] * 3}
-    assert draw(logits, numbers=[0.0] * 3, **same) == logits.numpy().argmax(1).tolist()
+    same = Filters([0.0] * 3, [0] * 3, [1.0] * 3, [0.0] * 3)
+    assert draw(logits, same, [0.0] * 3) == logits.numpy().argmax(1).tolist()
 
 
 @built
 def test_parameters_must_be_as_many_as_rows() -> None:
-    one = {"temperatures": [1.0], "top_ks": [0], "top_ps": [1.0], "min_ps": [0.0], "numbers": [0.5]}
+    one = Filters([1.0], [0], [1.0], [0.0])
     with pytest.raises(ValueError, match="2 rows"):
-        draw(torch.zeros(2, 8), **one)
+        draw(torch.zeros(2, 8), one, [0.5])
     with pytest.raises(ValueError, match="float64"):
-        draw(torch.zeros(1, 8).double(), **one)
+        draw(torch.zeros(1, 8).double(), one, [0.5])

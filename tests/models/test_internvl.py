@@ -73,7 +73,7 @@ def test_no_parameter_is_left_out(tmp_path: Path, name: str) -> None:
 def test_pixels_that_are_no_tiles_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
     vision = load(make_internvl(tmp_path)).vision
     assert vision is not None
-    with pytest.raises(InvalidImageError, match=r"takes tiles of \(3, 16, 16\)"):
+    with pytest.raises(InvalidImageError, match=r"takes images of \(3, 16, 16\)"):
         vision.check(shape, 4)
     with pytest.raises(InvalidImageError, match="8 embeddings and has 4"):
         vision.check((2, 3, 16, 16), 4)

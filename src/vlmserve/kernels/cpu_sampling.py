@@ -9,25 +9,18 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.extension import extension
+from vlmserve.kernels.torch_sampling import Filters
 
 
-def draw(
-    logits: Tensor,
-    *,
-    temperatures: Sequence[float],
-    top_ks: Sequence[int],
-    top_ps: Sequence[float],
-    min_ps: Sequence[float],
-    numbers: Sequence[float],
-) -> list[int]:
+def draw(logits: Tensor, filters: Filters, numbers: Sequence[float]) -> list[int]:
     rows, vocabulary = logits.shape
     logits = logits.contiguous()
     tokens = array("q", bytes(8 * rows))
     arrays = (
-        array("f", temperatures),
-        array("f", top_ps),
-        array("f", min_ps),
-        array("q", top_ks),
+        array("f", filters.temperatures),
+        array("f", filters.top_ps),
+        array("f", filters.min_ps),
+        array("q", filters.top_ks),
         array("d", numbers),
         tokens,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -17,23 +17,28 @@ _TOP_P_CANDIDATES = 256
 T = TypeVar("T")
 
 
-class Draw(Protocol):
-    def __call__(
-        self,
-        logits: Tensor,
-        *,
-        temperatures: Sequence[float],
-        top_ks: Sequence[int],
-        top_ps: Sequence[float],
-        min_ps: Sequence[float],
-        numbers: Sequence[float],
-    ) -> list[int]:
-        """Sample from float32 ``[rows, vocabulary]`` logits, which it may overwrite.
+class Filters(NamedTuple):
+    """One value per row, applied in this order. Ties stay."""
 
-        Returns -1 for rows with NaN or without a finite maximum. Applies temperature (0: the first most likely token),
-        top-k (0: all), top-p and min-p, in this order. Filters keep ties. numbers: uniform in [0, 1), one per row.
-        """
-        ...
+    temperatures: Sequence[float]
+    """0: the first most likely token."""
+    top_ks: Sequence[int]
+    """0: all."""
+    top_ps: Sequence[float]
+    min_ps: Sequence[float]
+
+    def of(self, rows: Sequence[int]) -> Filters:
+        def pick(values: Sequence[T]) -> list[T]:
+            return [values[row] for row in rows]
+
+        return Filters(pick(self.temperatures), pick(self.top_ks), pick(self.top_ps), pick(self.min_ps))
+
+
+Draw = Callable[[Tensor, Filters, Sequence[float]], list[int]]
+"""Samples from float32 ``[rows, vocabulary]`` logits, which it may overwrite, with a random number in [0, 1) per row.
+
+Returns -1 for rows with NaN or without a finite maximum.
+"""
 
 
 class Changes(NamedTuple):
@@ -46,42 +51,16 @@ class Changes(NamedTuple):
 class DrawLater(Protocol):
     """Tokens stay on the device."""
 
-    def arrays(self, filters: Filters, numbers: Sequence[float], changes: Changes) -> list[npt.NDArray[Any]]:
-        """Temperatures may be 0."""
-        ...
+    def arrays(self, filters: Filters, numbers: Sequence[float], changes: Changes) -> list[npt.NDArray[Any]]: ...
 
     def launch(self, logits: Tensor, uploaded: Sequence[Tensor]) -> Tensor:
         """Return int32 ``[rows]``, equal to `Draw`. uploaded: `arrays` on the device."""
         ...
 
 
-class Filters(NamedTuple):
-    """One value per row. temperatures: above 0. top_ks: 0 for all."""
-
-    temperatures: Sequence[float]
-    top_ks: Sequence[int]
-    top_ps: Sequence[float]
-    min_ps: Sequence[float]
-
-    def of(self, rows: Sequence[int]) -> Filters:
-        def pick(values: Sequence[T]) -> list[T]:
-            return [values[row] for row in rows]
-
-        return Filters(pick(self.temperatures), pick(self.top_ks), pick(self.top_ps), pick(self.min_ps))
-
-
-def draw(
-    logits: Tensor,
-    *,
-    temperatures: Sequence[float],
-    top_ks: Sequence[int],
-    top_ps: Sequence[float],
-    min_ps: Sequence[float],
-    numbers: Sequence[float],
-) -> list[int]:
-    filters = Filters(temperatures, top_ks, top_ps, min_ps)
-    greedy = [row for row, temperature in enumerate(temperatures) if temperature == 0]
-    random = [row for row, temperature in enumerate(temperatures) if temperature > 0]
+def draw(logits: Tensor, filters: Filters, numbers: Sequence[float]) -> list[int]:
+    greedy = [row for row, temperature in enumerate(filters.temperatures) if temperature == 0]
+    random = [row for row, temperature in enumerate(filters.temperatures) if temperature > 0]
     tokens = [-1] * len(logits)
     for rows, by_chance in ((greedy, False), (random, True)):
         if rows:
@@ -93,7 +72,7 @@ def draw(
 
 
 def filter_logits(logits: Tensor, filters: Filters) -> Tensor:
-    """In place: -inf for excluded tokens, 0 for the most likely."""
+    """In place: -inf for excluded tokens, 0 for the most likely. Temperatures must be above 0."""
     # tiny temperatures must not overflow
     logits.sub_(logits.amax(-1, keepdim=True)).div_(_column(filters.temperatures, logits))
     rows, vocabulary = logits.shape

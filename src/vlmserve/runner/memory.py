@@ -16,6 +16,7 @@ from vlmserve.errors import CapacityError
 from vlmserve.kernels.attention import BatchMetadata
 from vlmserve.kernels.blocks import allocate_states
 from vlmserve.kernels.states import StateRows
+from vlmserve.kernels.torch_sampling import Filters
 from vlmserve.layer_specs import CacheBytes
 from vlmserve.layers.stages import StageBudget, Stages
 from vlmserve.levels import Levels
@@ -49,14 +50,8 @@ def run_largest_step(
     hidden = language_model.forward(language_model.embed(token_ids), positions, metadata, caches, states=states)
     rows = min(num_rows, num_tokens)
     out = model.device.logits_buffer(rows, language_model.vocab_size)
-    model.device.draw(
-        language_model.logits(hidden[:rows], out),
-        temperatures=[1.0] * rows,
-        top_ks=[0] * rows,
-        top_ps=[0.9] * rows,
-        min_ps=[0.0] * rows,
-        numbers=[0.5] * rows,
-    )
+    filters = Filters([1.0] * rows, [0] * rows, [0.9] * rows, [0.0] * rows)
+    model.device.draw(language_model.logits(hidden[:rows], out), filters, [0.5] * rows)
 
 
 @torch.inference_mode()

@@ -68,7 +68,7 @@ def sample(logits: Tensor, rows: list[SamplingRow], draw: Draw) -> list[int | No
             logits[number] = _IMPOSSIBLE
             logits[number, row.forced] = score
     filters, numbers = filters_of(rows)
-    tokens = draw(logits, **filters._asdict(), numbers=numbers)
+    tokens = draw(logits, filters, numbers)
     return [None if token < 0 else token for token in tokens]
 
 

@@ -31,11 +31,8 @@ def drawn(
     draw = TritonDraw(lambda values: torch.from_numpy(values).to(device), block=256)
     return draw(
         logits.clone().to(device),
-        temperatures=[temperature] * rows,
-        top_ks=[top_k] * rows,
-        top_ps=[top_p] * rows,
-        min_ps=[min_p] * rows,
-        numbers=numbers,
+        Filters([temperature] * rows, [top_k] * rows, [top_p] * rows, [min_p] * rows),
+        numbers,
     )
 
 
@@ -136,11 +133,8 @@ def test_rows_have_options_of_their_own(device: torch.device) -> None:
     draw = TritonDraw(lambda values: torch.from_numpy(values).to(device))
     tokens = draw(
         logits.clone().to(device),
-        temperatures=[0.0, 1.0, 1.0],
-        top_ks=[0, 1, 0],
-        top_ps=[1.0, 1.0, 1.0],
-        min_ps=[0.0, 0.0, 1.0],
-        numbers=[0.0, 0.9, 0.9],
+        Filters([0.0, 1.0, 1.0], [0, 1, 0], [1.0, 1.0, 1.0], [0.0, 0.0, 1.0]),
+        [0.0, 0.9, 0.9],
     )
     assert tokens == logits.argmax(-1).tolist()
 

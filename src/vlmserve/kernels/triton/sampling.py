@@ -29,19 +29,9 @@ class TritonDraw:
     def __init__(self, upload: Upload, block: int = BLOCK) -> None:
         self._upload, self._block = upload, block
 
-    def __call__(
-        self,
-        logits: Tensor,
-        *,
-        temperatures: Sequence[float],
-        top_ks: Sequence[int],
-        top_ps: Sequence[float],
-        min_ps: Sequence[float],
-        numbers: Sequence[float],
-    ) -> list[int]:
+    def __call__(self, logits: Tensor, filters: Filters, numbers: Sequence[float]) -> list[int]:
         if not len(logits):
             return []
-        filters = Filters(temperatures, top_ks, top_ps, min_ps)
         arrays = self.arrays(filters, numbers, Changes(np.empty((2, 0), np.int64), np.empty((3, 0), np.float32)))
         drawn: list[int] = self._drawn(logits, self._upload(arrays[0])).tolist()
         return drawn
