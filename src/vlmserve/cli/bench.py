@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from vlmserve.kernels.extension import supported_isas
+from vlmserve.engine import check_settings
+from vlmserve.errors import ModelLoadError
 from vlmserve.models.hub import resolve_model
 from vlmserve.settings.config import EngineConfig
-from vlmserve.tools.bench import Figure, Report, bench
+
+if TYPE_CHECKING:
+    from vlmserve.tools.bench import Figure, Report
 
 
 def run_bench(
@@ -26,10 +30,18 @@ def run_bench(
 ) -> None:
     """Measure, print a table, and write JSON to `path`.
 
-    every: all instruction sets. compare: also torch.
+    every: all instruction sets. compare: also torch. Raises like `check_settings`.
     """
     console = Console()
     folder = resolve_model(config.model, config.revision, config.mmproj)
+    for scheme in schemes:
+        try:
+            check_settings(config.model_copy(update={"quantize": scheme}), folder)
+        except ModelLoadError as error:
+            raise ModelLoadError(str(error).replace("--quantize", "--scheme")) from error
+    from vlmserve.kernels.extension import supported_isas
+    from vlmserve.tools.bench import bench
+
     chosen = supported_isas() if every else (config.kernels,)
     kernels = (*chosen, "torch") if compare and "torch" not in chosen else chosen
     with Console(stderr=True).status("") as status:
