@@ -207,6 +207,8 @@ class ModelRunnerOutput(msgspec.Struct):
     """
     logprobs: dict[str, list[TokenLogprobs]] = {}
     """One for each token, if requested."""
+    forced: dict[str, list[int]] = {}
+    """Tokens that probably follow, because a grammar allows no other text. Empty unless the engine drafts."""
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
     """For the prompt's next tokens, if requested; None for images."""
     finish_reasons: dict[str, Literal["stop", "length"]] = {}

@@ -337,3 +337,28 @@ def test_long_reference_chains_do_not_end_the_process(tmp_path: Path, grammar: G
         if not len(allowed):
             break
         matcher.advance(int(allowed[0]))
+
+
+def test_forced_tokens_fit_the_grammar(tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"name": {"enum": ["a long name"]}, "size": {"enum": ["a long size"]}},
+              "required": ["name", "size"], "additionalProperties": False}  # fmt: skip
+    compiler = GrammarCompiler(lambda: tokenizer, max_bytes=10_000, cache_size=4)
+    matcher = compiler.matcher(Grammar.json(schema))
+    taken: list[int] = []
+    num_forced = 0
+    while True:
+        allowed = matcher.allowed(END, may_end=True)
+        if matcher.complete:
+            break
+        forced = matcher.forced()
+        num_forced += len(forced)
+        following = forced or [int(np.flatnonzero(allowed)[0])]
+        for place, token in enumerate(following):
+            if place:
+                allowed = matcher.allowed(END, may_end=True)
+            assert allowed[token]
+            matcher.advance(token)
+        taken += following
+    detokenizer = Detokenizer(tokenizer)
+    assert json.loads(detokenizer.push(taken) + detokenizer.finish()) == {"name": "a long name", "size": "a long size"}
+    assert num_forced > 20

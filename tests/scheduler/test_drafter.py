@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.scheduler.made_up import request
 from vlmserve.scheduler.drafts.corpus import SEPARATOR, Answers, Corpus
 from vlmserve.scheduler.drafts.costs import MAX_DRAFTS, Account, StepCosts
+from vlmserve.scheduler.drafts.drafter import Drafter
 from vlmserve.scheduler.drafts.reader import BACK, Reader
+from vlmserve.scheduler.request import Request
+from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
+from vlmserve.types import Grammar
 
 FLAT = [(1, 1.0), (32, 1.3)]
 """Rows that cost little: weights in 16 bits."""
@@ -94,7 +102,7 @@ def test_costs_lie_on_lines_and_never_fall() -> None:
 def test_count_follows_costs_and_rate(measured: list[tuple[int, float]], rate: float, least: int, most: int) -> None:
     account = Account(StepCosts(measured))
     account.begin_step(1, 0)
-    assert least <= account.best_count(rate, MAX_DRAFTS) <= most
+    assert least <= account.best_count([rate] * MAX_DRAFTS) <= most
 
 
 @pytest.mark.parametrize("measured", [FLAT, STEEP])
@@ -107,9 +115,55 @@ def test_wrong_drafts_cost_two_percent(measured: list[tuple[int, float]], num_de
         account.begin_step(num_decodes, 0)
         rows = num_decodes
         for _ in range(num_decodes):
-            count = account.best_count(0.99, MAX_DRAFTS)
+            count = account.best_count([0.99] * MAX_DRAFTS)
             account.pay(count)
             rows += count
         plain += costs.seconds(num_decodes)
         spent += costs.seconds(rows)
     assert plain < spent < 1.02 * plain + 2.5 * costs.seconds(1)
+
+
+def decoding(name: str, *token_ids: int, **params: Any) -> Request:
+    one = request(name, 4, token=50, max_tokens=200, **params)
+    one.token_ids += token_ids
+    one.num_computed = len(one.token_ids) - 1
+    return one
+
+
+def told(drafter: Drafter, one: Request, drafts: Sequence[int], sampled: list[int], forced: list[int]) -> None:
+    """Let a step of one request sample tokens, after which a grammar forces others."""
+    output = ModelRunnerOutput(token_ids={one.request_id: sampled}, forced={one.request_id: forced})
+    step = SchedulerOutput(draft_token_ids={one.request_id: [*drafts]} if drafts else {})
+    drafter.ran(step, output, {one.request_id: one})
+    one.token_ids += sampled
+    one.num_computed += len(sampled)
+
+
+def proposed(drafter: Drafter, one: Request) -> list[int]:
+    drafter.begin_step([one])
+    return [*drafter.propose(one)]
+
+
+def test_forced_tokens_precede_earlier_answers() -> None:
+    drafter = Drafter(StepCosts(FLAT))
+    grammar = Grammar.json({"type": "string"})
+    drafter.learn([decoding("a", 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, grammar=grammar)])
+    one = decoding("b", 5, grammar=grammar)
+    assert 13 in proposed(drafter, one)
+    told(drafter, one, [], [6], forced=[11, 12, 13])
+    assert proposed(drafter, one)[:5] == [11, 12, 13, 14, 15]
+    told(drafter, one, [11, 12, 13, 14], [11, 12, 13, 20], forced=[])
+    assert drafter.num_accepted == 3
+    assert 11 not in proposed(drafter, one)
+
+
+def test_wrong_forced_tokens_are_given_up() -> None:
+    drafter = Drafter(StepCosts(STEEP))
+    one = decoding("a", 5)
+    counts = []
+    for number in range(20):
+        drafts = proposed(drafter, one)
+        counts.append(len(drafts))
+        told(drafter, one, drafts, [60 + number], forced=[1, 2, 3])
+    assert max(counts) > 0
+    assert counts[-5:] == [0] * 5

@@ -197,7 +197,7 @@ class Engine(BaseEngine):
         is_ahead = self._ahead is not None
         if self._ahead is None:
             if self._drafter is not None:
-                self._drafter.begin_step(self.scheduler.running)
+                self.runner.sampler.tells_forced = self._drafter.begin_step(self.scheduler.running)
             step = self.scheduler.schedule()
             if not step.has_work:
                 return self._without_work()
@@ -236,7 +236,7 @@ class Engine(BaseEngine):
             if (request := requests.get(request_id)) is not None:
                 request.answered = request.answered or ran
                 answered[request.answer_id] = request
-        if self._drafter is not None and step.draft_token_ids:
+        if self._drafter is not None:
             self._drafter.ran(step, output, requests)
         outputs = self.scheduler.update(step, output)
         for place, one in enumerate(outputs):

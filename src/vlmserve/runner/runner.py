@@ -128,7 +128,7 @@ class ModelRunner:
         self.block_size, self.padding_block = sizes.block_size, sizes.pages
         self._adapters = adapters
         self.requests = RequestStates(model.language_model, make_matcher, model.output_layers)
-        self._sampler = TokenSampler(model.device.draw, model.device.torch_device)
+        self.sampler = TokenSampler(model.device.draw, model.device.torch_device)
         self.images = ImageEncoder(model, adapters)
         self.num_columns = columns = len(model.language_model.cache_layout.windows)
         self._has_states = bool(model.language_model.state_specs)
@@ -188,7 +188,7 @@ class ModelRunner:
     def collect(self, timeout: float) -> ModelRunnerOutput:
         """Return tokens of earlier steps that waited for slow grammars. timeout: seconds."""
         output = ModelRunnerOutput()
-        self._sampler.collect(timeout, output)
+        self.sampler.collect(timeout, output)
         return output
 
     @torch.inference_mode()
@@ -208,7 +208,7 @@ class ModelRunner:
             # the previous step ran out of memory before it sampled these requests' tokens
             scheduled = [request for request in scheduled if not request.pending]
         # requests with late rows that are scheduled again were preempted
-        self._sampler.drop(step.finished_request_ids, scheduled)
+        self.sampler.drop(step.finished_request_ids, scheduled)
         if lacking := self.images.lacking(scheduled):
             scheduled = _fail(output, scheduled, lacking)
         run = self._compute(scheduled, clock) if scheduled else None
@@ -221,7 +221,7 @@ class ModelRunner:
             run = self._compute(scheduled, None) if scheduled else None
         if run is None:
             self._drawn_rows = {}
-            self._sampler.collect(0.0, output)
+            self.sampler.collect(0.0, output)
             transfer, vision, *_ = clock.seconds()
             output.timings = RunTimings(transfer=transfer, vision=vision, products=products)
             return lambda: output
@@ -272,9 +272,9 @@ class ModelRunner:
         """The returned function waits for asynchronously sampled tokens."""
         device = self.model.device
         if run.later is None:
-            self._sampler.sample(run.logits, scheduled, output)
+            self.sampler.sample(run.logits, scheduled, output)
             return None
-        self._sampler.collect(0.0, output)
+        self.sampler.collect(0.0, output)
         drawn = run.later.launch(run.logits, run.batch.extra)
         self._drawn = drawn if run.sampled else self._drawn
         self._drawn_rows = {request.state.request_id: row for row, request in enumerate(run.sampled)}

@@ -43,6 +43,8 @@ class TokenSampler:
     """A row with a slow grammar keeps its logits in host memory until a later step, at most one per request."""
 
     def __init__(self, draw: Draw, device: torch.device) -> None:
+        self.tells_forced = False
+        """Outputs have `forced` tokens."""
         self._draw, self._device = draw, device
         self._late: dict[str, _Row] = {}
 
@@ -69,8 +71,12 @@ class TokenSampler:
         if self._late:
             _wait(rows, deadline)
             rows += [row for row in self._late.values() if row.pending is None]
+        guided = [row.state for row in rows if row.state.guide is not None] if self.tells_forced else []
         while rows:
             rows = self._round(rows, logits, output, deadline)
+        for state in guided:
+            if state.guide is not None and state.guide.pending is None and not state.is_thinking:
+                output.forced[state.request_id] = state.guide.forced
 
     def collect(self, timeout: float, output: ModelRunnerOutput) -> None:
         """Sample late rows; their requests fail if memory runs out. timeout: seconds to wait for one."""

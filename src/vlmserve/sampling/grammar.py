@@ -49,6 +49,7 @@ _LONGEST_END = 1024
 """Maximum tokens of an end to search for. Each takes up to a millisecond."""
 _MOST_FORCED = 8
 """Tokens of forced text to try when a grammar has compiled."""
+_MOST_FORCED_BYTES = 128
 _COMPILE_THREADS = max(2, min(3, usable_cores()))
 """A client may use all but one."""
 LARGE_GRAMMAR = 4096
@@ -82,6 +83,7 @@ class Vocabulary:
     spaces: npt.NDArray[np.int64]
     """Tokens that are a single space."""
     closing: ClosingTokens
+    encode: Callable[[bytes], list[int]]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int) -> Vocabulary:
@@ -111,6 +113,7 @@ class Vocabulary:
             bare=np.asarray([ordinary.get(tokens[id_][1:], size) for id_ in spaced], np.int64),
             spaces=np.asarray(spaces, np.int64),
             closing=ClosingTokens.of(tokens, special, size),
+            encode=source,
         )
 
 
@@ -223,6 +226,15 @@ class Matcher:
             self._over = self.complete
             self.error = None if self._over else "no token of the model goes on from here"
         return bits[: vocabulary.size]
+
+    def forced(self) -> list[int]:
+        """Return tokens of text that must follow; other tokens may write it too. Call it after `allowed`."""
+        if self.cut:
+            return list(self._end or ())
+        if self._begins or self.error is not None:
+            return []
+        text = self._matcher.compute_ff_bytes()[:_MOST_FORCED_BYTES]
+        return self._vocabulary.encode(text) if text else []
 
     @property
     def searches(self) -> bool:

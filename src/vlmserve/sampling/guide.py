@@ -90,6 +90,12 @@ class Guide:
         return None if self._mask is None or self._failure is not None else self._result(self._mask)
 
     @property
+    def forced(self) -> list[int]:
+        """Tokens that probably follow the current mask's place."""
+        is_ready = self._matcher is not None and self._mask is not None and self._failure is None
+        return self._matcher.forced() if is_ready and self._matcher is not None else []
+
+    @property
     def error(self) -> str | None:
         """Why no token can follow."""
         return self._failure if self._failure is not None or self._matcher is None else self._matcher.error

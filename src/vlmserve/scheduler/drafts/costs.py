@@ -45,11 +45,11 @@ class Account:
     def _add(self, seconds: float) -> None:
         self._left = min(self._left + seconds, _MOST_STEPS * self._step)
 
-    def best_count(self, rate: float, most: int) -> int:
-        """rate: probability that a draft is right if all earlier ones are."""
+    def best_count(self, rates: Sequence[float]) -> int:
+        """rates: probability of each draft to be right if all earlier ones are."""
         before = self._costs.seconds(self._rows)
         reached, expected, best, best_gain = 1.0, 0.0, 0, _SHARE * self._value
-        for count in range(1, most + 1):
+        for count, rate in enumerate(rates, start=1):
             reached *= rate
             expected += reached
             cost = self._costs.seconds(self._rows + count) - before

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from vlmserve.cache.keys import answers_key, block_key, touched_images
 from vlmserve.scheduler.drafts.corpus import LONGEST_MATCH, SEPARATOR, Answers, Corpus
 from vlmserve.scheduler.drafts.costs import MAX_DRAFTS, Account, StepCosts
-from vlmserve.scheduler.drafts.reader import NUM_CLASSES, Drafting, Rate, Reader, Source
+from vlmserve.scheduler.drafts.reader import NUM_CLASSES, Drafting, Kind, Rate, Reader, Source
 from vlmserve.scheduler.request import Request
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 from vlmserve.tasks import GENERATE
@@ -16,7 +18,8 @@ MAX_REQUESTS = 1
 """Maximum running requests with drafts. With more, steps of small models became up to a third slower."""
 MAX_KEPT_TOKENS = 1 << 18
 """Maximum tokens of earlier answers, about 60 MB."""
-_ORDER: tuple[Source, ...] = ("repeat", "prediction", "own", "image", "schema")
+_ORDER: tuple[Source, ...] = ("repeat", "grammar", "prediction", "own", "image", "schema")
+_FORCED: Kind = "grammar", NUM_CLASSES - 1
 _MAX_KEPT_OF_KEY = 1 << 13
 _MAX_INDEXED = 1 << 14
 """Last tokens of a prompt that are indexed."""
@@ -32,47 +35,73 @@ _TRUSTED = 3.0
 """Drafts after which a request's own rate counts as much as the global rate."""
 
 
+class _Found(NamedTuple):
+    """rate: probability of each token to be right if all earlier ones are."""
+
+    kind: Kind
+    rate: float
+    token_ids: list[int]
+
+
 class Drafter:
     def __init__(self, costs: StepCosts) -> None:
         self.num_drafted = self.num_accepted = 0
         self._account = Account(costs)
         self._drafts = False
         self._answers = Answers(MAX_KEPT_TOKENS, _MAX_KEPT_OF_KEY)
-        self._rates: dict[tuple[Source, int], Rate] = {
+        self._rates: dict[Kind, Rate] = {
             (source, number): Rate(*_FIRST_RATES[number], most=128)
             for source in _ORDER
             for number in range(NUM_CLASSES)
         }
 
-    def begin_step(self, running: Sequence[Request]) -> None:
+    def begin_step(self, running: Sequence[Request]) -> bool:
+        """Return whether requests get drafts."""
         self._drafts = len(running) <= MAX_REQUESTS
         if not self._drafts:
-            return
+            return False
         left = [request.num_uncomputed for request in running]
         num_decodes = left.count(1)
         self._account.begin_step(num_decodes, min(sum(left) - num_decodes, _MAX_PROMPT_ROWS))
+        return True
 
     def propose(self, request: Request) -> Sequence[int]:
         """Empty if drafts would cost more than they save."""
         if not self._drafts or request.task != GENERATE:
             return ()
         drafting = request.drafting = request.drafting or self._start(request)
-        drafting.proposed = None
+        drafting.proposed = []
         most = min(MAX_DRAFTS, request.max_len - len(request.token_ids) - 1)
-        best: tuple[float, Reader] | None = None
         for reader in drafting.readers:
             reader.read(request.token_ids)
-            if reader.tokens(1):
-                rate = self._rate(drafting, reader)
-                best = (rate, reader) if best is None or rate > best[0] else best
-        if best is None or most < 1:
+        found = self._find(drafting, request.token_ids, max(0, most))
+        num_drafts = self._account.best_count([rate for part in found for rate in [part.rate] * len(part.token_ids)])
+        if not num_drafts:
             return ()
-        rate, reader = best
-        drafts = reader.tokens(self._account.best_count(rate, most))
-        if drafts:
-            self._account.pay(len(drafts))
-            drafting.proposed = reader.source, reader.match_class
-        return drafts
+        self._account.pay(num_drafts)
+        drafting.proposed = [(part.kind, len(part.token_ids)) for part in found]
+        return [token for part in found for token in part.token_ids][:num_drafts]
+
+    def _find(self, drafting: Drafting, token_ids: list[int], most: int) -> list[_Found]:
+        """Find tokens of a reader, or forced tokens and what a reader has after them."""
+        best = self._best(drafting, drafting.readers, most)
+        rate, forced = self._rate(drafting, _FORCED), drafting.forced[:most]
+        if not forced or (best is not None and best.rate >= rate):
+            return [] if best is None else [best]
+        ahead = [copy.copy(reader) for reader in drafting.readers]  # forced tokens may be wrong
+        for reader in ahead:
+            reader.read([*token_ids, *forced])
+        following = self._best(drafting, ahead, most - len(forced))
+        return [_Found(_FORCED, rate, forced), *([] if following is None else [following])]
+
+    def _best(self, drafting: Drafting, readers: Iterable[Reader], most: int) -> _Found | None:
+        best: _Found | None = None
+        for reader in readers:
+            if token_ids := reader.tokens(most):
+                kind = reader.source, reader.match_class
+                rate = self._rate(drafting, kind)
+                best = _Found(kind, rate, token_ids) if best is None or rate > best.rate else best
+        return best
 
     def _start(self, request: Request) -> Drafting:
         keys = _keys_of(request)
@@ -88,9 +117,8 @@ class Drafter:
         readers.sort(key=lambda reader: _ORDER.index(reader.source))
         return Drafting(keys, readers)
 
-    def _rate(self, drafting: Drafting, reader: Reader) -> float:
+    def _rate(self, drafting: Drafting, kind: Kind) -> float:
         """Shifts from the global rate to the request's own."""
-        kind = reader.source, reader.match_class
         shared = self._rates[kind]
         expected = shared.right / (shared.right + shared.wrong)
         if (own := drafting.rates.get(kind)) is None:
@@ -110,10 +138,20 @@ class Drafter:
             drafting.num_accepted += accepted
             drafting.num_rejected += len(drafts) - accepted
             self._account.earn(accepted)
-            if (kind := drafting.proposed) is not None:
-                wrong = int(right < len(drafts))
-                self._rates[kind].add(right, wrong)
-                drafting.rates.setdefault(kind, Rate(0, 0, most=16)).add(right, wrong)
+            self._note(drafting, right, len(drafts))
+        for request_id in output.token_ids:
+            if (request := requests.get(request_id)) is not None and request.drafting is not None:
+                request.drafting.forced = output.forced.get(request_id, [])
+
+    def _note(self, drafting: Drafting, right: int, num_drafts: int) -> None:
+        for kind, count in drafting.proposed:
+            count = min(count, num_drafts)
+            if not count or right < 0:
+                return
+            of_kind = min(right, count), int(right < count)
+            self._rates[kind].add(*of_kind)
+            drafting.rates.setdefault(kind, Rate(0, 0, most=16)).add(*of_kind)
+            right, num_drafts = right - count, num_drafts - count
 
     def learn(self, ended: Iterable[Request]) -> None:
         for request in ended:

@@ -9,9 +9,12 @@ from typing import Literal, TypeAlias
 
 from vlmserve.scheduler.drafts.corpus import GRAM, LONGEST_MATCH, SEPARATOR, Corpus
 
-Source: TypeAlias = Literal["repeat", "prediction", "own", "image", "schema"]
-"""repeat: earlier answers to the same prompt. prediction: the client's predicted text. own: the request's prompt and
-answer. image: earlier answers to the same images. schema: earlier answers with the same grammar."""
+Source: TypeAlias = Literal["repeat", "grammar", "prediction", "own", "image", "schema"]
+"""repeat: earlier answers to the same prompt. grammar: text that the grammar forces. prediction: the client's predicted
+text. own: the request's prompt and answer. image: earlier answers to the same images. schema: earlier answers with the
+same grammar."""
+Kind: TypeAlias = tuple[Source, int]
+"""Source and match class."""
 NEAR = 16
 """Tokens to search after a wrong draft."""
 BACK = 256
@@ -94,8 +97,11 @@ class Drafting:
     keys: dict[Source, bytes]
     """Keys to store its answer under, by source."""
     readers: list[Reader]
-    rates: dict[tuple[Source, int], Rate] = field(default_factory=dict)
+    rates: dict[Kind, Rate] = field(default_factory=dict)
     """By source and match class."""
-    proposed: tuple[Source, int] | None = None
+    forced: list[int] = field(default_factory=list)
+    """Tokens that the grammar forces after the newest one."""
+    proposed: list[tuple[Kind, int]] = field(default_factory=list)
+    """Drafts in flight: their kinds, in order, and the number of each."""
     num_accepted: int = 0
     num_rejected: int = 0
