@@ -70,6 +70,7 @@ class EngineStream:
                 timings=output.timings or self._pending.timings,
                 logprobs=logprobs,
                 prompt_logprobs=self._pending.prompt_logprobs or output.prompt_logprobs,
+                missed=self._pending.missed or output.missed,
             )
         self._pending = output
         self._news.set()
