@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from inspect import getgeneratorstate
 from pathlib import Path
@@ -16,6 +16,7 @@ from tests.checkpoints import make_llama, make_llava, make_mistral3
 from vlmserve.devices.cpu import CpuDevice
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.attention import BatchMetadata
+from vlmserve.kernels.torch_sampling import Filters
 from vlmserve.layer_specs import CacheBytes
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
@@ -34,10 +35,10 @@ class Recorder(CpuDevice):
 
     @property
     def draw(self) -> Any:
-        def draw(logits: Tensor, **filters: list[float]) -> list[int]:
-            assert {len(values) for values in filters.values()} == {len(logits)}
+        def draw(logits: Tensor, filters: Filters, numbers: Sequence[float]) -> list[int]:
+            assert {len(values) for values in (*filters, numbers)} == {len(logits)}
             self.drawn.append(len(logits))
-            return CpuDevice.draw.fget(self)(logits, **filters)  # type: ignore[attr-defined]
+            return CpuDevice.draw.fget(self)(logits, filters, numbers)  # type: ignore[attr-defined]
 
         return draw
 
