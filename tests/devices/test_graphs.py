@@ -15,9 +15,7 @@ from torch import Tensor
 from tests.paged import BlockTables
 from vlmserve.devices.graphs import (
     MOST_GRAPHS,
-    MOST_PIXELS,
     MOST_ROWS,
-    MOST_SIZES,
     Captures,
     GraphExecutor,
     TowerGraphs,
@@ -351,16 +349,6 @@ def test_towers_are_captured_by_tile_count() -> None:
     assert executor.num_captured == 3
 
 
-class Tower:
-    """Adds up the pixels of each row of images, with what a layout holds. A `LaidOutTower`."""
-
-    def lay_out(self, shapes: Sequence[tuple[int, ...]]) -> Tensor:
-        return torch.arange(float(sum(shape[0] for shape in shapes)))
-
-    def encode_laid_out(self, pixels: Sequence[Tensor], layout: Tensor) -> Tensor:
-        return torch.cat([image.sum(1) for image in pixels]) + layout
-
-
 def test_tiles_are_captured_at_start_alone() -> None:
     captures = Captures(repeat_by_calls)
     executor = TowerGraphs(captures)
@@ -373,7 +361,6 @@ def test_tiles_are_captured_at_start_alone() -> None:
         tiles, others = torch.randn(7, 3, 2, 2), torch.randn(7, 3, 4, 4)
         assert torch.equal(executor.run(torch.neg, tiles), -tiles)
         assert torch.equal(executor.run(torch.neg, others), -others)
-        assert executor.run_images(Tower(), [torch.zeros(2, 3)]) is None
     assert executor.num_captured == len(executor.tile_counts)
 
 
@@ -390,28 +377,3 @@ def test_graphs_of_tiles_share_their_input() -> None:
         for count in executor.tile_counts:
             assert torch.equal(executor.run(encode, tiles[:count]), -tiles[:count])
     assert len(places) == 1
-
-
-def test_equal_image_sizes_are_captured_once() -> None:
-    captures, tower = Captures(repeat_by_calls, repeats=True), Tower()
-    executor = TowerGraphs(captures)
-    for shapes in ([(2, 3)], [(2, 3), (4, 5)], [(4, 5), (2, 3)]):
-        for count in range(4):
-            images = [torch.randn(shape) for shape in shapes]
-            rows = executor.run_images(tower, images)
-            assert (rows is None) == (count == 0), "what comes for the first time is not captured"
-            if rows is not None:
-                assert torch.equal(rows, tower.encode_laid_out(images, tower.lay_out(shapes)))
-    assert executor.num_captured == 3
-    assert executor.run_images(tower, [torch.zeros(2, MOST_PIXELS)]) is None
-    captures.is_on = False
-    assert executor.run_images(tower, [torch.zeros(2, 3)]) is not None
-    assert [executor.run_images(tower, [torch.zeros(9, 3)]) for _ in range(3)] == [None] * 3
-
-
-def test_latest_image_sizes_are_kept() -> None:
-    executor, tower = TowerGraphs(Captures(repeat_by_calls, repeats=True)), Tower()
-    for number in range(1, MOST_SIZES + 5):
-        for _ in range(2):
-            executor.run_images(tower, [torch.zeros(number, 3)])
-    assert executor.num_captured == MOST_SIZES

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tests.checkpoints import make_llama
 from tests.engine.test_parity import Oracle, engine_for, generate, text_oracle
-from tests.engine.test_qwen_vl import make_oracle
 from tests.models.test_families import make
 from tests.static_device import StaticDevice, kernels, static_devices  # noqa: F401
 from vlmserve.devices import graphs
@@ -98,19 +97,3 @@ def test_decodes_beside_prompts_are_captured(
     assert None not in decodes
     assert max(map(len, decodes.values())) >= 2
     assert static_devices[-1].executors[0].num_captured >= 2
-
-
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_towers_are_captured_for_equal_sizes(
-    kind: str,
-    static_devices: list[StaticDevice],  # noqa: F811
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    oracle = make_oracle(tmp_path_factory.mktemp(kind), kind)
-    engine = engine_for(oracle)
-    for seed in range(3):
-        prompts = [oracle.prompt(seed, (3, 2), 5), oracle.prompt(seed + 10, 4, (2, 4), 2)]
-        for some in (prompts, prompts[:1]):
-            answers = generate(engine, some)
-            assert answers == [oracle.greedy(*case) for case in zip(some, answers, strict=True)]
-    assert static_devices[-1].tower_graphs.num_captured > 0

@@ -14,7 +14,6 @@ from transformers import AutoModelForImageTextToText, MistralConfig
 from tests.checkpoints import change_config, change_tensors, make_lighton_ocr, make_mistral3, make_pixtral
 from tests.models.test_llava import load
 from tests.static_ranges import use_ranges
-from vlmserve.devices.device import LaidOutTower
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
 from vlmserve.frontend.processors import image_processor
 from vlmserve.media.processor import Placeholders
@@ -100,20 +99,6 @@ def test_pictures_of_several_sizes_are_batched(mistral3: Path) -> None:
     for embeddings, alone in zip(vision.encode(images), expected, strict=True):
         torch.testing.assert_close(embeddings, alone, atol=1e-5, rtol=1e-5)
     assert [kernel.num_attended for kernel in kernels] == [1] * len(kernels)
-
-
-@torch.inference_mode()
-def test_a_layout_serves_all_images_of_its_sizes(mistral3: Path) -> None:
-    vision = load(mistral3).vision
-    assert isinstance(vision, PixtralVision)
-    assert isinstance(vision, LaidOutTower)
-    kernels = use_ranges(vision)
-    sizes = [(1, 3, 12, 18), (1, 3, 6, 6)]
-    layout = vision.lay_out(sizes)
-    for _ in range(2):
-        images = [torch.randn(size) for size in sizes]
-        assert torch.equal(vision.encode_laid_out(images, layout), torch.cat(vision.encode(images)))
-    assert [kernel.num_attended for kernel in kernels] == [4] * len(kernels)
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 12, 16), (1, 4, 12, 12), (3, 12, 12), (2, 3, 12, 12), (1, 3, 0, 6)], ids=str)

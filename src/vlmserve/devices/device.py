@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -43,29 +43,12 @@ class LayerExecutor(Protocol):
         ...
 
 
-@runtime_checkable
-class LaidOutTower(Protocol):
-    """A tower whose patch positions come from a layout, which depends on image sizes only."""
-
-    def lay_out(self, shapes: Sequence[tuple[int, ...]]) -> Any:
-        """shapes: of the images' pixels."""
-        ...
-
-    def encode_laid_out(self, pixels: Sequence[Tensor], layout: Any) -> Tensor:
-        """Concatenated embeddings. Reads only pixels, layout and weights, so that a graph may replay it."""
-        ...
-
-
 class TowerExecutor(Protocol):
     tile_counts: Sequence[int]
     """Numbers of tiles to capture at start, largest first."""
 
     def run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
         """`encode` must do the same in each call and compute tiles separately."""
-        ...
-
-    def run_images(self, tower: LaidOutTower, pixels: Sequence[Tensor]) -> Tensor | None:
-        """Images of any size, concatenated; None without a graph."""
         ...
 
 
@@ -91,9 +74,6 @@ class EagerExecutor:
 
 class EagerTower:
     tile_counts: Sequence[int] = ()
-
-    def run_images(self, tower: LaidOutTower, pixels: Sequence[Tensor]) -> Tensor | None:
-        return None
 
     def run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
         return encode(tiles)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from vlmserve.devices.device import CaptureTime, EagerExecutor, LaidOutTower, LayerExecutor, LayerStack
+from vlmserve.devices.device import CaptureTime, EagerExecutor, LayerExecutor, LayerStack
 from vlmserve.devices.out_of_memory import MEMORY_ERRORS, is_out_of_memory
 from vlmserve.kernels.adapters import AdapterRows
 from vlmserve.kernels.attention import LayerCache
@@ -31,12 +31,6 @@ ROWS_OF_SMALL_CHUNKS, ROWS_OF_A_STEP = 128, 64
 """Chunks up to this size are padded to a power of two, larger ones to a multiple."""
 MOST_TILES = 16
 """More image tiles go through a tower call by call."""
-MOST_PIXELS = 2**22
-"""Pixels of images of any size; more go through a tower call by call, since the GPU computes longer than the host
-launches.
-"""
-MOST_SIZES = 32
-"""Captured layouts of such images to keep, by last use."""
 MOST_GRAPHS, MOST_GRAPH_ROWS = 96, 32768
 """Captured steps to keep by last use, and the sum of their rows, each with an input and a result."""
 
@@ -252,17 +246,10 @@ class GraphExecutor:
             rows -= 0 if last is None else len(last.x)
 
 
-class _ImageGraph(NamedTuple):
-    pixels: list[Tensor]
-    layout: object
-    """Keeps the memory that the graph reads."""
-    repeat: Callable[[], Tensor]
-
-
 class TowerGraphs:
     """Captures 1, 2, 4, 8 and 16 tiles at start. Up to `MOST_TILES` are composed of these.
 
-    With `Captures.repeats`, other tile counts and any-size images are captured when they repeat.
+    With `Captures.repeats`, other tile sizes are captured when they repeat.
     """
 
     tile_counts: Sequence[int] = tuple(1 << power for power in reversed(range(MOST_TILES.bit_length())))
@@ -270,34 +257,11 @@ class TowerGraphs:
     def __init__(self, captures: Captures) -> None:
         self._captures = captures
         self._graphs: dict[Hashable, tuple[Tensor, Callable[[], Tensor]] | None] = {}
-        self._images: OrderedDict[Hashable, _ImageGraph | None] = OrderedDict()
         self._input = SharedInput()
 
     @property
     def num_captured(self) -> int:
-        return sum(graph is not None for graph in (*self._graphs.values(), *self._images.values()))
-
-    def run_images(self, tower: LaidOutTower, pixels: Sequence[Tensor]) -> Tensor | None:
-        if not self._captures.repeats or sum(image.numel() for image in pixels) > MOST_PIXELS:
-            return None
-        key = tuple((image.shape, image.dtype) for image in pixels)
-        graph = self._images.get(key)
-        if graph is None and key in self._images and self._captures.is_on:
-            own, layout = [image.clone() for image in pixels], tower.lay_out([image.shape for image in pixels])
-            repeat = self._captures(
-                lambda: tower.encode_laid_out(own, layout), f"the vision tower over {len(own)} images"
-            )
-            graph = None if repeat is None else _ImageGraph(own, layout, repeat)
-        self._images[key] = graph
-        self._images.move_to_end(key)
-        if len(self._images) > MOST_SIZES:
-            self._images.popitem(last=False)
-        if graph is None:
-            return None
-        for place, image in zip(graph.pixels, pixels, strict=True):
-            place.copy_(image)
-        # graphs share their memory
-        return graph.repeat().clone()
+        return sum(graph is not None for graph in self._graphs.values())
 
     def run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
         if not 0 < len(tiles) <= MOST_TILES:

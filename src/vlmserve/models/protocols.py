@@ -35,6 +35,11 @@ class VisionEncoder(Protocol):
         """None: all images have one size, or there is no example."""
         ...
 
+    @property
+    def any_size(self) -> bool:
+        """True if the patches of the largest image attend to each other."""
+        ...
+
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Raises InvalidImageError unless pixels ``[tiles, channels, height, width]`` give `num_tokens` embeddings."""
         ...

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.cache.tiers import DiskTier
-from vlmserve.devices.device import Device, LaidOutTower
+from vlmserve.devices.device import Device
 from vlmserve.devices.out_of_memory import MEMORY_ERRORS, is_out_of_memory
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.parallel import Ranks
@@ -176,10 +176,6 @@ class ImageEncoder:
             return []
         tower, tilings = self._tower, [image.tiling for image in images]
         pixels = [self.upload(image) for image in images]
-        if isinstance(tower, LaidOutTower) and not images[0].adapter:
-            rows = self._executor.run_images(tower, pixels)
-            if rows is not None:
-                return list(torch.split(rows, [image.num_embeddings for image in images]))
         if not isinstance(tower, TileEncoder) or images[0].adapter:
             return tower.encode(pixels, tilings)
         tiles = self._executor.run(tower.encode_tiles, torch.cat(pixels))

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmserve.devices.device import LaidOutTower
 from vlmserve.devices.graphs import MOST_TILES, captured_sequences
 from vlmserve.errors import CapacityError
 from vlmserve.kernels.attention import BatchMetadata
@@ -123,7 +122,7 @@ def run_largest_encoding(model: LoadedModel, *, num_tokens: int, num_images: int
     [embeddings] = tower.encode([_blank(model, shape)], [None])
     count = max(1, num_tokens // len(embeddings))
     shapes = [shape] * min(count, num_images)
-    if isinstance(tower, LaidOutTower):
+    if tower.any_size:
         # In one large image, more patches attend to each other than in several small images.
         side = math.isqrt(count)
         shapes = [(*shape[:-2], shape[-2] * side, shape[-1] * side)]

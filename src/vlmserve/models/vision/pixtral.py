@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Linear, MergedLinear
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.residual import ResidualStream
-from vlmserve.layers.stages import StageBudget, Stages, by_rows, run_stages
+from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.blocks.mlp import MLP
 from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
 from vlmserve.models.vision.llava import Projector
@@ -88,14 +88,6 @@ class PixtralLayer(StagedLayer):
         return rotated(self.attention.attention, self.attention.qkv_proj(normed), *angles)
 
 
-class PixtralLayout(NamedTuple):
-    """cos, sin: from `patch_angles`. images: the patches of each image."""
-
-    cos: Tensor
-    sin: Tensor
-    images: Ranges
-
-
 class PixtralTower(nn.Module):
     """Images of whole patches to states, row by row. Module names match checkpoints."""
 
@@ -117,32 +109,25 @@ class PixtralTower(nn.Module):
         together = self._layers[0].attention.attention.range_kernels is not None
         images: list[Tensor] = []
         for some in [pixels] if together else [[image] for image in pixels]:
-            layout = self.lay_out([(image.shape[1], image.shape[2]) for image in some], some[0].device)
-            images += yield from self.laid_out(some, layout, budget)
+            images += yield from self._encode(some, budget)
         return images
 
-    def lay_out(self, sizes: Sequence[tuple[int, int]], device: torch.device) -> PixtralLayout:
-        """sizes: heights and widths in pixels."""
-        patch = self.spec.patch_size
-        grids = [(height // patch, width // patch) for height, width in sizes]
-        cosines, sines = zip(*(self._angles(down, across, device) for down, across in grids), strict=True)
-        return PixtralLayout(
-            torch.cat(cosines), torch.cat(sines), Ranges.of([down * across for down, across in grids], device)
-        )
-
-    def laid_out(self, images: Sequence[Tensor], layout: PixtralLayout, budget: StageBudget) -> Stages[list[Tensor]]:
-        spec = self.spec
+    def _encode(self, images: Sequence[Tensor], budget: StageBudget) -> Stages[list[Tensor]]:
+        spec, device = self.spec, images[0].device
         size = spec.patch_size
+        grids = [(image.shape[1] // size, image.shape[2] // size) for image in images]
+        cosines, sines = zip(*(self._angles(down, across, device) for down, across in grids), strict=True)
+        angles = torch.cat(cosines), torch.cat(sines)
+        ranges = Ranges.of([down * across for down, across in grids], device)
         embedded = []
-        for pixels in images:
-            down, across = pixels.shape[1] // size, pixels.shape[2] // size
+        for pixels, (down, across) in zip(images, grids, strict=True):
             rows = pixels.reshape(spec.num_channels, down, size, -1).transpose(0, 1)
             of_rows = yield from by_rows(self._embedded, across * self.patch_conv.products, budget, rows)
             embedded.append(of_rows.flatten(0, 1))
         stream = ResidualStream(torch.cat(embedded))
         for layer, following in with_following(self._layers):
-            stream = yield from layer.in_stages(stream, layout.images, budget, following, layout.cos, layout.sin)
-        return list(torch.split(stream.rows, layout.images.lengths))
+            stream = yield from layer.in_stages(stream, ranges, budget, following, *angles)
+        return list(torch.split(stream.rows, ranges.lengths))
 
     def _angles(self, down: int, across: int, device: torch.device) -> tuple[Tensor, Tensor]:
         grid = down, across
@@ -193,6 +178,8 @@ class MergingProjector(Projector):
 class PixtralVision(SquaresVision):
     """Tower and projector of a config. Module names match checkpoints."""
 
+    any_size = True
+
     def __init__(
         self, config: Mapping[str, Any], hidden_size: int, *, norm_eps: float | None = None, **factory: Unpack[Factory]
     ) -> None:
@@ -241,22 +228,6 @@ class PixtralVision(SquaresVision):
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
         states = yield from self.vision_tower.in_stages([image[0].to(self.dtype) for image in pixels], budget)
-        return (yield from self._projected(states, pixels, budget))
-
-    def lay_out(self, shapes: Sequence[tuple[int, ...]]) -> PixtralLayout:
-        return self.vision_tower.lay_out([(height, width) for *_, height, width in shapes], self.device)
-
-    def encode_laid_out(self, pixels: Sequence[Tensor], layout: PixtralLayout) -> Tensor:
-        return run_stages(self._laid_out(pixels, layout, StageBudget()))
-
-    def _laid_out(self, pixels: Sequence[Tensor], layout: PixtralLayout, budget: StageBudget) -> Stages[Tensor]:
-        images = [image[0].to(self.dtype) for image in pixels]
-        states = yield from self.vision_tower.laid_out(images, layout, budget)
-        return torch.cat((yield from self._projected(states, pixels, budget)))
-
-    def _projected(
-        self, states: Sequence[Tensor], pixels: Sequence[Tensor], budget: StageBudget
-    ) -> Stages[list[Tensor]]:
         projector, merge = self.multi_modal_projector, self._merge
         images = []
         for x, image in zip(states, pixels, strict=True):

@@ -26,7 +26,7 @@ from vlmserve.layers.layer import Factory, Layer
 from vlmserve.layers.linear import Linear, MergedLinear, empty_parameter
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.residual import ResidualStream
-from vlmserve.layers.stages import StageBudget, Stages, by_rows, run_stages
+from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.blocks.mlp import MLP
 from vlmserve.models.vision.grid_convolution import GridConvolution
 from vlmserve.models.vision.mergers import ConvolvingMerger, PatchMerger, ProjectingMerger, tower_norm
@@ -219,6 +219,8 @@ class VisionLayer(StagedLayer):
 class QwenVisionTower(SquaresVision):
     """Images of any size, or videos, to embeddings. Module names match checkpoints."""
 
+    any_size = True
+
     def __init__(self, spec: QwenVisionSpec, **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)
         self.spec = spec
@@ -262,19 +264,16 @@ class QwenVisionTower(SquaresVision):
         together = any(block.attn.attention and block.attn.attention.range_kernels for block in self._layers)
         images: list[Tensor] = []
         for some in [pixels] if together else [[image] for image in pixels]:
-            layouts = self.lay_out([image.shape for image in some])
+            layouts = self._layouts([image.shape for image in some])
             embeddings = yield from self._encode(some, layouts, budget)
             images += torch.split(embeddings, [len(of_image.back) for of_image in layouts.of_images])
         return images
 
-    def lay_out(self, shapes: Sequence[tuple[int, ...]]) -> Layouts:
+    def _layouts(self, shapes: Sequence[tuple[int, ...]]) -> Layouts:
         size = self.spec.patch_size
         grids = [(-(-frames // self.spec.frames), down // size, across // size) for frames, _, down, across in shapes]
         of_images = [self._layout(grid) for grid in grids]
         return Layouts(grids, of_images, Layout.join(of_images))
-
-    def encode_laid_out(self, pixels: Sequence[Tensor], layout: Layouts) -> Tensor:
-        return run_stages(self._encode(pixels, layout, StageBudget()))
 
     @property
     def _projection(self) -> PatchEmbedding:

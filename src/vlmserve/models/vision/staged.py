@@ -124,6 +124,7 @@ class StagedVision(nn.Module):
     """The methods of `VisionEncoder` that follow from `in_stages` and `embeddings`."""
 
     larger_shape: tuple[int, ...] | None = None
+    any_size = False
 
     def __init__(self, **factory: Unpack[Factory]) -> None:
         super().__init__()
