@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from vlmserve.pixie.evaluation import messages_of
 from vlmserve.pixie.questions import TASKS, sample_example
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS
 from vlmserve.settings.config import MediaConfig
+from vlmserve.types import Grammar
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 COLOURS = ("red", "green", "blue", "yellow", "orange", "purple")
@@ -77,6 +80,23 @@ def test_answers_depend_on_the_image(pixie):
     conversations = ask(*((circle(colour), "What colour is the circle?") for colour in COLOURS))
     assert answers(pixie, conversations) == list(COLOURS)
     assert answers(pixie, conversations[::-1]) == list(COLOURS[::-1])
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"color": {"type": "string"}}, {"color": "red"}),
+        ({"shape": {"type": "string"}, "count": {"type": "integer"}}, {"shape": "circle", "count": 1}),
+        ({"has_circle": {"type": "boolean"}, "has_dog": {"type": "boolean"}}, {"has_circle": True, "has_dog": False}),
+        ({"colour": {"enum": ["blue", "red"]}, "text": {"type": ["string", "null"]}}, {"colour": "red", "text": None}),
+    ],
+)
+def test_it_fills_in_forms(pixie, schema, expected):
+    grammar = Grammar.json({"type": "object", "properties": schema, "required": list(schema)})
+    params = SamplingParams(temperature=0, max_tokens=48, grammar=grammar)
+    [result] = pixie.chat(ask((circle("red"), "What is in the image?")), params, use_tqdm=False)
+    assert json.loads(result.outputs[0].text) == expected
+    assert result.outputs[0].finish_reason == "stop"
 
 
 def test_it_declines_what_it_was_never_taught(pixie):

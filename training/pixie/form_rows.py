@@ -26,7 +26,7 @@ from vlmserve.pixie.scenes import Scene
 LENGTH: Final = 384
 ROWS_PER_IMAGE: Final = 3
 MIXTURE: Final = Mixture((0.59, 0.1, 0.14, 0.17), READING.tasks)
-FORM_SHARE, CALL_SHARE = 0.42, 0.2
+FORM_SHARE, CALL_SHARE, COPY_SHARE = 0.38, 0.18, 0.1
 """Of the rows; the others ask what pixie knew before."""
 SUGGESTED_SHARE: Final = 0.08
 FIRST_SEED: Final = 5_000_000_000
@@ -111,6 +111,8 @@ class FormRowMaker:
                 made.append(self._forms(scenes[index], index, rng))
             elif drawn < FORM_SHARE + CALL_SHARE:
                 made.append(self._calls(scenes[index], index, rng))
+            elif drawn < FORM_SHARE + CALL_SHARE + COPY_SHARE:
+                made.append((self._copies(rng), ()))
             else:
                 made.append(self._others.row(scenes, index, rng))
         return made
@@ -130,11 +132,18 @@ class FormRowMaker:
         return [_branches(self._tokenizer, asked)], (index,)
 
     def _calls(self, scene: Scene, index: int, rng: random.Random) -> tuple[list[Group], tuple[int, ...]]:
-        if rng.random() < 0.2:
-            dialogs = [dialog for _ in range(4) for dialog in ask_all_with_tools(None, rng)[:1]]
-            return [self._apart(_dialog_example(None, dialog), dialog.given) for dialog in dialogs], ()
         asked = [(_dialog_example(scene, dialog), dialog.given) for dialog in ask_all_with_tools(scene, rng)]
         return [_branches(self._tokenizer, asked)], (index,)
+
+    def _copies(self, rng: random.Random) -> list[Group]:
+        """Calls that repeat words of the question, and answers that repeat results, without an image."""
+        groups = []
+        for _ in range(8):
+            dialogs = ask_all_with_tools(None, rng)
+            dialogs.sort(key=lambda dialog: not dialog.calls)
+            dialog = dialogs[0] if rng.random() < 0.85 else dialogs[-1]
+            groups.append(self._apart(_dialog_example(None, dialog), dialog.given))
+        return groups
 
     def _apart(self, example: Example, given: Sequence[Span]) -> Group:
         ids, _ = apart(self._tokenizer, example)[1][0]

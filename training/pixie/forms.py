@@ -159,9 +159,9 @@ def train(stage: Stage, options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m training.pixie.forms", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "runs" / "forms")
-    parser.add_argument("--images", type=int, default=8000, help="images to ask about, with three rows each")
+    parser.add_argument("--images", type=int, default=16000, help="images to ask about, with three rows each")
     parser.add_argument("--skill-images", type=int, default=900, help="images for each adapter")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=5600)
     parser.add_argument("--batch", type=int, default=16, help="rows of a step")
     parser.add_argument("--parts", type=int, default=2, help="in which a step computes its rows, to fit caches")
     parser.add_argument("--skill-batch", type=int, default=2, help="and rows of an adapter's questions")
