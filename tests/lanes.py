@@ -30,7 +30,7 @@ _SLOW = {
         internvl llava ocr original_families pixtral published published_quantization quantized stages tiles weights
         weights_cache""",
     "offline": "async_llm confidence llm llm_threads",
-    "pixie": "model skills",
+    "pixie": "model suggestions",
     "prompt": "detokenize template_limits text_time tokenizer",
     "sampling": "closing dialects grammar sampler",
     "scaleout/ondemand": "serving",
@@ -41,7 +41,7 @@ _SLOW = {
         responses run sampling structured supervision tools tracing""",
     "storage": "store",
     "tools": "bench",
-    "training/pixie": "adapters train",
+    "training/pixie": "adapters skills train",
     "web": "accessibility batches_view chat live_view thoughts",
 }
 """Names of files without ``test_`` and ``.py``, by their folder."""

@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_refused(oracle: BlipOracle) -> None:
     small = ImageInput(good.cross.image.key, normalized(good.cross.image)[..., 1:], 10)
     refuse(Prompt([5], cross=CrossInput(small, good.cross.token_ids)), InvalidImageError, "24")
     few = ImageInput(good.cross.image.key, normalized(good.cross.image), 9)
-    refuse(Prompt([5], cross=CrossInput(few, good.cross.token_ids)), InvalidImageError, "10 features")
+    refuse(Prompt([5], cross=CrossInput(few, good.cross.token_ids)), InvalidImageError, "10 embeddings and has 9")
     if oracle.kind == "caption":
         refuse(Prompt([5], cross=CrossInput(good.cross.image, [5])), InvalidRequestError, "no question")
     else:

@@ -72,6 +72,23 @@ class Engine:
         self.adapters[name] = AdapterInfo(name, str(folder), digest, 1, 1, mixes=sorted(mixes))
 
 
+class WholeAnswer:
+    """A worker's answer (`upstream.Answer`) that has arrived."""
+
+    def __init__(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        self.status, self.headers = status, headers
+        self._body = body
+
+    async def read(self) -> bytes:
+        body, self._body = self._body, b""
+        return body
+
+    read_all = read
+
+    def passed_on(self) -> list[tuple[bytes, bytes]]:
+        return self.headers
+
+
 class Worker:
     """A worker without a model, in this process. Each start has another id."""
 
@@ -117,9 +134,7 @@ class Worker:
         await PlainTextResponse(self.served[name])(scope, receive, send)
 
     @contextlib.asynccontextmanager
-    async def request(
-        self, method: str, path: str, headers: Any = (), body: bytes = b""
-    ) -> AsyncIterator[SimpleNamespace]:
+    async def request(self, method: str, path: str, headers: Any = (), body: bytes = b"") -> AsyncIterator[WholeAnswer]:
         """As `Upstream.request`."""
         await asyncio.sleep(0)
         if not self.is_up:
@@ -127,13 +142,7 @@ class Worker:
         transport = httpx.ASGITransport(self.door)
         async with httpx.AsyncClient(transport=transport, base_url=self.url, headers={TOKEN_HEADER: TOKEN}) as client:
             answer = await client.request(method, path, headers=list(headers), content=bytes(body))
-        parts = [answer.content]
-
-        async def read() -> bytes:
-            return parts.pop() if parts else b""
-
-        headers = answer.headers.raw
-        yield SimpleNamespace(status=answer.status_code, read=read, headers=headers, passed_on=lambda: headers)
+        yield WholeAnswer(answer.status_code, answer.headers.raw, answer.content)
 
 
 async def _nothing() -> None:

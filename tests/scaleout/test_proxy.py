@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
-from tests.scaleout.test_converge import Cluster
+from tests.scaleout.test_converge import Cluster, WholeAnswer
 from vlmserve.scaleout.messages import SEED_HEADER
 from vlmserve.scaleout.settings import GatewayConfig
 from vlmserve.scaleout.upstream import UpstreamError
@@ -31,16 +30,11 @@ async def test_rejection_of_a_full_worker_outlives_lost_connections(tmp_path):
 
     def reject(worker: Any) -> None:
         @contextlib.asynccontextmanager
-        async def request(*_: Any) -> AsyncIterator[SimpleNamespace]:
+        async def request(*_: Any) -> AsyncIterator[WholeAnswer]:
             asked.append(worker.url)
             if len(asked) == 2:
                 raise UpstreamError("the connection was closed")
-            parts, headers = [b"full"], [(b"retry-after", b"7")]
-
-            async def read() -> bytes:
-                return parts.pop() if parts else b""
-
-            yield SimpleNamespace(status=429, read=read, headers=headers, passed_on=lambda: headers)
+            yield WholeAnswer(429, [(b"retry-after", b"7")], b"full")
 
         worker.request = request
 
