@@ -18,6 +18,7 @@ from tests.checkpoints import make_llama
 from tests.gguf_files import write_gguf
 from tests.prompt.tokenizers_for_tests import byte_level, sentencepiece, word_level, write_checkpoint
 from vlmserve.errors import InvalidRequestError
+from vlmserve.models.hub import resolve_model
 from vlmserve.prompt.detokenize import Detokenizer
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.grammar import GrammarCompiler
@@ -337,6 +338,19 @@ def test_long_reference_chains_do_not_end_the_process(tmp_path: Path, grammar: G
         if not len(allowed):
             break
         matcher.advance(int(allowed[0]))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_forced_characters_are_whole(first: int) -> None:
+    tokenizer = Tokenizer.from_folder(resolve_model("pixie"))
+    matcher = GrammarCompiler(lambda: tokenizer, max_bytes=10_000, cache_size=4).matcher(
+        Grammar("regex", "x" * first + "Größe der Fläche " * 20)
+    )
+    matcher.allowed(END, may_end=True)
+    text = "x" * first + "Größe der Fläche " * 20
+    forced = matcher.forced()
+    assert len(forced) > 40
+    assert forced[:-8] == tokenizer.encode_inside(text)[: len(forced) - 8]
 
 
 def test_forced_tokens_fit_the_grammar(tokenizer: Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import threading
@@ -233,7 +234,7 @@ class Matcher:
             return list(self._end or ())
         if self._begins or self.error is not None:
             return []
-        text = self._matcher.compute_ff_bytes()[:_MOST_FORCED_BYTES]
+        text = _whole_characters(self._matcher.compute_ff_bytes()[:_MOST_FORCED_BYTES])
         return self._vocabulary.encode(text) if text else []
 
     @property
@@ -297,6 +298,13 @@ class Matcher:
         self._has_none = end is None
         self.longest_end = max(self.longest_end, len(end or ()))
         self._end = end if left <= 4 * self.longest_end + _NEAR else None
+
+
+def _whole_characters(text: bytes) -> bytes:
+    """Drop an incomplete last character: tokenizers encode only whole ones."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(text)
+    return text[: len(text) - len(decoder.getstate()[0])]
 
 
 class _Compiled(NamedTuple):
