@@ -85,6 +85,7 @@ def test_unchanged_prompts_may_be_missing() -> None:
         "evicted", 99, 20, 19, seconds_since_eviction=7.5
     )
     assert later.end(usage(80, Missed(no_checkpoint=19))) == Miss("no_checkpoint", 99, 20, 19)
+    assert later.end(usage(0, Missed(not_cacheable=100))) == Miss("not_cacheable", 99, 100, 99)
     assert later.begin("third", "adapter") == Miss("model", 0, 100, 100)
 
 

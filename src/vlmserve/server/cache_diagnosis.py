@@ -28,15 +28,18 @@ _LIMITS = frozenset({"min_pixels", "max_pixels", "max_tokens", "detail", "fps"})
 """Fields of a part that limit its size."""
 
 Reason = Literal[
-    "model", "salt", "tools", "system", "messages", "budget", "settings", "evicted", "no_checkpoint", "never_seen"
-]
-"""budget: size limits of all images. settings: other values that the chat template reads. The last three: nothing
-changed, and the caches lack the prompt. never_seen: another worker answered, or the engine has restarted."""
+    "model", "salt", "tools", "system", "messages", "budget", "settings",
+    "evicted", "no_checkpoint", "never_seen", "not_cacheable",
+]  # fmt: skip
+"""budget: size limits of all images. settings: other values that the chat template reads. The last four: nothing
+changed, and the caches lack the prompt. never_seen: another worker answered, or the engine has restarted.
+not_cacheable: the request may not use cached tokens."""
 
 
 DETAILS: Mapping[Reason, str] = {
     "salt": "cache_salt_changed", "budget": "image_budget_changed", "settings": "prompt_settings_changed",
     "evicted": "evicted", "no_checkpoint": "no_checkpoint", "never_seen": "never_seen",
+    "not_cacheable": "not_cacheable",
 }  # fmt: skip
 """Names of reasons that OpenAI's and Anthropic's APIs lack."""
 
@@ -117,6 +120,8 @@ class AskedPrompt:
         reason: Reason = "never_seen"
         if missed.evicted or missed.no_checkpoint:
             reason = "evicted" if missed.evicted else "no_checkpoint"
+        elif missed.not_cacheable and not missed.never_seen:
+            reason = "not_cacheable"
         age = missed.seconds_since_eviction
         return Miss(reason, common, self.num_tokens - cached, common - cached, seconds_since_eviction=age)
 
