@@ -77,6 +77,20 @@ def test_the_content_counts_once(live):
     assert 0 < both.input_tokens - one.input_tokens < one.input_tokens
 
 
+def test_each_input_token_is_cached_or_missed(real):
+    counts = []
+    for _ in range(2):
+        usage = decide(real, [PREDICATE, CHOICE], "Once upon a time " * 20).usage.to_dict()
+        details = usage["input_tokens_details"]
+        missed = {name: count for name, count in details["missed_tokens"].items() if name != "seconds_since_eviction"}
+        assert details["cached_tokens"] + sum(missed.values()) == usage["input_tokens"]
+        counts.append((details["cached_tokens"], missed["never_seen"]))
+    [(_, unknown), (cached, still_unknown)] = counts
+    assert unknown > 0
+    assert cached > 0
+    assert still_unknown == 0
+
+
 def test_image_urls_are_fetched_once(live, monkeypatch):
     fetched = []
 

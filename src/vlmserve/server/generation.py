@@ -264,7 +264,8 @@ class Generation:
 
     @property
     def _missed(self) -> Missed | msgspec.UnsetType:
-        known = [one.missed for one in self.answers[:: self.request.num_samples] if one.missed is not None]
+        firsts = [self.shared_output, *self.answers[:: self.request.num_samples]]
+        known = [one.missed for one in firsts if one is not None and one.missed is not None]
         return sum(known[1:], known[0]) if known else msgspec.UNSET
 
     def _usage_after(self, shared: EngineOutput) -> Usage:
@@ -274,10 +275,12 @@ class Generation:
         again = len(prompts) - 1
         asked = sum(len(prompt.token_ids) for prompt in prompts) - again * len(start.token_ids)
         details = PromptTokensDetails(
-            cached_tokens=shared.cached_tokens,
+            cached_tokens=shared.cached_tokens
+            + sum(max(0, answer.num_cached_tokens - len(start.token_ids)) for answer in self.answers),
             images=sum(prompt.num_images for prompt in prompts) - again * start.num_images,
             images_encoded=shared.images_encoded + sum(answer.num_images_encoded for answer in self.answers),
             image_tokens=sum(prompt.num_image_tokens for prompt in prompts) - again * start.num_image_tokens,
+            missed_tokens=self._missed,
         )
         return Usage(asked, 0, asked, details, CompletionTokensDetails())
 
