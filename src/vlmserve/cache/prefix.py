@@ -142,8 +142,8 @@ class PrefixCache:
 
     def evicted_at(self, key: bytes) -> float | None:
         """Seconds of `time.monotonic`."""
-        times = [pool.evicted.get(key) for pool in (self.pool, self.host) if pool is not None]
-        return max((one for one in times if one is not None), default=None)
+        own, on_host = self.pool.evicted.get(key), None if self.host is None else self.host.evicted.get(key)
+        return own if on_host is None else on_host if own is None else max(own, on_host)
 
     def forget(self, key: bytes) -> int | None:
         """Returns the device block."""

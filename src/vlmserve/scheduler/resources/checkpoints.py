@@ -47,8 +47,10 @@ def prefix_key(request: Request, num_tokens: int, block_size: int, of_pass: int 
     chain = request.chains[of_pass]
     if (tail := request.tail_key(chain, num_tokens, block_size)) is not None:
         return tail
-    request.keys_of_full_blocks(chain, num_tokens // block_size, block_size)
-    return chain.keys[num_tokens // block_size]
+    num_blocks = num_tokens // block_size
+    if num_blocks >= len(chain.keys):  # the keys of a long prompt are slow to copy
+        request.keys_of_full_blocks(chain, num_blocks, block_size)
+    return chain.keys[num_blocks]
 
 
 def prefix_keys(request: Request, num_tokens: int, block_size: int) -> list[bytes]:

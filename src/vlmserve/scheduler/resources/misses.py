@@ -58,8 +58,12 @@ class Misses:
             yield tail, max(cached, len(keys) * size), reusable
 
     def _evicted_at(self, key: bytes) -> float | None:
-        times = (self._cache.evicted_at(column.key(key)) for column in self._columns)
-        return max((one for one in times if one is not None), default=None)
+        latest: float | None = None  # a plain loop: long prompts have thousands of blocks
+        for column in self._columns:
+            evicted_at = self._cache.evicted_at(column.key(key))
+            if evicted_at is not None and (latest is None or evicted_at > latest):
+                latest = evicted_at
+        return latest
 
     def _lost_checkpoint(self, request: Request, start: int, end: int) -> Lost:
         """Find the last evicted checkpoint within ``start < tokens <= end``."""
