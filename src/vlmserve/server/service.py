@@ -36,7 +36,6 @@ from vlmserve.storage.store import open_store
 from vlmserve.types import AdapterInfo, EngineStats, ModelInfo, SamplingParams
 
 if TYPE_CHECKING:
-    from vlmserve.frontend.client import EngineClient
     from vlmserve.frontend.requests import RequestPreparer
     from vlmserve.server.tracing import Tracing
 
