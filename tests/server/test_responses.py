@@ -263,6 +263,7 @@ def test_responses_at_once_in_one_conversation_lose_nothing(keeping):
         ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, 400, "input[0].content[0]", "input_text"),
         ({"input": [{"type": "computer_call"}]}, 400, "input[0].call_id", "missing"),
         ({"input": [{"role": "tool", "content": "x"}]}, 400, "input[0].role", "user"),
+        ({"input": [5]}, 400, "input[0]", "JSON object"),
         ({"input": []}, 400, None, "input is missing"),
         ({"input": 5}, 400, "input", "list"),
         ({"background": True}, 400, "background", "not supported"),
@@ -308,6 +309,12 @@ def test_harmless_fields_change_nothing(keeping):
     for fields in (null, harmless):
         response = httpx.post(f"{keeping.url}/v1/responses", json={"input": "What is this?", **fields}, timeout=60)
         assert response.json()["output"][0]["content"][0]["text"] == plain
+
+
+@pytest.mark.parametrize("kind", [{}, {"type": None}, {"type": "message"}])
+def test_items_without_a_type_are_messages(keeping, kind):
+    item = {**kind, "role": "user", "content": "What is this?"}
+    assert respond(keeping, [item], temperature=0).output_text == respond(keeping, temperature=0).output_text
 
 
 def test_only_background_responses_can_be_cancelled(keeping):

@@ -183,7 +183,7 @@ class RequestModel(BaseModel):
 
 @dataclass(frozen=True)
 class ByType:
-    """Chooses a class of a union by the field ``type``. default: the type of objects without this field."""
+    """Chooses a class of a union by the field ``type``. default: the type of values without one."""
 
     default: str | None = None
 
@@ -192,8 +192,8 @@ class ByType:
         kinds = tuple(classes)
 
         def tag(value: Any) -> str | None:
-            kind = value.get("type", self.default) if isinstance(value, dict) else getattr(value, "type", None)
-            return f"<{kind}>" if kind in kinds else None
+            kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+            return f"<{kind or self.default}>" if (kind or self.default) in kinds else None
 
         message = f"must be an object of type {', '.join(map(repr, kinds))}"
         choose = Discriminator(tag, custom_error_type="type", custom_error_message=message)
