@@ -105,6 +105,7 @@ def _check_text(span: ImageSpan, prompt: Prompt) -> None:
 
 
 def _check_token_ids(prompt: Prompt, vocab_size: int) -> None:
+    """Check that text is in the vocabulary. Placeholders may be outside."""
     if min(prompt.token_ids) >= 0 and max(prompt.token_ids) < vocab_size:
         return
     placeholders = {

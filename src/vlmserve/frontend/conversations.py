@@ -122,6 +122,7 @@ def _check_shown(text: str, mark: str | None, count: int, kind: str) -> None:
 
 
 def quoted_message(message: Message, quotation: Quotation) -> Message:
+    """Quote a user's message, so that nothing in it becomes a control token."""
     parts = (quotation.quote(part) if isinstance(part, str) else part for part in message.parts)
     calls = [
         ToolCall(*(quoted_json(value, quotation) for value in (call.id, call.name, call.arguments)))

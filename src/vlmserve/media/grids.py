@@ -101,6 +101,7 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
 
 @lru_cache(64)
 def _grids(least: int, most: int) -> list[tuple[int, int]]:
+    """The smallest first."""
     pairs = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
     return sorted((pair for pair in pairs if math.prod(pair) >= least), key=math.prod)
 

@@ -34,6 +34,7 @@ _MERGING = ("mistral3", "lighton_ocr")
 @dataclass(frozen=True)
 class RowRecipe(Recipe):
     side: int
+    """Pixels along each side of an embedding."""
     longest: int
     """Maximum edge before rounding up to whole squares."""
     budget: ImageBudget = NO_BUDGET

@@ -303,6 +303,7 @@ class SplitWords:
         )
 
     def tokens(self, rows: int, columns: int) -> Sequence[int]:
+        """One placeholder for each tile; 0 rows and columns: only the whole image."""
         lines = [
             "".join(f"{self.around}<row_{row + 1}_col_{column + 1}>{self.image_token}" for column in range(columns))
             for row in range(rows)

@@ -223,6 +223,7 @@ def _pickle_digest(path: Path) -> bytes:
 
 
 def _windows(path: Path, start: int, end: int, row: int) -> Iterator[bytes]:
+    """Sample a range of a file; all bytes if there are few. row: bytes of a row."""
     size = end - start
     if size <= WHOLE_BYTES:
         yield _bytes_at(path, start, size)

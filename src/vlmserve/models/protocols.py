@@ -37,7 +37,7 @@ class VisionEncoder(Protocol):
 
     @property
     def any_size(self) -> bool:
-        """True if the patches of the largest image attend to each other."""
+        """True if one image may fill a step, and its patches attend to each other."""
         ...
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:

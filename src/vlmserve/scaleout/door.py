@@ -276,6 +276,8 @@ class _Watch:
 
 
 class MadeChanges:
+    """Loads and unloads adapters at a gateway's request, and remembers it."""
+
     def __init__(self, service: Service) -> None:
         self._service = service
         self._changes = Changes()

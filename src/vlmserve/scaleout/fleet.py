@@ -231,7 +231,10 @@ MOST_ERRORS = 3
 
 
 class Breaker:
-    """Times are in seconds. Do not count client errors."""
+    """Stops requests to a failing worker, then tries one at a time.
+
+    Times are in seconds. Do not count client errors.
+    """
 
     def __init__(self) -> None:
         self._errors = 0

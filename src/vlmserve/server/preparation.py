@@ -202,7 +202,10 @@ def _urls(part: Mapping[str, Any]) -> Sequence[str]:
 
 
 class IdleMemory:
-    """The C library keeps freed memory. executor: runs the call. is_busy: returns whether work runs."""
+    """Gives memory back to the system when no work runs: the C library keeps freed memory.
+
+    executor: runs the call. is_busy: returns whether work runs.
+    """
 
     def __init__(self, executor: Executor, is_busy: Callable[[], bool]) -> None:
         self._executor = executor

@@ -235,7 +235,10 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 class Reserve:
-    """A file next to a database that only takes space."""
+    """A file next to a database that only takes space.
+
+    Without it, deletions fail on a full disk: SQLite first writes them to its log.
+    """
 
     def __init__(self, database: Path) -> None:
         self._path = database.with_name(f"{database.name}-reserve")
