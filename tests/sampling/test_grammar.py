@@ -376,3 +376,20 @@ def test_forced_tokens_fit_the_grammar(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer)
     assert json.loads(detokenizer.push(taken) + detokenizer.finish()) == {"name": "a long name", "size": "a long size"}
     assert num_forced > 20
+
+
+def test_grammars_may_contain_tokens_that_models_lack(tmp_path: Path) -> None:
+    backend = byte_level()
+    size = backend.get_vocab_size()
+    backend.add_tokens(["<first>", "<second>"])
+    tokenizer = Tokenizer.from_folder(write_checkpoint(tmp_path, backend))
+    assert tokenizer.encode_inside("<second>") == [size + 1]
+    compiler = GrammarCompiler(lambda: tokenizer, max_bytes=10_000, cache_size=4, vocab_size=size)
+    for schema, first in (({"const": "<second>"}, ""), ({"enum": ["a<second>", "b<second>"]}, '"a')):
+        matcher = compiler.matcher(Grammar.json(schema))
+        for token in tokenizer.encode_inside(first):
+            matcher.advance(token)
+        matcher.allowed(END, may_end=True)
+        forced = matcher.forced()
+        assert max(forced) < size
+        assert Detokenizer(tokenizer).push(forced).strip('"') == "<second>"

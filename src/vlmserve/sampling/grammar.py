@@ -137,12 +137,13 @@ class _Tokens:
             ids = self._encode(text.decode())
         except UnicodeDecodeError:
             return self._longest_first(text)
-        if self._special.isdisjoint(ids) and b"".join(self.tokens[id_] for id_ in ids) == text:
+        is_known = self._special.isdisjoint(ids) and max(ids, default=0) < len(self.tokens)
+        if is_known and b"".join(self.tokens[id_] for id_ in ids) == text:
             return ids
         return self._longest_first(text)
 
     def _longest_first(self, text: bytes) -> list[int]:
-        """For incomplete characters, and text that the tokenizer would change."""
+        """For incomplete characters, text that the tokenizer would change, and tokens that the model lacks."""
         ids = []
         while text:
             length = next((n for n in range(min(len(text), 32), 0, -1) if text[:n] in self._ids), 1)
