@@ -47,6 +47,19 @@ def test_an_image_takes_steps_by_its_macs():
     assert (plan(step), step.encoded_keys) == ([("text", 1), ("a", 1)], [])
 
 
+def test_only_new_images_wait_for_the_next_step():
+    s = scheduler(max_encoded_images=1)
+    s.add(request("first", 8, images=[(image(1, 4), 0)]))
+    s.schedule()
+    places = {"same": (1, 0), "new": (2, 0), "later": (2, 4), "stored": (3, 0)}
+    s.images.stored = {image(3, 4).key: b""}
+    room = {
+        name: s.images.grow(request(name, 8, images=[(image(number, 4), start)]), 3)
+        for name, (number, start) in places.items()
+    }
+    assert room == {"same": 3, "new": 0, "later": 3, "stored": 3}
+
+
 def test_leftover_budget_goes_to_the_next_image():
     s = busy_scheduler(55)
     for number in (1, 2, 3):
