@@ -126,6 +126,17 @@ def test_taken_keys_equal_computed_keys(num_shared, prompts, bidirectional, mixe
         earlier = one
 
 
+def test_taking_keys_keeps_own_tails():
+    first, second = (request(name, BLOCK - 1) for name in "ab")
+    for each in (first, second):
+        each.num_shared = 1
+        each.tail_key(each.chains[0], BLOCK - 1, BLOCK)
+    shared = first.tail_key(first.chains[0], 1, BLOCK)
+    own = second.chains[0].tails.copy()
+    take_shared_keys(second, first, BLOCK)
+    assert second.chains[0].tails == {**own, 1: shared}
+
+
 def test_shared_keys_are_computed_once(monkeypatch):
     computed = []
     monkeypatch.setattr(

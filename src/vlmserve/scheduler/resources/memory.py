@@ -61,7 +61,7 @@ def take_shared_keys(request: Request, other: Request, block_size: int) -> None:
     for own, known in zip(request.chains, other.chains, strict=False):
         if own.keys == known.keys[:1]:
             own.keys = known.keys[: count // block_size + 1]
-            own.tails = {length: key for length, key in known.tails.items() if length == count}
+            own.tails |= {length: key for length, key in known.tails.items() if length == count}
 
 
 def _images_within(request: Request, count: int) -> list[tuple[int, int, bytes]]:
