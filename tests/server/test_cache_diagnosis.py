@@ -187,6 +187,14 @@ def test_messages_say_what_changed(live: LiveServer) -> None:
     assert unknown.diagnostics.cache_miss_reason.type == "previous_message_not_found"
 
 
+def test_prewarming_ignores_a_minimum_length(real: LiveServer) -> None:
+    question = {"role": "user", "content": "Is a long answer computed ahead?"}
+    for path, prompt in (("responses", {"input": [question]}), ("chat/completions", {"messages": [question]})):
+        body = {**prompt, "min_tokens": 5, "prompt_cache_options": {"prewarm": True}}
+        response = httpx.post(f"{real.url}/v1/{path}", json=body, timeout=60)
+        assert response.status_code == 200, response.text
+
+
 def chat(server: LiveServer, text: str, **options: Any) -> dict[str, Any]:
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "prompt_cache_options": options}
     response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)

@@ -62,7 +62,7 @@ class ChatDialect(Dialect[ChatRequest]):
     async def ask(self, service: Service, body: ChatRequest) -> GenerationRequest:
         check_top_logprobs(body.top_logprobs, service.max_logprobs)
         # the engine computes at least one token
-        limit = 1 if body.prewarms else body.token_limit
+        limit = max(1, body.min_tokens) if body.prewarms else body.token_limit
         params = body.sampling_params(service.defaults, limit, service.default_limit)
         if body.wants_confidence and not body.return_token_ids:
             self._confidences = AnswerConfidences(service.preparer.answers.token_bytes)

@@ -64,7 +64,7 @@ class MessagesDialect(Dialect[MessagesRequest]):
         stop = [*body.stop, *body.stop_sequences]
         named = body.model_copy(update={"stop": stop, "thinking_token_budget": body.thinking_budget})
         # the engine computes at least one token
-        max_tokens = 1 if body.prewarms else body.max_tokens
+        max_tokens = max(1, body.min_tokens) if body.prewarms else body.max_tokens
         params = named.sampling_params(service.defaults, max_tokens, service.default_limit)
         tools = body.tool_use
         self._reader.shows_thoughts = body.shows_thoughts

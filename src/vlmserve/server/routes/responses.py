@@ -59,7 +59,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             raise InvalidRequestError("This server stores no history; leave store out", param="store")
         check_top_logprobs(body.top_logprobs, service.max_logprobs)
         # the engine computes at least one token
-        max_tokens = 1 if body.prewarms else body.max_output_tokens
+        max_tokens = max(1, body.min_tokens) if body.prewarms else body.max_output_tokens
         params = body.sampling_params(service.defaults, max_tokens, service.default_limit)
         if body.wants_confidence:
             self._confidences = AnswerConfidences(service.preparer.answers.token_bytes)
