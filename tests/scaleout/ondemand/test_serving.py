@@ -133,11 +133,13 @@ async def test_dead_idle_model_is_unloaded(folder):
         assert (await serving.ask("a")).status_code == 200
 
 
-async def test_stuck_load_ends(folder):
+@pytest.mark.parametrize("delay", [0.0, 1.0])
+async def test_stuck_load_ends(folder, delay):
     class Stuck(Serving):
         def start(self, launch):
             process = super().start(launch)
             os.kill(process.pid, signal.SIGSTOP)
+            threading.Event().wait(delay)
             return process
 
     async with Stuck(list_models(folder), load_timeout=0.5) as serving:

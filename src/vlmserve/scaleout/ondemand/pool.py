@@ -232,9 +232,6 @@ class Pool:
         model.progress, model.failure, model.began = "", "", time.monotonic()
         model.process, model.pids, model.url = None, (), None
         threading.Thread(target=self._follow, args=(model, self._launch(model)), daemon=True).start()
-        limit = self._load_timeout
-        reason = f"it took longer than {limit:g} s (--models-load-timeout)"
-        self._loop.call_later(limit, self._kill_if, model, model.run, "loading", reason)
 
     def _unload(self, model: Model) -> None:
         assert model.process is not None
@@ -282,6 +279,10 @@ class Pool:
         model.process = process
         if self._closing:
             process.terminate()
+        limit = self._load_timeout
+        reason = f"it took longer than {limit:g} s (--models-load-timeout)"
+        left = model.began + limit - time.monotonic()
+        self._loop.call_later(left, self._kill_if, model, model.run, "loading", reason)
 
     def _hear(self, model: Model, news: News) -> None:
         match news:
