@@ -12,7 +12,7 @@ from tests.loadtest.scripted import answer, chunk, event, piece, plain, scripted
 from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.answer import Answer
 from vlmserve.loadtest.client import Client, RequestFailedError
-from vlmserve.loadtest.record import MissedTokens
+from vlmserve.types import Missed
 
 PATH = "/v1/chat/completions"
 
@@ -46,7 +46,7 @@ async def test_reasons_of_cache_misses_are_read():
     usage = {"completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 3, "missed_tokens": missed}}
     async with scripted(writes(stream(piece("a"), {"choices": [], "usage": usage}, b"[DONE]"))) as server:
         read = await ask(server.url)
-    assert (read.cached_tokens, read.missed_tokens) == (3, MissedTokens(7, 2))
+    assert (read.cached_tokens, read.missed_tokens) == (3, Missed(7, 2, 0, 1, 1.5))
 
 
 async def test_bytes_may_come_in_any_portions():

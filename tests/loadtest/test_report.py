@@ -12,11 +12,12 @@ from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.figures import Summary, concurrency, histogram, series
 from vlmserve.loadtest.files import as_html, as_json, as_markdown, check_paths
 from vlmserve.loadtest.machine import ProcessUsage, Usage
-from vlmserve.loadtest.record import MissedTokens, Record
+from vlmserve.loadtest.record import Record
 from vlmserve.loadtest.report import Report, make_report
 from vlmserve.loadtest.run import Outcome
 from vlmserve.loadtest.search import Trial
 from vlmserve.loadtest.settings import GoalConfig, LoadConfig, TestConfig, parse_objective
+from vlmserve.types import Missed
 
 
 def record(
@@ -62,9 +63,9 @@ def test_tokens_are_those_that_the_server_counted():
 
 
 def test_reasons_of_cache_misses_are_summed():
-    told = [MissedTokens(5, 3), MissedTokens(2, 0, 4), None]
+    told = [Missed(5, 3), Missed(2, 0, 4), None]
     made = report(*(record(0.0, [0.1], cached_tokens=1, missed_tokens=missed) for missed in told))
-    assert made.missed_tokens == MissedTokens(7, 3, 4)
+    assert made.missed_tokens == Missed(7, 3, 4)
     text = as_markdown(made)
     for line in ("never seen before | 7", "evicted from the cache | 3", "cached without a checkpoint | 4"):
         assert f"Input tokens {line}" in text

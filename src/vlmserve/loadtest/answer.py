@@ -7,7 +7,7 @@ from array import array
 import msgspec
 
 from vlmserve.loadtest.client import RequestFailedError
-from vlmserve.loadtest.record import MissedTokens
+from vlmserve.types import Missed
 
 MAX_EVENT = 16 * 1024**2
 """Maximum bytes of an event or an error."""
@@ -32,7 +32,7 @@ class _Choice(msgspec.Struct):
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
-    missed_tokens: MissedTokens | None = None
+    missed_tokens: Missed | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -76,7 +76,7 @@ class Answer:
         self.num_tokens: int | None = None
         self.num_prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
-        self.missed_tokens: MissedTokens | None = None
+        self.missed_tokens: Missed | None = None
         self.is_whole = False
         self.ended = 0.0
         self._streams, self._keeps_text = streams, keeps_text

@@ -7,18 +7,7 @@ from itertools import pairwise
 
 import msgspec
 
-
-class MissedTokens(msgspec.Struct, frozen=True):
-    """Prompt tokens that vlmserve's prefix cache lacked, by reason."""
-
-    never_seen: int = 0
-    evicted: int = 0
-    no_checkpoint: int = 0
-
-    def __add__(self, other: MissedTokens) -> MissedTokens:
-        return MissedTokens(
-            self.never_seen + other.never_seen, self.evicted + other.evicted, self.no_checkpoint + other.no_checkpoint
-        )
+from vlmserve.types import Missed
 
 
 class Record(msgspec.Struct):
@@ -35,7 +24,7 @@ class Record(msgspec.Struct):
     num_prompt_tokens: int | None = None
     """The server's count."""
     cached_tokens: int | None = None
-    missed_tokens: MissedTokens | None = None
+    missed_tokens: Missed | None = None
     is_counted: bool = True
     session: int = 0
     turn: int = 0

@@ -13,10 +13,11 @@ import vlmserve
 from vlmserve.loadtest import figures
 from vlmserve.loadtest.figures import Failure, Histogram, Point, Series, Summary
 from vlmserve.loadtest.machine import ProcessUsage
-from vlmserve.loadtest.record import MissedTokens, Record
+from vlmserve.loadtest.record import Record
 from vlmserve.loadtest.run import Outcome
 from vlmserve.loadtest.search import Trial
 from vlmserve.loadtest.settings import TestConfig
+from vlmserve.types import Missed
 
 _BUSY = 0.8
 """Cores in use above which the client's own work distorts the times."""
@@ -72,7 +73,7 @@ class Report(msgspec.Struct):
     input_tokens: Summary | None
     output_tokens: Summary | None
     cached_tokens: int | None
-    missed_tokens: MissedTokens | None
+    missed_tokens: Missed | None
     num_images: int
     client: ProcessUsage
     server: list[ProcessUsage]

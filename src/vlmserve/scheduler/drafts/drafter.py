@@ -48,6 +48,8 @@ class Drafter:
         self.num_drafted = self.num_accepted = 0
         self._account = Account(costs)
         self._drafts = False
+        self._forced: Mapping[str, list[int]] = {}
+        """Tokens that grammars force after the last step, by request."""
         self._answers = Answers(MAX_KEPT_TOKENS, _MAX_KEPT_OF_KEY)
         self._rates: dict[Kind, Rate] = {
             (source, number): Rate(*_FIRST_RATES[number], most=128)
@@ -74,7 +76,8 @@ class Drafter:
         most = min(MAX_DRAFTS, request.max_len - len(request.token_ids) - 1)
         for reader in drafting.readers:
             reader.read(request.token_ids)
-        found = self._find(drafting, request.token_ids, max(0, most))
+        forced = self._forced.get(request.request_id, [])
+        found = self._find(drafting, request.token_ids, forced, max(0, most))
         num_drafts = self._account.best_count([rate for part in found for rate in [part.rate] * len(part.token_ids)])
         if not num_drafts:
             return ()
@@ -82,10 +85,10 @@ class Drafter:
         drafting.proposed = [(part.kind, len(part.token_ids)) for part in found]
         return [token for part in found for token in part.token_ids][:num_drafts]
 
-    def _find(self, drafting: Drafting, token_ids: list[int], most: int) -> list[_Found]:
+    def _find(self, drafting: Drafting, token_ids: list[int], forced: list[int], most: int) -> list[_Found]:
         """Find tokens of a reader, or forced tokens and what a reader has after them."""
         best = self._best(drafting, drafting.readers, most)
-        rate, forced = self._rate(drafting, _FORCED), drafting.forced[:most]
+        rate, forced = self._rate(drafting, _FORCED), forced[:most]
         if not forced or (best is not None and best.rate >= rate):
             return [] if best is None else [best]
         ahead = [copy.copy(reader) for reader in drafting.readers]  # forced tokens may be wrong
@@ -139,9 +142,7 @@ class Drafter:
             drafting.num_rejected += len(drafts) - accepted
             self._account.earn(accepted)
             self._note(drafting, right, len(drafts))
-        for request_id in output.token_ids:
-            if (request := requests.get(request_id)) is not None and request.drafting is not None:
-                request.drafting.forced = output.forced.get(request_id, [])
+        self._forced = output.forced
 
     def _note(self, drafting: Drafting, right: int, num_drafts: int) -> None:
         for kind, count in drafting.proposed:

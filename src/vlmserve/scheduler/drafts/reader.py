@@ -99,8 +99,6 @@ class Drafting:
     readers: list[Reader]
     rates: dict[Kind, Rate] = field(default_factory=dict)
     """By source and match class."""
-    forced: list[int] = field(default_factory=list)
-    """Tokens that the grammar forces after the newest one."""
     proposed: list[tuple[Kind, int]] = field(default_factory=list)
     """Drafts in flight: their kinds, in order, and the number of each."""
     num_accepted: int = 0
