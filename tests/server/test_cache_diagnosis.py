@@ -189,7 +189,12 @@ def test_messages_say_what_changed(live: LiveServer) -> None:
 
 def test_prewarming_ignores_a_minimum_length(real: LiveServer) -> None:
     question = {"role": "user", "content": "Is a long answer computed ahead?"}
-    for path, prompt in (("responses", {"input": [question]}), ("chat/completions", {"messages": [question]})):
+    prompts: dict[str, dict[str, Any]] = {
+        "responses": {"input": [question]},
+        "chat/completions": {"messages": [question]},
+        "messages": {"messages": [question], "max_tokens": 3},
+    }
+    for path, prompt in prompts.items():
         body = {**prompt, "min_tokens": 5, "prompt_cache_options": {"prewarm": True}}
         response = httpx.post(f"{real.url}/v1/{path}", json=body, timeout=60)
         assert response.status_code == 200, response.text

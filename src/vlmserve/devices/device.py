@@ -1,4 +1,4 @@
-"""What the engine needs of a device, by torch's operations."""
+"""The base class of devices, which runs torch's operations."""
 
 from __future__ import annotations
 
