@@ -85,7 +85,7 @@ class Command:
     def stop(self) -> int:
         """Interrupt it as Ctrl-C does."""
         self._process.send_signal(signal.SIGINT)
-        self._process.communicate(timeout=60)
+        self.lines += self._process.communicate(timeout=60)[0].splitlines(keepends=True)
         print(self.log(), file=sys.stderr)
         return self._process.returncode
 
@@ -110,6 +110,7 @@ def running(*arguments: str) -> Iterator[Command]:
                 process.kill()
         assert code == 0
         assert not left
+        assert [line for line in command.lines if not line.startswith(("vlmserve", "another gateway"))] == []
 
 
 @pytest.fixture(scope="module")
@@ -143,12 +144,16 @@ def ask(url: str, model: str = "tiny") -> httpx.Response:
 
 
 def members(command: Command) -> list[tuple[psutil.Process, bool]]:
-    """The processes of workers and gateways, and whether each has an engine."""
+    """The processes of workers and gateways, and whether each is a worker."""
+    from vlmserve.scaleout.ray.head import is_member
+
     found = []
+    port = int(command.url.rpartition(":")[2])
     for process in command.family():
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            if "vlmserve.scaleout.member" in process.cmdline():
-                found.append((process, bool(process.children())))
+            if is_member(process):
+                ports = {one.laddr.port for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN}
+                found.append((process, bool(ports - {port})))
     return found
 
 
@@ -156,6 +161,8 @@ def test_a_cluster_answers(cluster):
     wait_for(cluster.url)
     assert ask(cluster.url).status_code == 200
     assert len(members(cluster)) == 3
+    if sys.platform == "linux":
+        assert len({process.ppid() for process, _ in members(cluster)}) == 1  # the preloader forked all
     assert up(cluster.url) == ["large-0", "small-0"]
     page = httpx.get(f"{cluster.url}/metrics", timeout=20).text
     blocks = {name: int(number) for name, number in re.findall(r'worker="(\w+)-0".*num_gpu_blocks="(\d+)"', page)}
@@ -175,10 +182,10 @@ def test_a_cluster_of_one_machine_listens_on_loopback(cluster):
 
 def test_a_killed_worker_is_avoided_and_replaced(cluster):
     wait_for(cluster.url)
-    victim = next(process for process, has_engine in members(cluster) if has_engine)
+    victim = next(process for process, is_worker in members(cluster) if is_worker)
     victim.kill()
     assert {ask(cluster.url).status_code for _ in range(20)} == {200}
-    wait_until(lambda: sum(has_engine for _, has_engine in members(cluster)) >= 2)
+    wait_until(lambda: sum(is_worker for _, is_worker in members(cluster)) >= 2)
     wait_for(cluster.url)
     assert ask(cluster.url).status_code == 200
 

@@ -20,14 +20,15 @@ import threading
 import traceback
 import weakref
 from collections.abc import Collection
+from pathlib import Path
 from typing import IO, NoReturn
 
 from vlmserve.engine.child import child_environment, socket_directory
 from vlmserve.garbage import freeze_loaded_objects
 
 _FRONTEND = (
-    "scaleout.door", "scaleout.member", "server.app", "server.batches.runner", "server.run", "server.service",
-    "server.web", "frontend.client", "frontend.requests",
+    "scaleout.app", "scaleout.door", "scaleout.member", "server.app", "server.batches.runner", "server.run",
+    "server.service", "server.web", "frontend.client", "frontend.requests",
 )  # fmt: skip
 _ENGINE = (
     "engine.engine", "engine.process", "devices.cpu", "kernels.cpu_native", "models.gguf_tensors", "models.registry",
@@ -36,9 +37,16 @@ _ENGINE = (
 _STDERR = 2
 _MAX_MESSAGE = 1024
 """Bytes of a module's name."""
+_MAX_NAME = 15
+"""Characters of a process name on Linux."""
 
 _address = ""
 """Socket of the preloader that forks this process's children; empty: they import everything themselves."""
+
+
+def process_name(module: str) -> str:
+    """The name that `ps` shows for a fork that runs `module`; its command line is the preloader's."""
+    return module.removeprefix("vlmserve.")[:_MAX_NAME]
 
 
 class Preloader:
@@ -228,6 +236,8 @@ class _Forker:
             os.close(file)
         sys.stdin = os.fdopen(0, closefd=False)
         fork_children_from(self._address)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/comm").write_text(process_name(module), "utf-8")
         code = 1
         try:
             code = importlib.import_module(module).main()

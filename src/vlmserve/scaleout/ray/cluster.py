@@ -22,6 +22,7 @@ from ray.serve._private.constants import SERVE_LOGGER_NAME
 from ray.serve.schema import ApplicationStatus, ServeStatus
 
 from vlmserve.cores import usable_cores
+from vlmserve.engine.preload import Preloader
 from vlmserve.errors import ConfigurationError, ModelLoadError
 from vlmserve.logs import level_number, set_up_logging
 from vlmserve.scaleout.member import GatewayLaunch, WorkerLaunch
@@ -66,20 +67,22 @@ def up(kinds: Sequence[WorkerKind], server: ServerConfig, gateway: GatewayConfig
     cores, workers = usable_cores(), sum(kind.count for kind in kinds)
     kinds = [kind.ready(max(1, cores // workers)) for kind in kinds]
     models = ", ".join(dict.fromkeys(kind.engine.model for kind in kinds))
-    with _stopped() as stopped, _local_ray(cores), _serve(server.shutdown_grace + _EXTRA_GRACE):
+    grace = server.shutdown_grace + _EXTRA_GRACE
+    with _stopped() as stopped, _preloader(kinds) as preloader, _local_ray(cores), _serve(grace):
         # Ray must not reserve cores: the engines share them by their threads.
         targets = [
             serve.RunTarget(
                 worker_application(
                     kind.name, kind.engine, kind.media, kind.server, count=kind.count,
                     resources={"num_cpus": 0.01, **({"num_gpus": kind.gpus} if kind.gpus else {})},
+                    preloader=preloader,
                 ),
                 name=f"workers {kind.name}",
                 route_prefix=None,
             )
             for kind in kinds
         ]  # fmt: skip
-        front = gateway_application(server, gateway, resources={"num_cpus": 0.01})
+        front = gateway_application(server, gateway, resources={"num_cpus": 0.01}, preloader=preloader)
         targets.append(serve.RunTarget(front, name="gateway", route_prefix=None))
         # The gateway starts with the workers, which register once they are up.
         *_, handle = serve.run_many(targets, wait_for_applications_running=False)
@@ -164,6 +167,19 @@ def _stopped() -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
+def _preloader(kinds: Iterable[WorkerKind]) -> Iterator[str]:
+    """Yield the address of a process that imports the libraries while Ray starts, and forks all members.
+
+    Ray tells a replica its GPUs by its environment, which forks do not have: with GPUs, yield an empty address.
+    """
+    if sys.platform != "linux" or any(kind.gpus for kind in kinds):
+        yield ""
+        return
+    with contextlib.closing(Preloader()) as preloader:
+        yield preloader.address
+
+
+@contextlib.contextmanager
 def _local_ray(cores: int) -> Iterator[None]:
     """Only this machine reaches it."""
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
@@ -173,6 +189,7 @@ def _local_ray(cores: int) -> Iterator[None]:
         address="local", num_cpus=max(2, cores), include_dashboard=False, object_store_memory=_OBJECT_STORE,
         namespace=NAMESPACE, logging_level="WARNING", log_to_driver=False,
     )  # fmt: skip
+    head.log_messages()
     logging.getLogger(SERVE_LOGGER_NAME).setLevel(logging.WARNING)
     show(f"Ray runs; logs of Ray, workers and gateway: {head.log_folder()}")
     try:

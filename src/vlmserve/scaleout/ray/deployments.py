@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,9 +17,11 @@ from ray import serve
 from ray.serve._private import replica as serve_replica
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
+from vlmserve.engine.preload import fork_children_from
 from vlmserve.errors import VLMServeError
-from vlmserve.scaleout.member import GatewayLaunch, WorkerLaunch
+from vlmserve.scaleout.member import GatewayLaunch, Launch, WorkerLaunch
 from vlmserve.scaleout.messages import LOAD_PATH, TOKEN_HEADER, Load
+from vlmserve.scaleout.ray.directory import Kind
 from vlmserve.scaleout.ray.membership import Membership
 from vlmserve.scaleout.scaling import workers_wanted
 from vlmserve.scaleout.settings import GatewayConfig
@@ -59,11 +61,14 @@ def _keep_to_own_address() -> None:
 
 
 class _Replica:
-    """Owns one process. Requests go directly to it."""
+    """Owns one process. Requests go directly to it. preloader: forks the process; empty: it imports all itself."""
 
-    def __init__(self, membership: Membership, grace: float) -> None:
+    def __init__(
+        self, kind: Kind, launch: Callable[[str, str], Launch], prefix: str, grace: float, preloader: str
+    ) -> None:
+        fork_children_from(preloader)
+        self.membership = Membership(kind, launch, prefix)
         _keep_to_own_address()
-        self.membership = membership
         self._grace = grace
 
     def check_health(self) -> None:
@@ -80,7 +85,7 @@ class _Replica:
 class WorkerReplica(_Replica):
     """engine, media, server: settings as JSON. name: prefix of the deployment's workers."""
 
-    def __init__(self, name: str, engine: str, media: str, server: str, grace: float) -> None:
+    def __init__(self, name: str, engine: str, media: str, server: str, grace: float, preloader: str) -> None:
         self._capacity = EngineConfig.model_validate_json(engine).max_num_seqs
         self._token = ""
 
@@ -88,7 +93,7 @@ class WorkerReplica(_Replica):
             self._token = token
             return worker_launch(own_name, token, engine, media, server)
 
-        super().__init__(Membership("worker", launch, name), grace)
+        super().__init__("worker", launch, name, grace, preloader)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         load = await asyncio.to_thread(self._load)
@@ -103,8 +108,8 @@ class WorkerReplica(_Replica):
 class GatewayReplica(_Replica):
     """In an update it takes its port over from the old replica."""
 
-    def __init__(self, server: str, gateway: str, grace: float) -> None:
-        super().__init__(Membership("gateway", lambda token, _: GatewayLaunch(token, server, gateway, True)), grace)
+    def __init__(self, server: str, gateway: str, grace: float, preloader: str) -> None:
+        super().__init__("gateway", lambda token, _: GatewayLaunch(token, server, gateway, True), "", grace, preloader)
         self._replaced_at: float | None = None
 
     def check_health(self) -> None:
@@ -137,11 +142,12 @@ def worker_application(
     most: int | None = None,
     max_surge_percent: int = 0,
     resources: Mapping[str, float] | None = None,
+    preloader: str = "",
 ) -> serve.Application:
     """Make `count` workers, or up to `most` under load.
 
     max_surge_percent: extra workers that an update may start before it stops old ones. resources: Ray resources of a
-    worker, like ``{"num_cpus": 4, "num_gpus": 1}``.
+    worker, like ``{"num_cpus": 4, "num_gpus": 1}``. preloader: address of this machine's preloader.
     """
     grace = server.shutdown_grace + _EXTRA_GRACE
     options: dict[str, Any] = {
@@ -155,11 +161,17 @@ def worker_application(
         policy = AutoscalingPolicy(policy_function="vlmserve.scaleout.ray.deployments:scale")
         options["autoscaling_config"] = AutoscalingConfig(min_replicas=count, max_replicas=most, policy=policy)
     worker: Any = serve.deployment(WorkerReplica, name="worker", **_WATCHED, **options)
-    return worker.bind(name, engine.model_dump_json(), media.model_dump_json(), server.model_dump_json(), grace)
+    sections = engine.model_dump_json(), media.model_dump_json(), server.model_dump_json()
+    return worker.bind(name, *sections, grace, preloader)
 
 
 def gateway_application(
-    server: ServerConfig, gateway: GatewayConfig, *, count: int = 1, resources: Mapping[str, float] | None = None
+    server: ServerConfig,
+    gateway: GatewayConfig,
+    *,
+    count: int = 1,
+    resources: Mapping[str, float] | None = None,
+    preloader: str = "",
 ) -> serve.Application:
     """Each gateway needs its own machine. An update of a single one may stay on its machine."""
     grace = server.shutdown_grace + _EXTRA_GRACE
@@ -173,7 +185,7 @@ def gateway_application(
         ray_actor_options=_set_aside(resources),
         graceful_shutdown_timeout_s=grace + _EXTRA_GRACE,
     )
-    return replica.bind(server.model_dump_json(), gateway.model_dump_json(), grace)
+    return replica.bind(server.model_dump_json(), gateway.model_dump_json(), grace, preloader)
 
 
 def workers(args: dict[str, Any]) -> serve.Application:
