@@ -218,6 +218,32 @@ def _paddleocr_processor(folder: Path, tokenizer: Any) -> Any:
     return PaddleOCRVLProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
 
 
+def _smolvlm2(folder: Path, ids: Mapping[str, int]) -> None:
+    """SmolVLM2-500M, with all layers."""
+    from transformers import LlamaConfig, SmolVLMConfig
+
+    text = LlamaConfig(
+        hidden_size=960, intermediate_size=2560, num_hidden_layers=32, num_attention_heads=15, num_key_value_heads=5,
+        vocab_size=49280, max_position_embeddings=8192, tie_word_embeddings=True, rope_theta=1e5,
+    )  # fmt: skip
+    vision = {
+        "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "image_size": 512, "patch_size": 16,
+    }  # fmt: skip
+    config = SmolVLMConfig(
+        text_config=text, vision_config=vision, image_token_id=ids["<image>"], scale_factor=4, tie_word_embeddings=True
+    )
+    _save("SmolVLMForConditionalGeneration", config, folder)
+
+
+def _smolvlm2_processor(folder: Path, tokenizer: Any) -> Any:
+    from transformers import Idefics3Processor
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    images = SmolVLMImageProcessorPil.from_pretrained(folder)
+    return Idefics3Processor(images, tokenizer, image_seq_len=64, chat_template=tokenizer.chat_template)
+
+
 RANDOM_MODELS = {
     "qwen3-vl": RandomModel(
         _qwen3_vl,
@@ -289,5 +315,21 @@ RANDOM_MODELS = {
         },
         _paddleocr_processor,
         {"image_token": "<|IMAGE_PLACEHOLDER|>"},
+    ),
+    "smolvlm2": RandomModel(
+        _smolvlm2,
+        (
+            "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
+            *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+        ),
+        "<image>",
+        {
+            "preprocessor_config.json": {
+                "image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 2048},
+                "max_image_size": {"longest_edge": 512}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+            },
+            "processor_config.json": {"processor_class": "SmolVLMProcessor", "image_seq_len": 64},
+        },
+        _smolvlm2_processor,
     ),
 }  # fmt: skip

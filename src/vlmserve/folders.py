@@ -1,4 +1,4 @@
-"""Folders for the user's files. Users in containers may lack a home."""
+"""Folders for the user's files, and vlmserve's own. Users in containers may lack a home."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import MutableMapping
 from functools import cache
 from pathlib import Path
+
+PACKAGE = Path(__file__).parent
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
@@ -35,6 +37,19 @@ def name_hub_folder(environ: MutableMapping[str, str]) -> None:
 def _own_folder(variable: str, default: str) -> Path | None:
     place = os.path.expanduser(os.environ.get(variable) or default)
     return None if place.startswith("~") else Path(place) / "vlmserve"
+
+
+@cache
+def code_digest(names: tuple[str, ...], package: Path = PACKAGE) -> str:
+    """Digest modules and folders of vlmserve's code."""
+    from blake3 import blake3
+
+    digest = blake3()
+    for name in names:
+        for path in [package / name] if name.endswith(".py") else sorted((package / name).rglob("*.py")):
+            contents = path.read_bytes()
+            digest.update(f"{path.relative_to(package)} {len(contents)}\n".encode() + contents)
+    return digest.hexdigest()
 
 
 @cache

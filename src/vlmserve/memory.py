@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 import sys
 from pathlib import Path
 
@@ -34,6 +36,15 @@ def return_free_memory() -> None:
     """Return freed memory to the system; glibc would keep it, after quantization a third of the model."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
+
+
+def huge_pages(num_bytes: int) -> mmap.mmap:
+    """Zeroed memory, of huge pages if the kernel has them. Unwritten pages take no memory."""
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # the kernel lacks huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def resident_memory() -> int:

@@ -16,7 +16,7 @@ from tests.engine.test_gemma3 import CONVERSATIONS, GREEDY
 from tests.engine.test_parity import NEW_TOKENS, Oracle, engine_for, generate, llava_oracle, mixed_prompts, tight_cache
 from tests.waiting import wait_until
 from vlmserve import LLM
-from vlmserve.cache.tiers import DiskTier
+from vlmserve.cache.tiers import Buffer, DiskTier
 from vlmserve.engine.engine import Engine
 from vlmserve.steps import Bytes
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
@@ -132,7 +132,7 @@ def test_other_code_finds_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = restart(lambda: engine_for(llava, disk_cache=str(tmp_path)), prompts[:1], expected[:1], tmp_path)
-    monkeypatch.setattr("vlmserve.engine.disk.code_digest", lambda: "edited")
+    monkeypatch.setattr("vlmserve.engine.disk.code_digest", lambda _: "edited")
     edited = engine_for(llava, disk_cache=str(tmp_path))
     for one in (engine, edited):
         assert generate(one, prompts[:1]) == expected[:1]
@@ -176,9 +176,9 @@ def test_other_requests_overtake_one_that_reads(
     engine = restart(lambda: engine_for(llava, disk_cache=str(tmp_path)), prompts, expected, tmp_path)
     gate, read = threading.Event(), DiskTier.read
 
-    def read_late(tier: DiskTier, key: bytes, size: int) -> Bytes | None:
+    def read_late(tier: DiskTier, key: bytes, size: int, *buffer: Buffer) -> Bytes | None:
         assert gate.wait(60)
-        return read(tier, key, size)
+        return read(tier, key, size, *buffer)
 
     monkeypatch.setattr(DiskTier, "read", read_late)
     engine.add(EngineRequest("known", prompts[0], GREEDY_ANSWER))

@@ -12,7 +12,7 @@ from tests.scheduler.made_up import BLOCK, FixedLimits, TestedScheduler, finish,
 from tests.waiting import wait_until
 from vlmserve.cache import fetches as fetching
 from vlmserve.cache.fetches import Fetches
-from vlmserve.cache.tiers import DiskTier, Entries
+from vlmserve.cache.tiers import Buffer, DiskTier, Entries
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.stored import Stored
 from vlmserve.steps import Bytes
@@ -27,9 +27,9 @@ class GatedTier(DiskTier):
         super().__init__(Entries(folder, 2**20), b"model")
         self.gate = threading.Event()
 
-    def read(self, key: bytes, size: int) -> Bytes | None:
+    def read(self, key: bytes, size: int, *buffer: Buffer) -> Bytes | None:
         assert self.gate.wait(60)
-        return super().read(key, size)
+        return super().read(key, size, *buffer)
 
 
 @pytest.fixture

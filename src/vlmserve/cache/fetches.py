@@ -3,19 +3,87 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+
+import numpy as np
 
 from vlmserve.cache.tiers import DiskTier
+from vlmserve.memory import huge_pages
 from vlmserve.steps import Bytes
 
 NUM_READERS = 2
 MAX_BYTES = 512 * 2**20
 """Maximum bytes that one request reads. No read begins while requests hold this much."""
+SHARED_BYTES = 2**20
+"""Two threads read a request's entries of at least this many bytes."""
+_BUFFER_BYTES = 32 * 2**20
+_SMALL_BYTES = 2**18
 
-Read = Callable[[bytes, int], bool]
-"""Reads an entry by key and size. Returns False if it does not exist, or too much was read."""
+Read = Callable[[Sequence[bytes], int], int]
+"""Reads entries by keys and size until one is missing or too much was read. Returns the number read."""
+
+
+class Buffers:
+    """Cuts buffers from huge pages: faults of small pages take longer than reading."""
+
+    def __init__(self) -> None:
+        self._rest: Bytes = np.empty(0, np.uint8)
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> Bytes:
+        if size < _SMALL_BYTES:
+            return np.empty(size, np.uint8)
+        with self._lock:
+            if len(self._rest) < size:
+                self._rest = np.frombuffer(huge_pages(max(size, _BUFFER_BYTES)), np.uint8)
+            taken, self._rest = self._rest[:size], self._rest[size:]
+        return taken
+
+
+class Reading:
+    """The entries that one request reads."""
+
+    def __init__(self, tier: DiskTier, known: Mapping[bytes, Bytes], helpers: ThreadPoolExecutor) -> None:
+        self.found: dict[bytes, Bytes] = {}
+        self._tier, self._known, self._helpers = tier, known, helpers
+        self._buffers = Buffers()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def read(self, keys: Sequence[bytes], size: int) -> int:
+        """See `Read`. Two threads take keys in turn."""
+        left = enumerate(keys)
+        missing = [len(keys)]
+        if len(keys) * size >= SHARED_BYTES:
+            helper = self._helpers.submit(self._read_some, left, size, missing)
+            self._read_some(left, size, missing)
+            if not helper.cancel():
+                helper.result()
+        else:
+            self._read_some(left, size, missing)
+        return min(missing)
+
+    def _read_some(self, left: Iterator[tuple[int, bytes]], size: int, missing: list[int]) -> None:
+        while len(missing) == 1:
+            with self._lock:
+                number, key = next(left, (0, None))
+                if key is None:
+                    return
+                fits = key in self.found or self._num_bytes + size <= MAX_BYTES
+                self._num_bytes += size * (fits and key not in self.found)
+            if not fits or not self._read_one(key, size):
+                missing.append(number)
+
+    def _read_one(self, key: bytes, size: int) -> bool:
+        if key not in self.found:
+            content = self._known.get(key)
+            if content is None:
+                content = self._tier.read(key, size, self._buffers.take)
+            if content is None:
+                return False
+            self.found[key] = content
+        return True
 
 
 class Fetches:
@@ -29,6 +97,7 @@ class Fetches:
         self._keys: dict[str, list[bytes]] = {}
         self._running: dict[str, Future[dict[bytes, Bytes]]] = {}
         self._readers = ThreadPoolExecutor(NUM_READERS, "disk-reader")
+        self._helpers = ThreadPoolExecutor(NUM_READERS, "disk-helper")
         self._ended = threading.Condition()
 
     @property
@@ -90,18 +159,6 @@ class Fetches:
             self._ended.notify_all()
 
     def _run(self, plan: Callable[[Read], None]) -> dict[bytes, Bytes]:
-        found: dict[bytes, Bytes] = {}
-        plan(partial(self._read, found))
-        return found
-
-    def _read(self, found: dict[bytes, Bytes], key: bytes, size: int) -> bool:
-        if key in found:
-            return True
-        if sum(map(len, found.values())) + size > MAX_BYTES:
-            return False
-        content = self._contents.get(key)
-        if content is None:
-            content = self.tier.read(key, size)
-        if content is not None:
-            found[key] = content
-        return content is not None
+        reading = Reading(self.tier, self._contents, self._helpers)
+        plan(reading.read)
+        return reading.found

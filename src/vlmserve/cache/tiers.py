@@ -44,8 +44,13 @@ _NICENESS = 19
 """Niceness of the writing thread, to keep answers fast."""
 
 Content = Callable[[], Bytes]
+Buffer = Callable[[int], Bytes]
 
 logger = logging.getLogger(__name__)
+
+
+def _new_buffer(size: int) -> Bytes:
+    return np.empty(size, np.uint8)
 
 
 class Entry(NamedTuple):
@@ -66,15 +71,17 @@ class Entries:
     def at(cls, folder: str, limit: int) -> Entries:
         return cls(expanded(folder), limit)
 
-    def is_usable(self) -> bool:
+    def is_usable(self, *, log: bool = True) -> bool:
         """Create the folder if needed, or log why it is unusable."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self.folder.stat().st_mode & stat.S_IWOTH:
                 return True
-            logger.warning("disk cache: off, since every user can write to %s (chmod o-w)", self.folder)
+            problem = f"every user can write to {self.folder} (chmod o-w)"
         except OSError as error:
-            logger.warning("disk cache: off: %s", error)
+            problem = str(error)
+        if log:
+            logger.warning("disk cache: off: %s", problem)
         return False
 
     def all(self) -> list[Entry]:
@@ -155,11 +162,14 @@ class DiskTier:
         self._misses += not found
         return found
 
-    def read(self, key: bytes, size: int) -> Bytes | None:
-        """Returns None for missing entries, and removes broken files."""
+    def read(self, key: bytes, size: int | None, buffer: Buffer = _new_buffer) -> Bytes | None:
+        """Returns None for missing entries, and removes broken files.
+
+        size: None if unknown. buffer: returns the array to fill.
+        """
         path = self.path(key)
         try:
-            content = _read(path, size)
+            content = _read(path, size, buffer)
         except FileNotFoundError:
             self._misses += 1
             return None
@@ -173,8 +183,9 @@ class DiskTier:
             with contextlib.suppress(OSError):
                 path.unlink()
             return None
-        self._hits += 1
-        self._read_bytes += size
+        with self._lock:
+            self._hits += 1
+            self._read_bytes += len(content)
         return content
 
     @property
@@ -244,7 +255,7 @@ def _checksum(path: Path, content: Bytes) -> bytes:
     return blake3(path.stem.encode()).update(content.data).digest()
 
 
-def _read(path: Path, size: int) -> Bytes:
+def _read(path: Path, size: int | None, buffer: Buffer) -> Bytes:
     """Raises ValueError for a wrong name, size or checksum, OSError if unreadable."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise ValueError("it is no file")
@@ -254,14 +265,14 @@ def _read(path: Path, size: int) -> Bytes:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
             raise ValueError("it belongs to another user")
-        if status.st_size != _HEADER.size + size:
+        num_bytes = status.st_size - _HEADER.size
+        if num_bytes < 0 or size not in (None, num_bytes):
             raise ValueError("it has another size")
-        whole = np.empty(status.st_size, np.uint8)
-        if file.readinto(whole.data) != len(whole):
+        header, content = bytearray(_HEADER.size), buffer(num_bytes)
+        if file.readinto(header) != len(header) or file.readinto(content.data) != num_bytes:
             raise ValueError("it is incomplete")
-        magic, length, checksum = _HEADER.unpack(whole[: _HEADER.size].tobytes())
-        content = whole[_HEADER.size :]
-        if (magic, length) != (MAGIC, size) or checksum != _checksum(path, content):
+        magic, length, checksum = _HEADER.unpack(header)
+        if (magic, length) != (MAGIC, num_bytes) or checksum != _checksum(path, content):
             raise ValueError("its contents were changed")
         _touch(descriptor)
     return content

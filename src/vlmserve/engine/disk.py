@@ -9,8 +9,9 @@ from blake3 import blake3
 
 from vlmserve.cache.fetches import Fetches
 from vlmserve.cache.tiers import DiskTier, Entries
+from vlmserve.folders import code_digest
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.models.weights_cache import code_digest
+from vlmserve.models.weights_cache import PACKING
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.scheduler.resources.images import Images
 from vlmserve.scheduler.resources.memory import KVMemory
@@ -66,5 +67,5 @@ class DiskCache:
 
 def _identity(config: EngineConfig, model: LoadedModel) -> bytes:
     """Digest what entries depend on, except their keys (images, tokens, adapters, salts)."""
-    parts = [model.identity.hex(), str(model.dtype), config.tensor_parallel_size, code_digest()]
+    parts = [model.identity.hex(), str(model.dtype), config.tensor_parallel_size, code_digest(PACKING)]
     return blake3(json.dumps(parts).encode()).digest()

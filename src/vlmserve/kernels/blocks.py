@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 import mmap
@@ -18,6 +17,7 @@ from vlmserve.kernels.attention import LayerCache
 from vlmserve.kernels.states import StateCache
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layer_specs import AttentionSpec, CacheLayout, StateSpec
+from vlmserve.memory import huge_pages
 
 _POPULATE_WRITE = 23
 """Linux's MADV_POPULATE_WRITE, which Python does not define."""
@@ -29,13 +29,10 @@ class Blocks(Protocol):
 
 
 def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Unwritten pages take no memory, but an allocator may reuse memory."""
+    """Unwritten pages of `huge_pages` take no memory, but an allocator may reuse memory."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, max(math.prod(shape) * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # the kernel lacks huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
+    pages = huge_pages(math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
 
 

@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from typing import Protocol
 
 import msgspec
 
@@ -25,7 +26,7 @@ class ImageCacheStats(msgspec.Struct, frozen=True):
     used_bytes: int
     capacity_bytes: int
     hits: int
-    """Images found or in preparation."""
+    """Images found in memory or on disk, or in preparation."""
     misses: int
     """Prepared images."""
 
@@ -34,11 +35,22 @@ class ImageCacheStats(msgspec.Struct, frozen=True):
         return self.hits + self.misses
 
 
+class ImageStore(Protocol):
+    """Keeps prepared images for later starts. Thread-safe."""
+
+    def read(self, key: bytes) -> ImageInput | None: ...
+
+    def store(self, key: bytes, image: ImageInput) -> None: ...
+
+
 class ImageCache:
     """An LRU cache of images and videos, with at most `capacity_bytes` of pixels; 0: no cache. Thread-safe.
 
-    Keys include the preprocessing. decoding: at most `decode_memory` bytes for images in preparation.
+    Keys include the preprocessing. decoding: at most `decode_memory` bytes for images in preparation. stored: asked
+    before an image is prepared.
     """
+
+    stored: ImageStore | None = None
 
     def __init__(self, capacity_bytes: int, decode_memory: int = sys.maxsize, decode_slots: int = sys.maxsize) -> None:
         self.decoding = DecodingMemory(decode_memory, decode_slots)
@@ -52,7 +64,7 @@ class ImageCache:
         """Waiting threads get a copy of an InvalidRequestError; after other errors they try themselves. Raises as
         `prepare` does."""
         if self._capacity_bytes == 0:
-            return prepare()
+            return self._prepared(key, prepare)
         while True:
             own: Future[ImageInput] = Future()
             try:
@@ -60,7 +72,7 @@ class ImageCache:
                 if isinstance(found, ImageInput):
                     return found
                 if found is own:
-                    image = prepare()
+                    image = self._prepared(key, prepare)
                     self._keep(key, image)
                     own.set_result(image)
                     return image
@@ -99,6 +111,18 @@ class ImageCache:
             pending = self._in_flight.setdefault(key, own)
             self._misses += pending is own
             return pending
+
+    def _prepared(self, key: bytes, prepare: Callable[[], ImageInput]) -> ImageInput:
+        if self.stored is None:
+            return prepare()
+        if (image := self.stored.read(key)) is None:
+            image = prepare()
+            self.stored.store(key, image)
+        elif self._capacity_bytes:
+            with self._lock:
+                self._misses -= 1
+                self._hits += 1
+        return image
 
     def _keep(self, key: bytes, image: ImageInput) -> None:
         size = image.pixels.nbytes

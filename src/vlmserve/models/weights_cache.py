@@ -30,7 +30,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from vlmserve.folders import cache_folder, expanded
+from vlmserve.folders import cache_folder, code_digest, expanded
 from vlmserve.kernels import extension
 from vlmserve.models.files import weight_files
 from vlmserve.models.identity import computation_parts, package_version
@@ -236,7 +236,7 @@ def source_parts(folder: Path, settings: LoadSettings) -> dict[str, Any]:
         "format": FORMAT,
         "version": package_version("vlmserve"),
         "kernels": [settings.kernels, _extension_digest()],
-        "code": code_digest(PACKAGE),
+        "code": code_digest(PACKING, PACKAGE),
         **computation_parts(settings),
         "files": files,
         "configs": {path.name: blake3(path.read_bytes()).hexdigest() for path in configs},
@@ -248,16 +248,6 @@ def _extension_digest() -> str:
     """Each build may pack weights differently."""
     path = extension.extension().__file__
     return "" if path is None else blake3(Path(path).read_bytes()).hexdigest()
-
-
-@cache
-def code_digest(package: Path = PACKAGE) -> str:
-    digest = blake3()
-    for name in PACKING:
-        for path in [package / name] if name.endswith(".py") else sorted((package / name).rglob("*.py")):
-            contents = path.read_bytes()
-            digest.update(f"{path.relative_to(package)} {len(contents)}\n".encode() + contents)
-    return digest.hexdigest()
 
 
 def _total(files: list[_Found]) -> int:

@@ -135,19 +135,23 @@ def _copy_within(tensor: Tensor, sources: Sequence[int], targets: Sequence[int])
 
 
 def _fill(layers: Sequence[Blocks], blocks: Sequence[int], contents: Sequence[Bytes]) -> None:
+    tensors = [tensor.view(len(tensor), -1).view(torch.uint8) for layer in layers for tensor in layer.tensors]
+    ends = [*itertools.accumulate(tensor.shape[1] for tensor in tensors)]
+    spans = [(flat, slice(end - flat.shape[1], end)) for flat, end in zip(tensors, ends, strict=True)]
+    if tensors[0].device.type == "cpu":
+        arrays = [(flat.numpy(), span) for flat, span in spans]
+        for block, content in zip(blocks, contents, strict=True):
+            for array, span in arrays:
+                array[block] = content[span]
+        return
     order = sorted(range(len(blocks)), key=blocks.__getitem__)
     places = [blocks[number] for number in order]
-    rows, start = torch.from_numpy(np.stack([contents[number] for number in order])), 0
-    for layer in layers:
-        for tensor in layer.tensors:
-            end = start + tensor[:1].nbytes
-            flat = tensor.view(len(tensor), -1).view(torch.uint8)
-            part = rows[:, start:end]
-            with_less_memory(
-                partial(_write, flat, places, part, through_device=True),
-                partial(_write, flat, places, part, through_device=False),
-            )
-            start = end
+    rows = torch.from_numpy(np.stack([contents[number] for number in order]))
+    for flat, span in spans:
+        with_less_memory(
+            partial(_write, flat, places, rows[:, span], through_device=True),
+            partial(_write, flat, places, rows[:, span], through_device=False),
+        )
 
 
 def _write(flat: Tensor, places: Sequence[int], part: Tensor, *, through_device: bool) -> None:

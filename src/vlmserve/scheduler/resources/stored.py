@@ -67,7 +67,7 @@ class Stored(Resource):
             needed = {key for key, end in spans if end > reach}
             for key, size in images:
                 if key in needed or request.cross is not None:
-                    read(key, size)
+                    read([key], size)
 
         return plan
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vlmserve.cache.fetches import Read
@@ -30,25 +30,18 @@ class StoredPrefix(NamedTuple):
         return [self.columns[0].key(key) for key in first]
 
     def read(self, read: Read) -> int:
-        end = self.start
-        while end < len(self.chains[0].keys) and all(read(key, self.block_bytes) for key in self._whole(end)):
-            end += 1
-        for chain in self.chains:
-            for column in self.columns:
+        size, chains, columns = self.block_bytes, self.chains, self.columns
+        whole = [column for column in columns if column.window is None] or columns
+        numbers = range(self.start, len(chains[0].keys))
+        keys = [column.key(chain.keys[number]) for number in numbers for chain in chains for column in whole]
+        end = self.start + read(keys, size) // (len(chains) * len(whole))
+        for chain in chains:
+            for column in columns:
                 needed = range(column.first_needed(end), end) if column.window else ()
-                keys = (column.key(chain.keys[number]) for number in reversed(needed))
-                while (key := next(keys, None)) is not None and read(key, self.block_bytes):
-                    pass
+                read([column.key(chain.keys[number]) for number in reversed(needed)], size)
         for tail in self.tails.get(end, ()):
-            keys = (column.key(key) for key in tail for column in self.columns)
-            while (key := next(keys, None)) is not None and read(key, self.block_bytes):
-                pass
+            read([column.key(key) for key in tail for column in columns], size)
         return end * self.block_size
-
-    def _whole(self, number: int) -> Iterator[bytes]:
-        """Keys in columns without a window, or else in all."""
-        columns = [column for column in self.columns if column.window is None] or self.columns
-        return (column.key(chain.keys[number]) for chain in self.chains for column in columns)
 
 
 def stored_prefix(request: Request, found: Found, columns: Sequence[Column], block_bytes: int) -> StoredPrefix | None:
