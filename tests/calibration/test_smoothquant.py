@@ -110,7 +110,7 @@ def test_inputs_have_8_bits_where_kernels_round_them(folder: Path, smoothed: Pat
         decoder = load_model(
             path, LoadSettings(device=CPU, dtype=torch.float32, kernels="native", **options)
         ).language_model
-        assert decoder.layers[0].mlp.down_proj._product._input_bits == bits
+        assert decoder.layers[0].mlp.down_proj.kept().product.settings["input_bits"] == bits
 
 
 def test_smoothquant_writes_w8a8_checkpoint(smoothed: Path) -> None:

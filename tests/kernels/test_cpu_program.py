@@ -76,8 +76,8 @@ def program_of(decoder: Decoder, caches: list[LayerCache]) -> Program | None:
     x = torch.empty(1, decoder.hidden_size + size, dtype=decoder.dtype)
     states = allocate_states(decoder.state_specs, 2, decoder.dtype, torch.device("cpu"))
     step = StepContext(nothing, tables, nothing, states=states)
-    assert isinstance(decoder._executor, ProgramExecutor)
-    return decoder._executor.program(decoder._through_layers, x, caches, step)
+    assert isinstance(decoder.executor, ProgramExecutor)
+    return decoder.executor.program(decoder.through_layers, x, caches, step)
 
 
 @built

@@ -157,7 +157,7 @@ def test_norms_come_with_sums_or_are_deferred() -> None:
         arrange_layers(module, device)
     assert following is not None
     fused: Any = following.kernel
-    left: Any = reader._stored
+    left: Any = reader.kept().product  # type: ignore[union-attr]
 
     def read(rows: int, by: Linear | None, of_output: Normalization | None = None) -> Any:
         stream = ResidualStream(torch.randn(rows, SIZE, dtype=FLOAT))

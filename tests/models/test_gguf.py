@@ -28,7 +28,7 @@ from vlmserve.gguf_header import FLOAT32, read_header
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.extension import selected_isa
 from vlmserve.kernels.isas import SUPERBLOCK_BYTES
-from vlmserve.layers.linear import Linear
+from vlmserve.layers.linear import Embedding, Linear, TiedEmbedding
 from vlmserve.models import weights
 from vlmserve.models.footprint import footprint
 from vlmserve.models.gguf_blocks import UNPACK
@@ -125,8 +125,14 @@ def native_layers(model: LoadedModel) -> dict[str, Linear]:
     return {
         name: module
         for name, module in model.language_model.named_modules()
-        if isinstance(module, Linear) and isinstance(module._product, PackedLinear)
+        if isinstance(module, Linear) and isinstance(product_of(module), PackedLinear)
     }
+
+
+def product_of(layer: Linear | TiedEmbedding | Embedding) -> Any:
+    """The kernel's weight. None: torch computes it."""
+    kept = layer.kept()
+    return None if kept is None else kept.product
 
 
 def bits(model: LoadedModel) -> dict[str, int]:
@@ -425,7 +431,7 @@ def test_tables_of_embeddings_stay_packed(tmp_path: Path, kind: str, tied: bool)
     path = write_gguf(folder, tmp_path / "model.gguf", types=kind)
     model = load_model(path, LoadSettings(device=CPU, dtype=torch.bfloat16))
     table = model.language_model.embed_tokens
-    assert isinstance(table._table, PackedLinear)
+    assert isinstance(product_of(table), PackedLinear)
     assert "weight" not in dict(table.named_parameters())
     stored = Checkpoint(path, Description.read(path).family.rename).read("language_model.embed_tokens.weight")
     assert own_bytes(table) < 0.6 * 2 * stored.numel()
@@ -468,10 +474,11 @@ def test_inputs_have_the_bits_asked_for(tmp_path: Path, kind: str) -> None:
     found = {}
     for input_bits in (None, 16, 8):
         model = load_model(path, LoadSettings(device=CPU, input_bits=input_bits))
-        kinds = {layer._product._input_bits for name, layer in native_layers(model).items() if name != "lm_head"}
-        assert kinds == {8 if rounds_inputs(kind, input_bits) else 16}
+        kinds = {name: product_of(layer).settings["input_bits"] for name, layer in native_layers(model).items()}
+        head = kinds.pop("lm_head", 16)
+        assert {*kinds.values()} == {8 if rounds_inputs(kind, input_bits) else 16}
         if not kind.startswith("Q4") and not in_superblocks(kind, input_bits):
-            assert native_layers(model)["lm_head"]._product._input_bits == 16
+            assert head == 16
         found[input_bits] = torch.cat(paged_run(model, sequences).finish([9, 9])).float()
         assert relative_error(found[input_bits], expected) < (0.06 if rounds_inputs(kind, input_bits) else 0.03)
     assert torch.equal(found[None], found[8 if rounds_inputs(kind) else 16])

@@ -127,7 +127,6 @@ def emulated(arch: int) -> Iterator[None]:
         # PTX is executed as it is: the assembler's turn is in test_compiled.
         patch.setattr(CUDABackend, "make_cubin", lambda self, source, *_: source.encode())
         patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
         for module in (attention, products, unpacking):
             patch.setattr(module, "has_assembly", lambda device: True)
         patch.setattr(shared_memory, "shared_bytes", lambda device: (SHARED_BYTES[arch] + 1024) // 2 - 2048)

@@ -6,6 +6,7 @@ As a graph, a recording has memory of its own, which others may use in the meant
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -43,12 +44,12 @@ class _Outside:
     """A tensor whose memory is not the recording's, and is not kept by it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._memory = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())
+        self._memory = weakref.ref(tensor.untyped_storage())
         self._layout = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def tensor(self) -> Tensor:
         """The tensor. Raises Stale."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
+        storage = self._memory()
         if storage is None:
             raise Stale(f"a graph reads memory that was freed: a tensor of shape {tuple(self._layout[2])}")
         dtype, offset, shape, strides = self._layout

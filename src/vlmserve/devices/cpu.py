@@ -17,7 +17,7 @@ from vlmserve.errors import ConfigurationError
 from vlmserve.families.spec import ExpertsSpec
 from vlmserve.kernels import cpu_experts, cpu_sampling, cpu_states
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
-from vlmserve.kernels.choice import choose_kernels, multiplies_bfloat16
+from vlmserve.kernels.choice import choose_kernels, has_onednn, multiplies_bfloat16
 from vlmserve.kernels.cpu_attention import CpuAttention, gate_output, unsupported_reason
 from vlmserve.kernels.cpu_native import (
     ACTIVATIONS,
@@ -117,7 +117,7 @@ class CpuDevice(Device):
 
 def can_reorder(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether oneDNN packs weights of this type."""
-    if device.type != "cpu" or not torch._C._has_mkldnn:
+    if device.type != "cpu" or not has_onednn():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16())
 

@@ -57,12 +57,21 @@ def choose_kernels(choice: str, dtype: torch.dtype) -> str | None:
     return None
 
 
+def has_onednn() -> bool:
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def onednn_allows_bfloat16() -> bool:
+    """``ONEDNN_MAX_CPU_ISA`` can restrict oneDNN. True without oneDNN."""
+    return not has_onednn() or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 @cache
 def multiplies_bfloat16() -> bool:
-    """AVX512-BF16 or AMX on x86, BF16 on Arm. ``ONEDNN_MAX_CPU_ISA`` can restrict oneDNN."""
+    """AVX512-BF16 or AMX on x86, BF16 on Arm."""
     if not hasattr(torch.cpu, "get_capabilities"):  # older releases
         return False
-    if torch._C._has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not onednn_allows_bfloat16():
         return False
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))

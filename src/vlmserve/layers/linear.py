@@ -91,8 +91,9 @@ class Weight(Layer):
         self.bits: int | None = None
         self.adapters: LinearAdapters | None = None
         self.device = factory["device"]
+        self.input_order: Tensor | None = None
+        """int64, the input that each column of the weight multiplies. None: in order."""
         self._quantized: QuantizedWeight | GGUFWeight | None = None
-        self._input_order: Tensor | None = None
 
     def settle(self) -> None:
         """Reorder outputs, after loading and before quantization."""
@@ -116,7 +117,7 @@ class Weight(Layer):
         if self.makes_logits and weight.bits == 8:
             weight = dataclasses.replace(weight, input_bits=16)
         if isinstance(weight, QuantizedWeight):
-            self._input_order = weight.order
+            self.input_order = weight.order
             weight = dataclasses.replace(weight, order=None)
         self._quantized = weight
         self.bits = weight.bits
@@ -131,10 +132,10 @@ class Weight(Layer):
         return self._stored is not None
 
     def kept(self) -> KeptWeight | None:
-        return None if self._stored is None else KeptWeight(self._stored, self.bits, self._input_order)
+        return None if self._stored is None else KeptWeight(self._stored, self.bits, self.input_order)
 
     def restore(self, kept: KeptWeight) -> None:
-        self.bits, self._input_order = kept.bits, kept.input_order
+        self.bits, self.input_order = kept.bits, kept.input_order
         del self.weight
 
     def adapt(self, rows: AdapterRows, parts: int = 1, max_rank: int = 0) -> None:
@@ -149,8 +150,8 @@ class Weight(Layer):
 
     def prepare(self, change: Change) -> PreparedChange:
         change = change.to(self.dtype, self.device)
-        if self._input_order is not None:
-            change = change.with_inputs(self._input_order)
+        if self.input_order is not None:
+            change = change.with_inputs(self.input_order)
         stored: object = self._stored
         if not isinstance(stored, PacksChanges) or not change.adds:
             return PreparedChange(change, None)
@@ -228,14 +229,14 @@ class Linear(Weight):
     @property
     def _is_plain(self) -> bool:
         """True if nothing changes the kernel's inputs or result."""
-        changes = self._padding is not None or self._input_order is not None
+        changes = self._padding is not None or self.input_order is not None
         return not changes and (self.adapters is None or not self.adapters.active)
 
     def _multiply(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         product = self._product or self._by_torch()
         if self._padding is not None:
             x = self._padding.fit(x)
-        inputs = x if self._input_order is None else x.index_select(-1, self._input_order)
+        inputs = x if self.input_order is None else x.index_select(-1, self.input_order)
         if self.adapters is None:
             return product(inputs, residual, out)
         output = product(inputs, residual, out, self.adapters)

@@ -62,7 +62,7 @@ class Decoder(nn.Module):
         self.hidden_size, self.vocab_size = spec.hidden_size, spec.vocab_size
         self.grid_positions = any(rope is not None and "mrope_section" in rope.parameters for rope in spec.ropes)
         self.backend = backend
-        self._executor = executor or EagerExecutor()
+        self.executor = executor or EagerExecutor()
         self._parts: dict[tuple[int, int], LayerExecutor] = {}
         self.adapter_rows: AdapterRows | None = None
         self.state_specs: Sequence[StateSpec] = spec.states
@@ -170,7 +170,7 @@ class Decoder(nn.Module):
             inputs, of_tokens = _divided(embeddings, self.hidden_size)
             embeddings = torch.cat((inputs, self.per_layer(inputs, of_tokens)), 1)
         if not features and wanted is None:
-            return self._executor.run(self._through_layers, embeddings, caches, step)
+            return self.executor.run(self.through_layers, embeddings, caches, step)
         if self.spec.first_sharing is not None and wanted is not None and metadata.wanted is not None:
             return self._narrowed(embeddings, positions, caches, step, self.spec.first_sharing, wanted)
         x, first, count = embeddings, 0, len(self.layers)
@@ -182,7 +182,7 @@ class Decoder(nn.Module):
             hidden = self._part(x, caches, step, first, count)
             return hidden if wanted is None else hidden[wanted]
         x = self._part(x, caches, step, first, count - 1)
-        return self._through_layers(x, caches, step, count - 1, count, wanted)
+        return self.through_layers(x, caches, step, count - 1, count, wanted)
 
     def _step(
         self, positions: Tensor, metadata: BatchMetadata, caches: Sequence[LayerCache], states: Sequence[StateCache]
@@ -219,16 +219,16 @@ class Decoder(nn.Module):
         """Run layers ``first <= i < last`` with their own executor."""
         count = len(self.layers)
         if (first, last) == (0, count):
-            return self._executor.run(self._through_layers, x, caches, step)
+            return self.executor.run(self.through_layers, x, caches, step)
         if first == last < count:
             return x
-        executor = self._parts.get((first, last)) or self._parts.setdefault((first, last), self._executor.for_part())
-        rows = executor.run(partial(self._through_layers, first=first, last=last), x, caches, step)
+        executor = self._parts.get((first, last)) or self._parts.setdefault((first, last), self.executor.for_part())
+        rows = executor.run(partial(self.through_layers, first=first, last=last), x, caches, step)
         if last == count or self.per_layer is None:
             return rows
         return torch.cat((rows, x[:, self.hidden_size :]), 1)
 
-    def _through_layers(
+    def through_layers(
         self,
         x: Tensor,
         caches: Sequence[LayerCache],

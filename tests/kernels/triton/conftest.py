@@ -53,20 +53,19 @@ def quick_interpreter() -> Iterator[None]:
     from triton import language
     from triton.runtime import interpreter
 
-    replace, numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
-    known: dict[str, Any] = {}
+    call = interpreter.InterpretedFunction.__call__
 
     @functools.cache
     def languages(function: FunctionType) -> list[ModuleType]:
         seen = [one for one in function.__globals__.values() if inspect.ismodule(one)]
         return [one for one in seen if one in (language, language.core)]
 
-    def replace_once(function: FunctionType) -> Any:
+    def call_replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
         # It replaces the functions of Triton's language wherever one function calls another.
-        ours = languages(function)
+        ours = languages(self.fn)
         if ours and not any(language.core.is_builtin(one.load) for one in ours):
-            return interpreter._LangPatchScope()
-        return replace(function)
+            return self.rewrite()(*args, **kwargs)
+        return call(self, *args, **kwargs)
 
     core = language.core
     make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
@@ -86,15 +85,8 @@ def quick_interpreter() -> Iterator[None]:
             tensors[type.name] = {**self.__dict__, "handle": None}
         self.__dict__.update(tensors[type.name], handle=handle, type=type)
 
-    def numpy_type_once(kind: Any) -> Any:
-        name = kind.scalar.name
-        if name not in known:
-            known[name] = numpy_type(kind)
-        return known[name]
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", replace_once)
-        patch.setattr(interpreter, "_get_np_dtype", numpy_type_once)
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call_replaced)
         # Types and shapes of blocks are made for each operation.
         patch.setattr(core.block_type, "__init__", block_once)
         patch.setattr(core.tensor, "__init__", tensor_once)

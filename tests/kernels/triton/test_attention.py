@@ -379,9 +379,12 @@ def test_fused_writes_equal_separate_writes(
             tensor.copy_(values)
         if cache.scales is not None:
             cache.scales.fill_(0.01)
-        results.append(
-            [backend._attend(qkv, rope, AttentionContext(cache, spec, metadata, plan), norms), *cache.tensors]
-        )
+        context = AttentionContext(cache, spec, metadata, plan)
+        if norms is None:
+            output = backend.attend_rotated(qkv, rope, context)
+        else:
+            output = backend.attend_normed(qkv, norms, rope, context)
+        results.append([output, *cache.tensors])
     # Each kernel adds squares in an order of its own.
     bound = 0.0 if norms is None else 1e-5
     for ours, theirs in zip(*results, strict=True):

@@ -14,7 +14,7 @@ from tests.attending import attend
 from tests.kernels.triton.test_products import BITS, made_for_bfloat16
 from vlmserve.kernels.activation import activation
 from vlmserve.kernels.ranges import Ranges
-from vlmserve.kernels.triton import shared_memory
+from vlmserve.kernels.triton import products, shared_memory
 from vlmserve.kernels.triton.attention import TritonAttention
 from vlmserve.kernels.triton.encoder import TritonRanges
 from vlmserve.kernels.triton.norm import TritonNorm
@@ -62,22 +62,27 @@ def test_tiles_of_a_7b_model(device: torch.device, rows: int, gated: bool, kind:
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("8 bits", 1), ("4 bits", 64)])
-def test_norms_between_products_of_a_7b_model(device: torch.device, kind: str, rows: int) -> None:
+def test_norms_between_products_of_a_7b_model(
+    device: torch.device, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(rows)
     first, first_numbers = made_for_bfloat16(kind, 384, 1152, device)
     second, second_numbers = made_for_bfloat16(kind, 300, 384, device)
     x, residual, weight = (torch.randn(*shape).bfloat16() for shape in ((rows, 1152), (rows, 384), (384,)))
-    products = [TritonProduct(matrix, dtype=torch.bfloat16) for matrix in (first, second)]
-    for product, outputs in zip(products, (4096, 28672), strict=True):
-        tiles = tiling(BITS[kind], 128, outputs, 4096, rows, shared=shared_memory.shared_bytes(device))
-        product._tilings[rows, device] = tiles
+    pair = [TritonProduct(matrix, dtype=torch.bfloat16) for matrix in (first, second)]
+    shared = shared_memory.shared_bytes(device)
+    measured = {
+        product.shape(rows): tiling(BITS[kind], 128, outputs, 4096, rows, shared=shared)
+        for product, outputs in zip(pair, (4096, 28672), strict=True)
+    }
+    monkeypatch.setattr(products, "tuned_tilings", lambda on: measured)
     norm = TritonNorm(weight.to(device), None, 1e-5)
-    deferred = products[0].deferring(x.to(device), 30 * residual.to(device), norm)
+    deferred = pair[0].deferring(x.to(device), 30 * residual.to(device), norm)
     assert deferred is not None
     expected = x.double() @ first_numbers.T + 30 * residual.double()
     torch.testing.assert_close(deferred.rows.cpu().double(), expected, atol=1e-2, rtol=1e-2)
     normed = expected * torch.rsqrt(expected.square().mean(1, keepdim=True) + 1e-5) * weight.double()
-    assert_near(products[1].complete(deferred), normed @ second_numbers.T)
+    assert_near(pair[1].complete(deferred), normed @ second_numbers.T)
 
 
 def test_many_rows(device: torch.device) -> None:

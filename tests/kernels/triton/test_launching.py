@@ -45,7 +45,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(launching, "JITFunction", Jit)
     monkeypatch.setattr(Kernel, "overlaps", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    active = SimpleNamespace(get_current_stream=lambda device: 0)
+    monkeypatch.setattr(launching, "driver", SimpleNamespace(active=active))
     return Kernel(Jit())
 
 

@@ -75,20 +75,23 @@ class Launches(TorchDispatchMode):
     """Counts the operations that a GPU would launch a kernel for, those of torch and those in Triton.
 
     computes: whether kernels in Triton are interpreted, which takes most of a test's time, or only counted.
+    interprets: whether one is at work. torch's operations in it are not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
-        self.computes = False
+        self.computes = self.interprets = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
+        if self.interprets:
+            return result
         inputs = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
         views = isinstance(result, Tensor) and result.untyped_storage().data_ptr() in inputs
-        in_place = function._schema.name.endswith("_")
-        if in_place or not (views or "empty" in function._schema.name):
-            self.names.append(function._schema.name)
+        name = f"{function.namespace}::{function.overloadpacket.__name__}"
+        if name.endswith("_") or not (views or "empty" in name):
+            self.names.append(name)
         return result
 
 
@@ -103,8 +106,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         counted.names.append(self.fn.__name__)
         if not counted.computes:
             return None
-        with torch.utils._python_dispatch._disable_current_modes():
+        counted.interprets = True
+        try:
             return call(self, *args, **kwargs)
+        finally:
+            counted.interprets = False
 
     monkeypatch.setattr(GridExecutor, "__call__", counting)
     return counted
@@ -191,7 +197,7 @@ def layer_launches(model: Any, launches: Launches, context: int) -> list[str]:
         run.step([context - 1, 1])
         if model.adapter_rows is not None:
             model.adapter_rows.set([0, -1], [1, 1])
-        through_layers, taken = model._executor.run, list[str]()
+        through_layers, taken = model.executor.run, list[str]()
 
         def counted(*args: Any) -> Any:
             before = len(launches.names)
@@ -201,7 +207,7 @@ def layer_launches(model: Any, launches: Launches, context: int) -> list[str]:
             return result
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model._executor, "run", counted)
+            patch.setattr(model.executor, "run", counted)
             run.step([1, 1])
     return [name for name in taken if name != "add_parts"]
 
@@ -239,20 +245,21 @@ def test_a_step_of_decodes_divides_its_work_once(folder: Path, launches: Launche
     assert "rotate_and_write" not in launches.names
 
 
-def test_the_longest_step_allocates_all_that_lengths_need(folder: Path) -> None:
+def test_the_longest_step_allocates_all_that_lengths_need(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for splits and rotary tables is part of the memory profile, and captured steps keep reading both."""
     model = loaded_model(folder, InterpretedDevice)
     decoder: Any = model.language_model
+    backend, plans = decoder.backend, []
+    prepare = backend.prepare
+    monkeypatch.setattr(backend, "prepare", lambda *args: plans.append(prepare(*args)) or plans[-1])
     run_longest_step(model, num_tokens=64, num_seqs=3, max_model_len=700, block_size=16)
-    backend, table = decoder.backend, decoder.ropes[0].upto(700)[0]
-    splits = backend._sums
+    splits, table = plans[-1].sums, decoder.ropes[0].upto(700)[0]
     blocks = BlockTables([700] * 4, 16)
     for chunks in ([(0, 698, 1), (1, 698, 1), (2, 690, 9)], [(0, 698, 1)], [(3, 600, 64)]):
         metadata = blocks.metadata(chunks)
         if len(chunks) > 1:
             metadata = replace(metadata, decodes=torch.tensor([metadata.num_decodes], dtype=torch.int32))
-        backend.prepare(metadata, 16, decoder.spec.attention, torch.float32)
-        assert backend._sums is splits
+        assert backend.prepare(metadata, 16, decoder.spec.attention, torch.float32).sums is splits
     assert decoder.ropes[0].upto(700)[0] is table
 
 
@@ -261,7 +268,7 @@ def test_products_that_reorder_their_inputs_get_normed_ones(folder: Path, launch
     for model in models:
         for layer in model.layers:
             for linear in (layer.self_attn.qkv_proj, layer.mlp.gate_up_proj):
-                linear._input_order = torch.randperm(linear.in_features, generator=torch.Generator().manual_seed(0))
+                linear.input_order = torch.randperm(linear.in_features, generator=torch.Generator().manual_seed(0))
     launches.computes = True
     ours, theirs = (logits(model, [[5, 9, 11]], [[2], [1]])[0] for model in models)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
@@ -379,7 +386,7 @@ def test_sums_of_many_rows_are_normed_once(folder: Path, launches: Launches, mon
 def test_norms_are_not_left_to_the_library(folder: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only some products multiply so many rows themselves."""
     model = loaded(folder, InterpretedDevice)
-    gates = [layer.mlp.gate_up_proj._stored for layer in model.layers]
+    gates = [layer.mlp.gate_up_proj.kept().product for layer in model.layers]
     completes = TritonProduct.are_few
     monkeypatch.setattr(TritonProduct, "are_few", lambda self, rows: self not in gates and completes(self, rows))
     layer = [*ATTENTION, "multiply", "norm_rows", "library", "activate_rows", "multiply"]
