@@ -1,5 +1,6 @@
 """Settings for all tests."""
 
+import copy
 import functools
 import gc
 import inspect
@@ -21,7 +22,7 @@ import certifi
 import httpx
 import pytest
 import torch
-import typer.testing
+import typer
 from hypothesis import settings
 
 from tests.forked_workers import can_fork_workers, fork_workers
@@ -132,10 +133,16 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def command_line_made_once() -> Iterator[None]:
     """typer makes an app's commands from their functions at each call, which takes longer than most calls."""
+    make = functools.cache(typer.main.get_group)
+
+    def copied(app: typer.Typer) -> Any:
+        # typer adds parameters to it.
+        made = copy.copy(make(app))
+        made.params = [*made.params]
+        return made
+
     with pytest.MonkeyPatch.context() as patch:
-        made_once = functools.cache(typer.main.get_command)
-        patch.setattr(typer.main, "get_command", made_once)
-        patch.setattr(typer.testing, "_get_command", made_once)
+        patch.setattr(typer.main, "get_group", copied)
         yield
 
 

@@ -107,14 +107,15 @@ class Oracle:
     def text_of_videos(self, text: str, videos: Sequence[Sequence[Image.Image]], fps: float) -> str:
         """A prompt in which videos are written as transformers' processor of Qwen3-VL writes them, in place of the
         placeholder and the tokens around it."""
-        around = {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
-        sizes = SimpleNamespace(merge_size=2, temporal_patch_size=2)
-        own: Any = SimpleNamespace(**around, video_token="<|video_pad|>", video_processor=sizes)
-        own._calculate_timestamps = lambda *given: Qwen3VLProcessor._calculate_timestamps(own, *given)
+        own: Any = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
+        own.vision_start_token, own.video_token, own.vision_end_token = (
+            f"<|{name}|>" for name in ("vision_start", "video_pad", "vision_end")
+        )
+        own.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
         for frames in videos:
             metadata = SimpleNamespace(fps=fps, frames_indices=list(range(len(frames))))
             inputs = {"video_grid_thw": self.video(frames)[1], "video_metadata": [metadata]}
-            written = Qwen3VLProcessor.replace_video_token(own, inputs, 0).replace("<|video_pad|>", "<|of_video|>")
+            written = own.replace_video_token(inputs, 0).replace("<|video_pad|>", "<|of_video|>")
             text = text.replace("<|vision_start|><|video_pad|><|vision_end|>", written, 1)
         return text.replace("<|of_video|>", "<|video_pad|>")
 

@@ -310,8 +310,8 @@ def greedy_of_low_detail(oracle: Oracle, message: dict[str, Any], monkeypatch: p
     with monkeypatch.context() as patch:
         if isinstance(oracle.processor, LlavaNextProcessor):
             patch.setattr(oracle.model.model.config, "image_grid_pinpoints", [[0, 0]])
-            # Of the tile, the class token that is taken off again, and the newline.
-            patch.setattr(LlavaNextProcessor, "_get_number_of_features", lambda *_: 4 * 4 + 1 + 1)
+            # Of the tile, and the newline.
+            patch.setattr(LlavaNextProcessor, "replace_image_token", lambda self, *_: self.image_token * (4 * 4 + 1))
             inputs = oracle.inputs(message)
             inputs["pixel_values"] = inputs["pixel_values"][:, :1]
         else:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 import zmq
+import zmq.asyncio
 
 from tests import engine_thread
 from tests.engine_thread import EngineThread
@@ -321,24 +322,24 @@ async def test_slow_load_is_given_up(folder):
 async def test_many_engine_messages_block_no_other_task(start, monkeypatch):
     client = await start()
     received, turns, over = 0, 0, asyncio.Event()
-    message = encode(Accepted([]))
+    message, receive = encode(Accepted([])), zmq.asyncio.Socket.recv_multipart
 
-    def receive() -> asyncio.Future:
+    def receive_many(self: zmq.asyncio.Socket) -> asyncio.Future:
         nonlocal received
         received += 1
-        future = asyncio.get_running_loop().create_future()
-        if received <= 1000:
-            future.set_result(message)
-        else:
+        if received > 1000:
             over.set()
+            return receive(self)
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(message)
         return future
 
-    monkeypatch.setattr(client._socket, "recv_multipart", receive)
+    monkeypatch.setattr(zmq.asyncio.Socket, "recv_multipart", receive_many)
     monkeypatch.setattr("vlmserve.frontend.client.LONGEST_TURN", 0.0)
-    receiving = asyncio.create_task(client._receive())
+    asked = asyncio.create_task(client.calls.inspect())
     while not over.is_set():
-        turns += 1
+        turns += received > 0
         await asyncio.sleep(0)
-    receiving.cancel()
+    await asked
     await client.close()
     assert turns > 900

@@ -76,7 +76,7 @@ def test_smolvlm_prompt_and_pixels_equal_transformers(
     preparer = RequestPreparer(smolvlm, MediaConfig())
     prompt = preparer.chat([user(video_url(film), "What moves?")])
     monkeypatch.setattr(processing_smolvlm, "num2words", number)
-    frame = processing_smolvlm._prompt_single_image(4, "<fake_token_around_image>", "<image>", "<global-img>")
+    frame = processing_smolvlm.get_image_prompt_string(0, 0, 4, "<fake_token_around_image>", "<image>", "<global-img>")
     video = "You are provided the following series of six frames from a 0:00:06 [H:MM:SS] video.\n"
     # Of 24 frames, 6 from the first to the last.
     video += "".join(f"\nFrame from 00:0{index // 4}:{frame}" for index in (0, 4, 9, 13, 18, 23)) + "\n\n"

@@ -147,12 +147,12 @@ def test_name_is_resolved_once_and_connected_as_checked(site: Site, monkeypatch:
     answers = [["93.184.215.14"], ["127.0.0.1"]]
     connected = []
 
-    def connect(self: object, address: str, *_: object) -> None:
-        connected.append(address)
+    def connect(self: object, host: str, *_: object) -> None:
+        connected.append(host)
         raise fetch.httpcore.ConnectError("nobody there")
 
     monkeypatch.setattr(fetch, "resolve_host", lambda host, port, timeout: answers.pop(0))
-    monkeypatch.setattr(fetch.GuardedBackend, "_connect", connect)
+    monkeypatch.setattr(fetch.httpcore.SyncBackend, "connect_tcp", connect)
     with pytest.raises(ImageFetchError, match="nobody there"):
         fetch_file(site.url("/twice", send(), "rebinding.example"), MediaConfig())
     assert connected == ["93.184.215.14"]

@@ -89,8 +89,11 @@ def test_any_resolution_defaults_equal_transformers() -> None:
     np.testing.assert_allclose(processed(ours, DecodedImage.whole(noise(90, 60))), theirs[0], rtol=0, atol=1e-6)
     ours = AnyResolutionProcessor({"model_type": "llava_next"}, {"size": 336, "crop_size": 336})
     for width, height in ((1000, 600), (600, 1000), (700, 690), (3000, 400), (300, 2000)):
-        columns, rows = (edge // 336 for edge in ours._resolution((width, height)))
-        assert [336 * rows, 336 * columns] in LlavaNextImageProcessorPil().image_grid_pinpoints
+        pixels, placeholders = ours.prepare(DecodedImage.whole(noise(width, height)))
+        tiling = placeholders.tiling
+        assert tiling is not None
+        assert [336 * tiling.rows, 336 * tiling.columns] in LlavaNextImageProcessorPil().image_grid_pinpoints
+        assert len(pixels) == 1 + tiling.rows * tiling.columns
 
 
 def test_an_image_covers_the_middle_of_its_tiles() -> None:
@@ -142,12 +145,17 @@ def split_processor(settings: dict[str, Any], words: SplitWords = WORDS, **optio
     return SplitProcessor({"vision_config": {"patch_size": 4}, "scale_factor": 2}, settings, words, **options)
 
 
-def written(processor: SplitProcessor, num_tokens: int, text: tuple[tuple[int, int], ...]) -> str:
+def text_of(image: Placeholders) -> str:
     """The text that an image becomes, whose tokens are characters here."""
-    letters = ["#"] * num_tokens
-    for place, letter in text:
+    letters = ["#"] * image.num_tokens
+    for place, letter in image.text:
         letters[place] = chr(letter)
     return "".join(letters)
+
+
+def text_by_transformers(processed: Any, tile_tokens: int) -> str:
+    rows, columns = processed["rows"][0][0], processed["cols"][0][0]
+    return str(get_image_prompt_string(rows, columns, tile_tokens, WORDS.around, WORDS.image_token, WORDS.whole))
 
 
 @pytest.mark.parametrize("oracle", [Idefics3ImageProcessorPil, SmolVLMImageProcessorPil])
@@ -161,11 +169,7 @@ def test_split_image_pixels_and_words_equal_transformers(settings: dict[str, Any
         pixels = processed(ours, DecodedImage.whole(image))
         np.testing.assert_allclose(pixels, expected["pixel_values"][0], rtol=0, atol=1e-6)
         assert expected["pixel_attention_mask"].all(), "no tile has padding, so the tower need not know of any"
-        placeholders = ours.placeholders(pixels, size)
-        rows, columns = expected["rows"][0][0], expected["cols"][0][0]
-        assert written(ours, placeholders.num_tokens, placeholders.text) == get_image_prompt_string(
-            rows, columns, tile_tokens, WORDS.around, WORDS.image_token, WORDS.whole
-        )
+        assert text_of(ours.placeholders(pixels, size)) == text_by_transformers(expected, tile_tokens)
 
 
 def test_an_image_of_low_detail_is_not_cut() -> None:
@@ -185,9 +189,10 @@ def test_an_image_of_low_detail_is_not_cut() -> None:
 
 def test_split_image_defaults_equal_transformers() -> None:
     ours = SplitProcessor({"vision_config": {"patch_size": 14}, "scale_factor": 2}, {}, WORDS)
-    theirs = Idefics3ImageProcessorPil()(images=noise(90, 20), return_tensors="np")["pixel_values"]
-    np.testing.assert_allclose(processed(ours, DecodedImage.whole(noise(90, 20))), theirs[0], rtol=0, atol=1e-6)
-    assert ours._tile_tokens == 169
+    theirs = Idefics3ImageProcessorPil()(images=noise(90, 20), return_tensors="np", return_row_col_info=True)
+    pixels = processed(ours, DecodedImage.whole(noise(90, 20)))
+    np.testing.assert_allclose(pixels, theirs["pixel_values"][0], rtol=0, atol=1e-6)
+    assert text_of(ours.placeholders(pixels, (90, 20))) == text_by_transformers(theirs, 169)
 
 
 def test_no_image_is_larger_than_the_largest_edge() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
@@ -137,13 +138,15 @@ def test_frames_of_glm_have_the_sizes_of_transformers(num_frames: int) -> None:
 
 
 def test_times_are_those_that_transformers_writes() -> None:
-    own: Any = SimpleNamespace()
+    theirs: Any = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
+    theirs.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    theirs.vision_start_token, theirs.video_token, theirs.vision_end_token = "(*)"
     for num_frames, rate in ((1, 2.0), (2, 2.0), (5, 0.7), (6, 23.976)):
         seconds = [index / rate for index in range(num_frames)]
         text = dict(TIMES.text(seconds, 2, 3))
-        expected = ""
-        for time in Qwen3VLProcessor._calculate_timestamps(own, list(range(num_frames)), rate, 2):
-            expected += f"<{time:.1f} seconds>(***)"
+        metadata = SimpleNamespace(fps=rate, frames_indices=list(range(num_frames)))
+        grid = torch.tensor([[-(-num_frames // 2), 2, 6]])
+        expected = theirs.replace_video_token({"video_grid_thw": grid, "video_metadata": [metadata]}, 0)
         assert "".join(chr(text.get(place, ord("*"))) for place in range(len(expected))) == expected
         assert max(text) == len(expected) - 1
 

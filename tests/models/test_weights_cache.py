@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -218,11 +217,17 @@ def test_writing_follows_no_links(tmp_path: Path, cache: WeightsCache, monkeypat
     victim = tmp_path / "victim"
     victim.write_text("precious")
     path = cache.path({})
-    names = iter(["taken", "free"])
-    monkeypatch.setattr(tempfile, "_get_candidate_names", lambda: names)
-    for name in (os.getpid(), "taken"):
-        path.with_suffix(f".{name}.writing").symlink_to(victim)
-    written = []
+    path.with_suffix(f".{os.getpid()}.writing").symlink_to(victim)
+    written, planted, open_file = [], list[str](), os.open
+
+    def plant_and_open(name: Any, flags: int, *mode: int, **options: Any) -> int:
+        """As if another process had guessed the name of the first new file."""
+        if flags & os.O_CREAT and str(name).endswith(".writing") and not planted:
+            os.symlink(victim, name)
+            planted.append(name)
+        return open_file(name, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", plant_and_open)
 
     def seen(descriptor: int) -> None:
         (file,) = (file for file in cache.folder.glob("*.writing") if not file.is_symlink())
@@ -231,6 +236,7 @@ def test_writing_follows_no_links(tmp_path: Path, cache: WeightsCache, monkeypat
     monkeypatch.setattr(os, "fsync", seen)
     cache.write_later(path, PackedModel({"a": torch.zeros(4)}, {}), b"identity", "model")
     assert written == [0o600]
+    assert planted
     assert path.exists()
     assert victim.read_text() == "precious"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pydantic
 import pytest
@@ -25,6 +25,7 @@ from vlmserve.errors import (
     UnavailableError,
     UnknownModelError,
 )
+from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.deciding import Question
 from vlmserve.frontend.scoring import Result, VectorScorer
 
@@ -37,6 +38,20 @@ SHAPES = Path(__file__).parents[2] / "examples" / "shapes.png"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return make_mock_checkpoint(tmp_path_factory.mktemp("mock"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def clients() -> Iterator[list[EngineClient]]:
+    """Of all engines that were started, the last one last."""
+    started, start = [], EngineClient.start
+
+    async def start_and_note(*args: Any, **options: Any) -> EngineClient:
+        started.append(await start(*args, **options))
+        return started[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineClient, "start", start_and_note)
+        yield started
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -168,35 +183,30 @@ async def test_errors_are_raised_or_returned(llm, tmp_path):
         AsyncLLM("pixie", colour="red")
 
 
-async def unfinished(llm: AsyncLLM) -> int:
-    return (await llm._client()).num_unfinished
-
-
-async def test_a_task_that_is_cancelled_ends_its_requests(llm):
+async def test_a_task_that_is_cancelled_ends_its_requests(llm, clients):
     long = SamplingParams(temperature=0, max_tokens=450, ignore_eos=True)
     task = asyncio.ensure_future(llm.chat([ask(f"{number}") for number in range(10)], long))
-    client = await llm._client()
+    client = clients[0]
     await until(lambda: client.num_unfinished >= 4)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await unfinished(llm) == 0
-    client = await llm._client()
+    assert client.num_unfinished == 0
     await until(lambda: not client.stats.num_running)
     for results in (llm.stream(ask("long"), long), llm.chat([ask("a"), ask("b", "a.png")], long, stream=True)):
         with contextlib.suppress(InvalidRequestError):
             async with contextlib.aclosing(results), asyncio.timeout(0.2):
                 await anext(results)
-        assert await unfinished(llm) == 0
+        assert client.num_unfinished == 0
     [result] = await llm.chat(ask("after all"), GREEDY)
     assert result.text
 
 
-async def test_a_closed_one_raises(folder):
+async def test_a_closed_one_raises(folder, clients):
+    known = len(clients)
     llm = AsyncLLM(str(folder), engine="mock", mock_tpot=0.01)
     long = asyncio.ensure_future(llm.chat(ask("long"), SamplingParams(max_tokens=450, ignore_eos=True)))
-    await until(lambda: llm._starting is not None and llm._starting.done())
-    await until(lambda: unfinished(llm))
+    await until(lambda: len(clients) > known and clients[-1].num_unfinished > 0)
     await llm.close()
     with pytest.raises(UnavailableError, match="closed"):
         await long

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch
 from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve import LLM, AsyncLLM, SamplingParams
 from vlmserve.errors import ConfigurationError, InvalidRequestError
-from vlmserve.offline.options import KINDS, LLMOptions, VLLMOptions
+from vlmserve.offline.options import KINDS, LLMOptions, VLLMOptions, set_up
 from vlmserve.settings.base import annotation_parts
 from vlmserve.settings.vllm_flags import VALUES, entry_called
 
@@ -45,8 +45,7 @@ def test_options_are_checked_before_anything_is_loaded(options, message):
 
 
 def test_vllms_options_set_ours(mock_folder):
-    theirs = LLM(
-        model=mock_folder,
+    theirs: dict[str, Any] = dict(
         tokenizer=mock_folder,
         engine="mock",
         gpu_memory_utilization=0.5,
@@ -68,8 +67,7 @@ def test_vllms_options_set_ours(mock_folder):
         hf_overrides={},
         load="lazy",
     )
-    ours = LLM(
-        mock_folder,
+    ours: dict[str, Any] = dict(
         engine="mock",
         memory_fraction=0.5,
         max_images=3,
@@ -82,7 +80,7 @@ def test_vllms_options_set_ours(mock_folder):
         enforce_eager=True,
         load="lazy",
     )
-    assert theirs._setup[:3] == ours._setup[:3]
+    assert set_up(mock_folder, theirs)[:3] == set_up(mock_folder, ours)[:3]
 
 
 def test_dtypes_of_torch_are_options(mock_folder):
