@@ -50,8 +50,10 @@ def test_preempted_requests_give_the_same(oracle: BlipOracle, prompts: list[Prom
 
 def test_cross_states_may_come_and_go(oracle: BlipOracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
     probe = engine_for(oracle)
+    cross = probe.runner.model.cross
+    assert cross is not None
     largest = max(
-        prompt.cross.num_states * probe._intake.state_bytes
+        prompt.cross.num_states * cross.state_size * probe.runner.model.dtype.itemsize
         + prompt.cross.image.num_tokens * probe.info.image_token_bytes
         for prompt in prompts
         if prompt.cross is not None

@@ -17,6 +17,7 @@ from tests.scheduler.made_up import FixedLimits
 from vlmserve.devices.cpu import CpuDevice
 from vlmserve.engine.engine import Engine
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.scheduler.step_limits import MeasuredLimits
 from vlmserve.settings.config import MediaConfig
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
@@ -84,10 +85,9 @@ def assert_nothing_is_left(engine: Engine, prompt: Prompt | None = None) -> None
     generate(engine, [prompt or Prompt([5, 6])])
     images = engine.runner.images
     assert images.unfinished == {}
-    cache = engine._images.cache
-    assert len(images.embeddings) == len(cache)
-    assert all(key in cache for key in images.embeddings)
-    assert engine.stats().encoder_cache_pinned == 0
+    stats = engine.stats()
+    assert sum(one.nbytes for one in images.embeddings.values()) == stats.encoder_cache_used_bytes
+    assert stats.encoder_cache_pinned == 0
 
 
 @pytest.mark.parametrize("budget", [20_000, 90_000, 1_000_000])
@@ -135,8 +135,10 @@ def test_images_of_requests_that_leave_are_given_up(llava, prompts, expected):
 
 
 def test_stats_tell_how_long_images_still_take(llava, prompts):
-    engine = bounded(engine_for(llava, enable_prefix_caching=False), 50_000)
-    engine._limits.seconds_per_mac = 1e-4
+    engine = engine_for(llava, enable_prefix_caching=False)
+    assert isinstance(engine.scheduler.limits, MeasuredLimits)
+    engine.scheduler.limits.seconds_per_mac = 1e-4
+    bounded(engine, 50_000)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     engine.add(EngineRequest("text", Prompt([5, 6, 7]), params))
     engine.step()

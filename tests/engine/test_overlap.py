@@ -44,7 +44,7 @@ SPECIAL: dict[str, list[EngineRequest]] = {
 
 def waiting(engine: Engine) -> Engine:
     """The same, each of its steps after the one before."""
-    engine._overlaps = False
+    engine.overlaps = False
     return engine
 
 
@@ -98,7 +98,7 @@ def test_a_cache_that_is_too_small_preempts(folder: Path) -> None:
     assert engine.stats().preemptions > 0
 
 
-def test_a_reused_id_gets_no_old_token(folder: Path) -> None:
+def test_a_reused_id_gets_no_old_token(folder: Path, static_devices: list[StaticDevice]) -> None:  # noqa: F811
     second = request("a", 9, seed=77, temperature=1.0)
     expected = answers(run(waiting(engine_of(folder)), [second]))
     engine = engine_of(folder)
@@ -106,7 +106,7 @@ def test_a_reused_id_gets_no_old_token(folder: Path) -> None:
     engine.add(request("bb", max_tokens=50))
     for _ in range(5):
         engine.step()
-    assert engine._ahead is not None
+    assert static_devices[-1].num_running == 1
     engine.abort(["a"])
     assert answers_of(engine, second)["a"] == expected["a"]
     engine.abort(["bb"])

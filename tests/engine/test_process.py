@@ -6,12 +6,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import zmq
 
 from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve.cache.blocks import BlockPool
+from vlmserve.engine import process
 from vlmserve.engine.base import BaseEngine
 from vlmserve.engine.child import child_environment
 from vlmserve.engine.messages import (
@@ -254,13 +256,15 @@ def test_a_bug_while_loading_logs_its_traceback(tmp_path, capfd):
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_the_process_exits_with_its_parent(folder):
+def test_the_process_exits_with_its_parent(folder, monkeypatch):
+    started, start = [], process.start_module
+    monkeypatch.setattr(process, "start_module", lambda *args: started.append(start(*args)) or started[-1])
     with Child(EngineConfig(engine="mock", mock_tpot=30), folder) as child:
         assert isinstance(child.receive(), Ready)
         child.socket.send_multipart(encode(Add([EngineRequest("a", Prompt([5]))])))
         while not isinstance(child.receive(), Outputs):
             pass
-        child.process._process.stdin.close()
+        started[0].stdin.close()
         child.process.wait(60)
 
 
@@ -271,7 +275,7 @@ def test_closing_kills_it_and_removes_its_folder(folder):
         with pytest.raises(subprocess.TimeoutExpired):
             child.process.wait(0)
     assert child.process.returncode is not None
-    assert not child.process._directory.exists()
+    assert not Path(child.process.endpoint.removeprefix("ipc://")).parent.exists()
 
 
 def test_the_process_keeps_few_products(monkeypatch):

@@ -27,7 +27,7 @@ from vlmserve import LLM
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.choice import VARIABLE
 from vlmserve.kernels.extension import supported_isas
-from vlmserve.types import Prompt
+from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
@@ -106,7 +106,7 @@ def test_transformers_models_take_an_int8_cache(tmp_path: Any) -> None:
     prompts = [oracle.prompt(seed, length) for seed, length in enumerate((5, 33, 1, 64))]
     expected = alone(oracle, prompts)
     engine = engine_for(oracle, **INT8, max_num_batched_tokens=20)
-    assert engine.runner._kv.layers[0].scales is not None
+    assert engine.runner.blocks.layers[0].scales is not None
     assert generate(engine, prompts) == expected
 
 
@@ -152,5 +152,12 @@ def test_log_says_how_many_blocks_a_token_takes(tmp_path: Any, caplog: pytest.Lo
 
 def test_blocks_of_another_type_have_other_keys(tmp_path: Any) -> None:
     oracle = text_oracle(make_llama(tmp_path))
-    one, other = engine_for(oracle), engine_for(oracle, **INT8)
-    assert one._intake.identity != other._intake.identity
+    keys = []
+    for kind in ({}, INT8):
+        engine = engine_for(oracle, **kind)
+        engine.add(EngineRequest("a", oracle.prompt(0, 40), SamplingParams(max_tokens=2)))
+        engine.step()
+        [request] = engine.scheduler.running
+        keys.append({*request.chains[0].keys})
+    assert len(keys[0]) == len(keys[1]) == 1 + 40 // 16
+    assert not keys[0] & keys[1]

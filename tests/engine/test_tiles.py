@@ -310,8 +310,8 @@ def greedy_of_low_detail(oracle: Oracle, message: dict[str, Any], monkeypatch: p
     with monkeypatch.context() as patch:
         if isinstance(oracle.processor, LlavaNextProcessor):
             patch.setattr(oracle.model.model.config, "image_grid_pinpoints", [[0, 0]])
-            # Of the tile, and the newline.
-            patch.setattr(LlavaNextProcessor, "replace_image_token", lambda self, *_: self.image_token * (4 * 4 + 1))
+            # Of the tile, 4 x 4, and the newline.
+            patch.setattr(LlavaNextProcessor, "replace_image_token", lambda self, *_, **__: self.image_token * 17)
             inputs = oracle.inputs(message)
             inputs["pixel_values"] = inputs["pixel_values"][:, :1]
         else:

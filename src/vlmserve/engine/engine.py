@@ -83,6 +83,9 @@ class Engine(BaseEngine):
     Raises ModelLoadError if the checkpoint cannot be served, ConfigurationError for invalid settings.
     """
 
+    overlaps: bool
+    """Submit a step before the previous one has ended."""
+
     def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
         if config.tensor_parallel_size == 1:
             self._setup(config, load(config, folder), folder)
@@ -131,9 +134,9 @@ class Engine(BaseEngine):
             store = self._adapters.store
             slots = self._slots = RunnerAdapters(model, config.max_loras, store.get, config.max_lora_rank)
             self._adapter_slots = AdapterSlots(config.max_loras, store)
-        # A step submitted before the previous one has ended, see `Scheduler.schedule_ahead`.
+        # Planned by `Scheduler.schedule_ahead`.
         self._ahead: tuple[SchedulerOutput, float, RunningStep] | None = None
-        self._overlaps = model.device.draw_later is not None and followers is None
+        self.overlaps = model.device.draw_later is not None and followers is None
         if followers is None:
             self.runner = ModelRunner(model, sizes.pools, self._grammars.begin, slots)
         else:
@@ -206,7 +209,7 @@ class Engine(BaseEngine):
         else:
             step, planned, running = self._ahead
             self._ahead = None
-        if self._overlaps and (following := self.scheduler.schedule_ahead(step)) is not None:
+        if self.overlaps and (following := self.scheduler.schedule_ahead(step)) is not None:
             self._ahead = following, time.perf_counter(), self.runner.submit(following)
         output = running.result()
         ran = time.perf_counter()
