@@ -28,7 +28,7 @@ from tests.engine.test_structured import PERSON, engine_of, run, tokens
 from tests.models.test_families import make
 from tests.peft_adapters import make_adapter
 from tests.ranks import RankThreads
-from vlmserve.engine import drafting
+from vlmserve.engine import drafting, loading
 from vlmserve.engine.engine import Engine
 from vlmserve.scheduler.drafts import drafter
 from vlmserve.types import BeamSearch, EngineOutput, EngineRequest, Grammar, Prompt, SamplingParams, Thoughts
@@ -72,8 +72,8 @@ class Model:
         return run(self.plain, [request])[request.request_id]
 
 
-def text(kind: str) -> Callable[[Path], Model]:
-    return lambda folder: Model(text_oracle(make(folder, kind)))
+def text(kind: str, **settings: Any) -> Callable[[Path], Model]:
+    return lambda folder: Model(text_oracle(make(folder, kind)), settings)
 
 
 def adapted(folder: Path) -> Model:
@@ -91,6 +91,10 @@ FAMILIES: dict[str, Callable[[Path], Model]] = {
     "gemma3": text("gemma3"),
     "two ranks": text("qwen2"),
     "lfm2": text("lfm2"),
+    "qwen3.5": text("qwen3.5 with shared keys"),
+    "lfm3": text("lfm3"),
+    "qwen3.5 with torch": text("qwen3.5 with shared keys", kernels="torch"),
+    "two ranks of qwen3.5": text("qwen3.5 with shared keys"),
 }
 
 
@@ -182,6 +186,7 @@ def fuzz(model: Model, num_requests: int, seed: int, tally: Tally, *, ranks: int
     """Send requests to one engine that drafts, and compare every answer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafter, "MAX_REQUESTS", 1000)
+        patch.setattr(loading, "MAX_REQUESTS", random.Random(seed).choice([2, 1000]))
         _fuzz(model, num_requests, seed, tally, ranks)
 
 
@@ -240,6 +245,10 @@ def _fuzz(model: Model, num_requests: int, seed: int, tally: Tally, ranks: int) 
     assert stats.kv_blocks_used == 0
 
 
+def ranks_of(family: str) -> int:
+    return 2 if family.startswith("two ranks") else 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.draft_fuzz", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--requests", type=int, default=2000, help="requests in all (default 2000)")
@@ -256,7 +265,7 @@ def main() -> None:
         for seed, name in enumerate(itertools.cycle(models), start=options.seed):
             if tally.finished >= options.requests:
                 break
-            fuzz(models[name], options.round, seed, tally, ranks=2 if name == "two ranks" else 1)
+            fuzz(models[name], options.round, seed, tally, ranks=ranks_of(name))
             print(f"{name}, seed {seed}: {tally}", flush=True)
     raise SystemExit(1 if tally.different else 0)
 

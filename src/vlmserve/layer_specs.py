@@ -76,6 +76,11 @@ class DeltaSpec:
         states = StateTensor("states", (self.num_value_heads, self.key_size, self.value_size), is_float32=True)
         return states, _tail(self.channels, self.kernel)
 
+    @property
+    def draft_width(self) -> int:
+        """Elements that advance a state by one token: the convolution's inputs and both gates."""
+        return self.channels + 2 * self.num_value_heads
+
     def state_bytes(self, element_size: int) -> int:
         """Bytes of one slot. element_size: bytes."""
         return _bytes(self.tensors, element_size)
@@ -93,6 +98,11 @@ class ConvolutionSpec:
     def tensors(self) -> tuple[StateTensor, ...]:
         return (_tail(self.channels, self.kernel),)
 
+    @property
+    def draft_width(self) -> int:
+        """Elements that advance a state by one token."""
+        return self.channels
+
     def state_bytes(self, element_size: int) -> int:
         return _bytes(self.tensors, element_size)
 
@@ -105,6 +115,8 @@ CHUNK = 64
 """Prompt tokens per chunk of the gated delta rule. Chunks end at absolute multiples, so a state does not depend on how
 steps divide the prompt.
 """
+MAX_STATE_DRAFTS = CHUNK // 2 - 1
+"""Maximum drafts of a request for layers with states. A chunk holds accepted drafts, a token, and new drafts."""
 StateSpec = DeltaSpec | ConvolutionSpec
 """A layer with a fixed-size state per sequence."""
 Mixer = AttentionSpec | DeltaSpec | ConvolutionSpec

@@ -51,6 +51,10 @@ class StateStep(NamedTuple):
     """Pairs of a sequence length and the slot for the state at that length. With the working slot, it only divides the
     computation.
     """
+    draft_place: int = 0
+    """Place that keeps drafts, if the step has some or the last one had."""
+    num_accepted: int = 0
+    """Kept drafts of the last step that became tokens. They are before `start`, but not in the state yet."""
 
 
 class CrossStates(msgspec.Struct, frozen=True):

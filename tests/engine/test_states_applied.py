@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.test_drafts import proposing
 from tests.engine.test_states import assert_same, engine, request, tokens
 from tests.engine.test_structured import run
+from tests.engine.test_structured import tokens as all_tokens
 from tests.models.test_families import make
 from tests.static_device import StaticDevice, static_devices  # noqa: F401
 from vlmserve.kernels import torch_states
@@ -40,9 +42,9 @@ class Counters:
         """Count the rows of each sequence, except those of the padding slot."""
         slots = self.slots.setdefault(layer, {})
         starts, sources, targets, positions, _ = (one.tolist() for one in rows.tensors)
-        for first, last, source, target, position in zip(
-            starts[:-1], starts[1:], sources, targets, positions, strict=True
-        ):
+        drafts = [0] * len(sources) if rows.drafts is None else rows.drafts[:, 2].tolist()
+        ends = [end - count for end, count in zip(starts[1:], drafts, strict=True)]
+        for first, last, source, target, position in zip(starts, ends, sources, targets, positions, strict=False):
             if target == PADDING_SLOT:
                 continue
             seen = 0 if source == NO_SLOT else slots[source]
@@ -103,6 +105,20 @@ def test_captures_and_replays_advance_states_once(
     assert counters.wrong == []
     assert counters.num_read > 20
     assert engine_of_two.stats().prefix_cached_tokens, "checkpoints were read, too"
+
+
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+def test_drafts_advance_states_once(folder: Path, counters: Counters, right: float) -> None:
+    requests = asked(9, 70, 5, params={"max_tokens": 40, "ignore_eos": True})
+    settings = {"kernels": "torch", "block_size": 4, "max_num_batched_tokens": 32}
+    expected = run(engine(folder, **settings), requests)
+    drafting = engine(folder, speculation="auto", **settings)
+    answers = [one.prompt.token_ids + all_tokens(expected[one.request_id]) for one in requests]
+    drafting.scheduler.propose_drafts = proposing(answers, right=right)
+    for _ in range(2):
+        assert_same(run(drafting, requests), expected)
+    assert counters.wrong == []
+    assert counters.num_read > 20
 
 
 def test_out_of_memory_advances_states_once(

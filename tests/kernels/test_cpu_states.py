@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.native import built
-from tests.state_rows import inputs_of, width
+from tests.state_rows import inputs_of, run_with_drafts, width
 from vlmserve.devices.cpu import NativeCpuDevice
 from vlmserve.kernels.blocks import allocate_states
 from vlmserve.kernels.cpu_program import CpuPlan, Recording
@@ -53,8 +53,8 @@ def kernels(spec: StateSpec, dtype: torch.dtype) -> list[DeltaKernel | Convoluti
     return [TorchDelta(spec, weights), NativeDelta(spec, weights, dtype)]
 
 
-def random_states(spec: StateSpec, dtype: torch.dtype) -> StateCache:
-    [cache] = allocate_states([spec], SLOTS, dtype, CPU)
+def random_states(spec: StateSpec, dtype: torch.dtype, draft_places: int = 0) -> StateCache:
+    [cache] = allocate_states([spec], SLOTS, dtype, CPU, draft_places)
     for tensor in cache.tensors:
         tensor.copy_(torch.randn(tensor.shape))
     return cache
@@ -89,6 +89,21 @@ def test_native_states_equal_torch(isa: str, spec: StateSpec, dtype: torch.dtype
         if states.states is not None:
             assert expected_states.states is not None
             torch.testing.assert_close(states.states, expected_states.states, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", SPECS)
+def test_native_drafts_equal_torch(isa: str, spec: StateSpec, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    made, mixed = kernels(spec, dtype), torch.randn(100, width(spec)).to(dtype)
+    steps = [(31, 31), (31, 31), (5, 3), (4, 0), (0, 0), (1, 1), (3, 2)]
+    caches = [random_states(spec, dtype, draft_places=2) for _ in made]
+    expected, actual = (
+        run_with_drafts(kernel, spec, mixed, cache, steps) for kernel, cache in zip(made, caches, strict=True)
+    )
+    assert_close(actual, expected, dtype)
+    for one, other in zip(*(cache.tensors for cache in caches), strict=True):
+        torch.testing.assert_close(one[2], other[2], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("spec", [DELTA, CONVOLUTION])

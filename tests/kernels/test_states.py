@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
-from tests.state_rows import inputs_of, width
+from tests.state_rows import inputs_of, run_with_drafts, width
 from vlmserve.kernels.blocks import allocate_states, copy_blocks
 from vlmserve.kernels.states import DeltaWeights, Segments, StateCache, StateRows
 from vlmserve.kernels.torch_states import RuleRows, TorchConvolution, TorchDelta, chunked_rule, recurrent_rule
-from vlmserve.layer_specs import NO_SLOT, ConvolutionSpec, DeltaSpec
+from vlmserve.layer_specs import MAX_STATE_DRAFTS, NO_SLOT, ConvolutionSpec, DeltaSpec
 
 CPU = torch.device("cpu")
 DELTA = DeltaSpec(num_key_heads=2, num_value_heads=4, key_size=8, value_size=6, kernel=4)
@@ -44,8 +44,9 @@ def kernel(spec: DeltaSpec | ConvolutionSpec) -> Any:
 
 def caches(spec: DeltaSpec | ConvolutionSpec, dtype: torch.dtype = torch.float32) -> StateCache:
     """Slots full of NaN, so that whatever reads a slot that it should not shows."""
-    [cache] = allocate_states([spec], SLOTS, dtype, CPU)
-    for tensor in cache.tensors:
+    [cache] = allocate_states([spec], SLOTS, dtype, CPU, draft_places=2)
+    assert cache.drafts is not None
+    for tensor in (*cache.tensors, cache.drafts):
         tensor.fill_(torch.nan)
     return cache
 
@@ -161,6 +162,19 @@ def test_results_depend_on_no_division_into_chunks(spec: DeltaSpec | Convolution
                 done[number], sources[number] = at, 5 + number
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=["delta", "convolution"])
+@given(data=st.data())
+@settings(max_examples=12, deadline=None)
+def test_only_accepted_drafts_change_states(spec: DeltaSpec | ConvolutionSpec, data: st.DataObject) -> None:
+    mixed, made = torch.randn(data.draw(st.integers(1, 90)), width(spec)), kernel(spec)
+    whole, cache = caches(spec), caches(spec)
+    expected = made(*inputs_of(spec, mixed), whole, rows_of([(0, len(mixed))], [2]))
+    steps = data.draw(st.lists(st.tuples(st.integers(0, MAX_STATE_DRAFTS), st.integers(0, MAX_STATE_DRAFTS))))
+    torch.testing.assert_close(run_with_drafts(made, spec, mixed, cache, steps), expected, atol=1e-4, rtol=1e-4)
+    for one, other in zip(whole.tensors, cache.tensors, strict=True):
+        torch.testing.assert_close(one[2], other[2], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", SPECS, ids=["delta", "convolution"])
 def test_chunks_of_64_rows_leave_equal_bits(spec: DeltaSpec | ConvolutionSpec, dtype: torch.dtype) -> None:
@@ -194,7 +208,7 @@ def test_segments_follow_working_slots_and_checkpoints() -> None:
     assert segments.positions.tolist() == [9, 70, 80, 0]
     assert segments.sequences.tolist() == [0, 1, 3, 4]
     assert StateRows.of(segments).num_decodes == 1
-    assert all(array.flags.c_contiguous for array in segments)
+    assert all(array.flags.c_contiguous for array in segments if array is not None)
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,9 @@ class TestedScheduler(Scheduler):
 
 def scheduler(
     num_blocks=100, budget=64, seqs=16, encoder_bytes=1000, max_encoded_images=4, prefix_caching=False,
-    host_blocks=0, windows=(None,), others=(), states=0, host_states=0,
+    host_blocks=0, windows=(None,), others=(), states=0, host_states=0, draft_places=0,
 ) -> TestedScheduler:  # fmt: skip
-    """states: slots of states; 0: the model has none. host_states: slots in host memory."""
+    """states: slots of states; 0: the model has none. host_states: slots in host memory. draft_places: with states."""
     cache = PrefixCache(BlockPool(num_blocks), BlockPool(host_blocks) if host_blocks else None)
     images = Images(
         EncoderCache(encoder_bytes),
@@ -90,7 +90,8 @@ def scheduler(
     options = {"prefix_caching": prefix_caching, "max_chunk": budget, "windows": windows}
     memory = KVMemory(cache, BLOCK, **options)
     if states:
-        memory = StateMemory(cache, BLOCK, states=StatePool(states, host_states), **options)
+        pool = StatePool(states, host_states)
+        memory = StateMemory(cache, BLOCK, states=pool, draft_places=draft_places, **options)
         others = (*others, StatePlaces(memory))
     return TestedScheduler(memory, images, *others, seqs=seqs, budget=budget)
 

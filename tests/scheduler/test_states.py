@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -335,12 +336,33 @@ def test_beams_copy_states():
     assert len({slot, *others}) == 3
 
 
-def test_drafts_have_no_room():
-    s = stateful()
+@pytest.mark.parametrize("places", [0, 1])
+def test_drafts_need_a_place(places):
+    s = stateful(draft_places=places)
     s.propose_drafts = lambda request: [7, 7]
-    s.add(request("a", 10, max_tokens=9))
+    for name in "ab":
+        s.add(request(name, 10, max_tokens=9))
     run(s)
-    assert plan(run(s)[0]) == [("a", 1)]
+    assert plan(run(s)[0]) == ([("b", 1), ("a", 3)] if places else [("a", 1), ("b", 1)])
+
+
+def test_next_step_applies_accepted_drafts():
+    s = stateful(draft_places=1)
+    s.propose_drafts = lambda request: [7, 7, 9] if len(request.token_ids) == 11 else []
+    s.add(request("a", 10, max_tokens=9))
+    uses = [run(s)[0].requests[0].states for _ in range(4)]
+    assert [use and use[0].num_accepted for use in uses[1:]] == [0, 2, None]
+
+
+def test_checkpoint_of_an_answer_lacks_unapplied_drafts():
+    s = stateful(draft_places=1)
+    s.propose_drafts = lambda request: [7] * 5
+    first = request("a", 10, max_tokens=7)
+    s.add(first)
+    finish(s)
+    following = request("b", 30)
+    following.token_ids[:17] = first.token_ids
+    assert cached(s, following) == 11
 
 
 MEMORIES = {"save": ("device", "host"), "load": ("host", "device"), "copy": ("device", "device")}
@@ -355,6 +377,7 @@ class Contents:
         self.host: dict[int, tuple[Any, ...]] = {}
         self.blocks: dict[int, list[Any]] = {}
         self.host_blocks: dict[int, list[Any]] = {}
+        self.drafts: dict[int, list[Any]] = {}
 
     def run(self, step: SchedulerOutput, batch: list[ScheduledRequest], roots: dict[str, list[bytes]]) -> None:
         """roots: by request, of each pass."""
@@ -374,10 +397,15 @@ class Contents:
             for place, token in enumerate(request.token_ids):
                 images = [(one.key, place - one.start) for one in request.images_between(place, place + 1)]
                 tokens.append((token, *images))
+            drafts = [(token,) for token in scheduled.draft_token_ids]
+            tokens += drafts
             self._write(request.block_tables[number], tokens, scheduled.start, scheduled.start + scheduled.num_tokens)
-            end = scheduled.start + scheduled.num_tokens
+            end = scheduled.start + scheduled.num_tokens - len(drafts)
             state = (root,) if use.source == NO_SLOT else self.slots[use.source]
-            assert state == (root, *tokens[1 : scheduled.start + 1])
+            accepted = self.drafts[use.draft_place][: use.num_accepted] if use.num_accepted else []
+            assert (*state, *accepted) == (root, *tokens[1 : scheduled.start + 1])
+            if drafts:
+                self.drafts[use.draft_place] = drafts
             numbers = [number for number, _ in use.checkpoints]
             assert numbers == sorted({*numbers})
             assert all(scheduled.start < number <= end for number in numbers)
@@ -425,10 +453,16 @@ def conversations(draw: st.DrawFn) -> dict[str, Any]:
     st.sampled_from([20, 90, 1000]),
     st.booleans(),
     st.sampled_from([0, 0, 1, 4]),
+    st.sampled_from([0, 1, 3]),
+    st.lists(st.sampled_from([[], [7], [7, 7, 9, 7], [9], [7] * 8]), min_size=1),
 )
-def test_states_and_blocks_hold_what_requests_need(operations, slots, num_blocks, budget, prefix_caching, on_host):
+def test_states_and_blocks_hold_what_requests_need(
+    operations, slots, num_blocks, budget, prefix_caching, on_host, places, drafts
+):
     host = {"host_blocks": 30 * on_host, "host_states": on_host}
-    s = scheduler(num_blocks, budget, prefix_caching=prefix_caching, states=slots, **host)
+    s = scheduler(num_blocks, budget, prefix_caching=prefix_caching, states=slots, draft_places=places, **host)
+    proposed = itertools.cycle(drafts)
+    s.propose_drafts = lambda request: next(proposed)
     memory: StateMemory = s.memory
     states, contents = request_states(), Contents()
 
@@ -485,6 +519,7 @@ def test_states_and_blocks_hold_what_requests_need(operations, slots, num_blocks
         step()
     assert len(s) == 0
     assert (s.pool.num_used, memory.states.num_used, memory._num_working, len(memory.planned)) == (0, 0, 0, 0)
+    assert len(memory.draft_places) == places
 
 
 @settings(deadline=None, max_examples=40)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from vlmserve.engine.loading import CacheSizes
+from vlmserve.engine.loading import CacheSizes, may_draft
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.runner.warm_up import time_rows
 from vlmserve.scheduler.drafts.costs import StepCosts
@@ -19,13 +19,7 @@ def start_drafting(
     config: EngineConfig, scheduler: Scheduler, runner: ModelRunner, sizes: CacheSizes
 ) -> Drafter | None:
     """Let a scheduler propose as many drafts as measurements justify. None: no drafts."""
-    model, device = runner.model, runner.model.device
-    may_measure = config.max_warm_up_seconds > 0 and model.cross is None
-    waits = device.torch_device.type == "cpu" and device.draw_later is None
-    if config.speculation == "off" or not may_measure or not waits:
-        return None
-    if sizes.slots:
-        logger.info("No speculation: layers with states check one token in a step")
+    if not may_draft(config, runner.model):
         return None
     measured = time_rows(runner, min(config.max_num_batched_tokens, sizes.max_model_len))
     if len(measured) < 2:

@@ -383,6 +383,7 @@ def _memory(config: EngineConfig, cache: PrefixCache, sizes: CacheSizes) -> KVMe
         cache,
         config.block_size,
         states=StatePool(sizes.slots, sizes.host_slots),
+        draft_places=sizes.draft_places,
         prefix_caching=caching,
         max_chunk=config.max_num_batched_tokens,
         windows=windows,

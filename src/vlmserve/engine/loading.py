@@ -17,7 +17,7 @@ from vlmserve.devices.ranks import device_of_rank
 from vlmserve.engine.calibrated import calibrated_copy
 from vlmserve.engine.lengths import check_lengths, context_length
 from vlmserve.errors import CapacityError, ConfigurationError
-from vlmserve.layer_specs import CacheBytes
+from vlmserve.layer_specs import MAX_STATE_DRAFTS, CacheBytes
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.footprint import check_fits
 from vlmserve.models.hub import resolve_model
@@ -34,6 +34,7 @@ from vlmserve.runner.memory import (
     run_largest_step,
     run_longest_step,
 )
+from vlmserve.scheduler.drafts.drafter import MAX_REQUESTS
 from vlmserve.settings.config import EngineConfig
 from vlmserve.settings.quantization import QuantizationConfig
 
@@ -113,10 +114,13 @@ class CacheSizes(NamedTuple):
     """State slots, without the padding slot."""
     state_bytes: int
     host_slots: int
+    draft_places: int
+    """Requests that may have drafts at once, if layers have states."""
 
     @property
     def pools(self) -> PoolSizes:
-        return PoolSizes(self.of_tokens.block_size, self.pages, self.host_pages, self.slots, self.host_slots)
+        size = self.of_tokens.block_size
+        return PoolSizes(size, self.pages, self.host_pages, self.slots, self.host_slots, self.draft_places)
 
 
 def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
@@ -130,8 +134,9 @@ def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
     budget = _cache_budget(config, model, max_model_len)
     state_bytes = _state_bytes(model)
     slots = state_slots(config, state_bytes, budget)
+    draft_places = min(MAX_REQUESTS, config.max_num_seqs) if slots and may_draft(config, model) else 0
     if not config.kv_cache_memory:
-        budget -= (1 + slots) * state_bytes
+        budget -= (1 + slots) * state_bytes + draft_places * _draft_place_bytes(model)
     pages = num_pages(
         budget=budget,
         of_tokens=of_tokens,
@@ -148,7 +153,14 @@ def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
         of_states = slots * state_bytes
         host_slots = offloaded * of_states // (of_states + pages * of_tokens.page) // state_bytes
     host_pages = (offloaded - host_slots * state_bytes) // of_tokens.page
-    return CacheSizes(of_tokens, pages, host_pages, max_model_len, slots, state_bytes, host_slots)
+    return CacheSizes(of_tokens, pages, host_pages, max_model_len, slots, state_bytes, host_slots, draft_places)
+
+
+def may_draft(config: EngineConfig, model: LoadedModel) -> bool:
+    """Steps are planned after the tokens of the last step, and their times are measured."""
+    waits = model.device.torch_device.type == "cpu" and model.device.draw_later is None
+    may_measure = config.max_warm_up_seconds > 0 and model.cross is None
+    return config.speculation != "off" and may_measure and waits
 
 
 def state_slots(config: EngineConfig, state_bytes: int, budget: int) -> int:
@@ -222,6 +234,11 @@ def _later_bytes(config: EngineConfig, model: LoadedModel) -> int:
 
 def _state_bytes(model: LoadedModel) -> int:
     return sum(spec.state_bytes(model.dtype.itemsize) for spec in model.language_model.state_specs)
+
+
+def _draft_place_bytes(model: LoadedModel) -> int:
+    width = sum(spec.draft_width for spec in model.language_model.state_specs)
+    return MAX_STATE_DRAFTS * width * model.dtype.itemsize
 
 
 def _graph_bytes(config: EngineConfig, model: LoadedModel) -> int:

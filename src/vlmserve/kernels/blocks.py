@@ -16,7 +16,7 @@ from torch import Tensor
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.kernels.states import StateCache
 from vlmserve.kernels.transfers import to_device
-from vlmserve.layer_specs import AttentionSpec, CacheLayout, StateSpec
+from vlmserve.layer_specs import MAX_STATE_DRAFTS, AttentionSpec, CacheLayout, StateSpec
 from vlmserve.memory import huge_pages
 
 _POPULATE_WRITE = 23
@@ -61,17 +61,20 @@ def allocate_layers(
 
 
 def allocate_states(
-    layers: Sequence[StateSpec], num_slots: int, dtype: torch.dtype, device: torch.device
+    layers: Sequence[StateSpec], num_slots: int, dtype: torch.dtype, device: torch.device, draft_places: int = 0
 ) -> list[StateCache]:
-    return [
-        StateCache(
-            **{
-                name: allocate_zeros((num_slots, *shape), torch.float32 if is_float32 else dtype, device)
-                for name, shape, is_float32 in layer.tensors
-            }
-        )
-        for layer in layers
-    ]
+    """draft_places: requests that may have drafts at once."""
+    caches = []
+    for layer in layers:
+        tensors = {
+            name: allocate_zeros((num_slots, *shape), torch.float32 if is_float32 else dtype, device)
+            for name, shape, is_float32 in layer.tensors
+        }
+        if draft_places:
+            shape = draft_places * MAX_STATE_DRAFTS, layer.draft_width
+            tensors["drafts"] = allocate_zeros(shape, dtype, device)
+        caches.append(StateCache(**tensors))
+    return caches
 
 
 def distinct(layers: Iterable[LayerCache]) -> list[LayerCache]:

@@ -12,7 +12,7 @@ NORM, LINEAR, ATTENTION, DELTA, CONVOLUTION, GATE, MULTIPLY, EXPERTS = range(len
 _FIELDS = """kind source target residual weight bias in_features out_features first groups weight_stride centered
     activation gated weight_bits group minimums input_bits eps keys values scales heads kv_heads head_size block_size
     rope_size window scale soft_cap rope column is_sharing is_causal plan adapters convolution decay dt_bias states tail
-    value_size kernel experts"""
+    drafts value_size kernel experts"""
 _FLOATS = {"eps", "scale", "soft_cap"}
 
 

@@ -29,9 +29,13 @@ def unsupported_reason(spec: StateSpec, dtype: torch.dtype) -> str | None:
 
 def addresses_of(rows: StateRows | None) -> tuple[int, ...]:
     if rows is None:
-        return (0,) * 6
-    arrays = (rows.starts, rows.sources, rows.targets, rows.positions, rows.sequences)
-    return *(array.data_ptr() for array in arrays), len(rows.sequences) - 1
+        return (0,) * 7
+    arrays = (rows.starts, rows.sources, rows.targets, rows.positions, rows.sequences, rows.drafts)
+    return *map(_address, arrays), len(rows.sequences) - 1
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 class NativeDelta:
@@ -63,6 +67,7 @@ class NativeDelta:
                 dt_bias=self._dt_bias,
                 states=cache.states.data_ptr(),
                 tail=cache.tail.data_ptr(),
+                drafts=_address(cache.drafts),
                 heads=spec.num_value_heads,
                 kv_heads=spec.num_key_heads,
                 head_size=spec.key_size,
@@ -82,6 +87,7 @@ class NativeDelta:
             self._norm.data_ptr(),
             cache.states.data_ptr(),
             cache.tail.data_ptr(),
+            _address(cache.drafts),
             output.data_ptr(),
             *addresses_of(rows),
             len(mixed),
@@ -113,6 +119,7 @@ class NativeConvolution:
                 channels,
                 convolution=self._weight,
                 tail=cache.tail.data_ptr(),
+                drafts=_address(cache.drafts),
                 in_features=channels,
                 kernel=kernel,
             )
@@ -122,6 +129,7 @@ class NativeConvolution:
             mixed.data_ptr(),
             self._weight.data_ptr(),
             cache.tail.data_ptr(),
+            _address(cache.drafts),
             output.data_ptr(),
             *addresses_of(rows),
             len(mixed),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.transfers import to_device
-from vlmserve.layer_specs import NO_SLOT, PADDING_SLOT
+from vlmserve.layer_specs import MAX_STATE_DRAFTS, NO_SLOT, PADDING_SLOT
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -22,10 +22,27 @@ class StateCache:
     """``[slots, kernel - 1, channels]``: last inputs of the convolution, oldest first."""
     states: Tensor | None = None
     """float32 ``[slots, value_heads, key_size, value_size]``. None: the layer only has a tail."""
+    drafts: Tensor | None = None
+    """``[places * MAX_STATE_DRAFTS, draft_width]``: the last step's drafts. None: no drafts."""
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The tensors of slots."""
         return [self.tail] if self.states is None else [self.tail, self.states]
+
+
+class Drafts(NamedTuple):
+    """The drafts of a sequence, which has one segment in the step.
+
+    The kernel keeps the segment's last rows instead of advancing the state. The next step applies the accepted ones.
+    """
+
+    place: int
+    """Index of the rows that keep drafts."""
+    accepted: int
+    """Kept rows that advance the state before the segment's rows."""
+    number: int
+    """Last rows of the segment that advance no state."""
 
 
 class Segments(NamedTuple):
@@ -45,6 +62,8 @@ class Segments(NamedTuple):
     sequences: np.ndarray
     """``[sequences + 1]``: first segment of each sequence. Segments of a sequence run in order; sequences are
     independent."""
+    drafts: np.ndarray | None = None
+    """``[segments, 3]``: first row in `StateCache.drafts`, accepted rows, and drafts. None: no drafts."""
 
     @classmethod
     def of_chunks(
@@ -53,11 +72,12 @@ class Segments(NamedTuple):
         slots: Sequence[int],
         sources: Mapping[int, int] | None = None,
         checkpoints: Mapping[int, Mapping[int, int]] | None = None,
+        drafts: Mapping[int, Drafts] | None = None,
     ) -> Segments:
         """Take each sequence's rows at positions ``start <= i < end`` and its working slot.
 
-        By sequence index: sources, the slot to read (default: the working slot, or zeros at position 0), and
-        checkpoints, the slot for the state after ``start < n <= end`` tokens.
+        By sequence index: sources, the slot to read (default: the working slot, or zeros at position 0), checkpoints,
+        the slot for the state after ``start < n <= end`` tokens, and drafts of sequences without checkpoints.
         """
         sources, checkpoints = sources or {}, checkpoints or {}
         segments: list[tuple[int, int, int, int]] = []
@@ -72,7 +92,17 @@ class Segments(NamedTuple):
             sequences.append(len(segments))
         # kernels need contiguous arrays
         starts, read, written, positions = np.array(segments, np.int32).reshape(-1, 4).T.copy()
-        return cls(np.append(starts, np.int32(rows)), read, written, positions, np.array(sequences, np.int32))
+        starts = np.append(starts, np.int32(rows))
+        ends = np.array(sequences, np.int32)
+        return cls(starts, read, written, positions, ends, _draft_rows(ends, drafts) if drafts else None)
+
+
+def _draft_rows(sequences: np.ndarray, drafts: Mapping[int, Drafts]) -> np.ndarray:
+    rows = np.zeros((int(sequences[-1]), 3), np.int32)
+    for index, (place, accepted, number) in drafts.items():
+        assert sequences[index] + 1 == sequences[index + 1], "a sequence with drafts has one segment"
+        rows[sequences[index]] = place * MAX_STATE_DRAFTS, accepted, number
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +116,20 @@ class StateRows:
     sequences: Tensor
     host: Segments
     """The segments on the host, which need no synchronization."""
+    drafts: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Without drafts, which only CPUs have."""
         return [self.starts, self.sources, self.targets, self.positions, self.sequences]
 
     @classmethod
     def of(cls, segments: Segments, device: torch.device | None = None) -> StateRows:
         on = device or torch.device("cpu")
-        starts, sources, targets, positions, sequences = (to_device(torch.tensor(one), on) for one in segments)
-        return cls(starts, sources, targets, positions, sequences, segments)
+        starts, sources, targets, positions, sequences, *drafts = (
+            to_device(torch.tensor(one), on) for one in segments if one is not None
+        )
+        return cls(starts, sources, targets, positions, sequences, segments, *drafts)
 
     @classmethod
     def of_prompts(cls, lengths: Sequence[int], device: torch.device | None = None) -> StateRows:
@@ -103,10 +137,13 @@ class StateRows:
 
     @property
     def num_decodes(self) -> int:
-        """Leading sequences with one segment of one row."""
+        """Leading sequences with one segment of one row, and no accepted drafts before it."""
         ends = np.flatnonzero((self.host.sequences != np.arange(len(self.host.sequences)))[1:])
         sequences = int(ends[0]) if len(ends) else len(self.host.sequences) - 1
-        longer = np.flatnonzero(np.diff(self.host.starts[: sequences + 1]) != 1)
+        counts = np.diff(self.host.starts[: sequences + 1])
+        if self.host.drafts is not None:
+            counts = counts + self.host.drafts[:sequences, 1]
+        longer = np.flatnonzero(counts != 1)
         return int(longer[0]) if len(longer) else sequences
 
 

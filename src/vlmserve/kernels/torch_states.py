@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,6 +44,10 @@ class TorchDelta:
         spec, weights = self._spec, self._weights
         assert cache.states is not None
         qkv, z = torch.split(mixed, [spec.channels, spec.values], 1)
+        own: Tensor | None = None
+        if rows.drafts is not None:
+            joined, rows, own = with_accepted(torch.cat([qkv, gates], 1), cache, rows)
+            qkv, gates = torch.split(joined, [spec.channels, 2 * spec.num_value_heads], 1)
         b, a = gates.chunk(2, 1)
         query, key, value = self._heads(F.silu(causal_convolution(qkv, weights.convolution, cache.tail, rows)))
         decay = weights.decay * F.softplus(a.float() + weights.dt_bias)
@@ -52,14 +57,17 @@ class TorchDelta:
             states = _read(cache.states, rows.sources[:decodes])
             output[:decodes], states = recurrent_rule(inputs.rows(0, decodes), states)
             cache.states.index_copy_(0, rows.targets[:decodes].long(), states)
-        for start, end, source, target, position in _segments(rows, decodes):
+        for start, end, source, target, position, num_drafts in _segments(rows, decodes):
             state = torch.zeros_like(cache.states[0]) if source == NO_SLOT else cache.states[source]
-            while start < end:
-                last = min(end, start + CHUNK - position % CHUNK)
+            while start < end - num_drafts:
+                last = min(end - num_drafts, start + CHUNK - position % CHUNK)
                 output[start:last], state = chunked_rule(inputs.rows(start, last), state)
                 position += last - start
                 start = last
             cache.states[target] = state
+            if num_drafts:
+                output[start:end], _ = chunked_rule(inputs.rows(start, end), state)
+        output = output if own is None else output[own]
         normed = output * torch.rsqrt(output.square().mean(-1, keepdim=True) + weights.eps) * weights.norm.float()
         return (normed.flatten(1) * F.silu(z.float())).to(mixed.dtype)
 
@@ -79,7 +87,38 @@ class TorchConvolution:
 
     def __call__(self, mixed: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
         before, after, x = mixed.chunk(3, 1)
-        return (after.float() * causal_convolution(before * x, self._weight, cache.tail, rows)).to(mixed.dtype)
+        x = before * x
+        if rows.drafts is None:
+            convolved = causal_convolution(x, self._weight, cache.tail, rows)
+        else:
+            x, rows, own = with_accepted(x, cache, rows)
+            convolved = causal_convolution(x, self._weight, cache.tail, rows)[own]
+        return (after.float() * convolved).to(mixed.dtype)
+
+
+def with_accepted(x: Tensor, cache: StateCache, rows: StateRows) -> tuple[Tensor, StateRows, Tensor]:
+    """Insert accepted drafts of the last step before each segment's rows, then keep the drafts of this step.
+
+    x: ``[rows, draft_width]``. Returns the rows, their segments, and the indices of x's rows in them.
+    """
+    assert cache.drafts is not None
+    host, counts = rows.host, np.diff(rows.host.starts)
+    assert host.drafts is not None
+    firsts, accepted, num_drafts = host.drafts.T
+    before = accepted.cumsum(dtype=np.int32)
+    parts = []
+    for place, count, start, end in zip(firsts, accepted, host.starts, host.starts[1:], strict=False):
+        parts += [cache.drafts[place : place + count], x[start:end]]
+    own = torch.from_numpy(np.arange(len(x)) + np.repeat(before, counts)).to(x.device)
+    joined = torch.cat(parts)
+    for place, count, end in zip(firsts, num_drafts, host.starts[1:], strict=True):
+        cache.drafts[place : place + count] = x[end - count : end]
+    shifted = host._replace(
+        starts=host.starts + np.append(before - accepted, before[-1:]),
+        positions=host.positions - accepted,
+        drafts=np.stack([firsts, np.zeros_like(accepted), num_drafts], 1),
+    )
+    return joined, StateRows.of(shifted, x.device), own
 
 
 def causal_convolution(x: Tensor, weight: Tensor, tails: Tensor, rows: StateRows) -> Tensor:
@@ -94,12 +133,13 @@ def causal_convolution(x: Tensor, weight: Tensor, tails: Tensor, rows: StateRows
         history = torch.cat([_read(tails, rows.sources[:decodes]), x[:decodes, None]], 1)
         output[:decodes] = _weighted(history.transpose(0, 1), taps)
         tails.index_copy_(0, rows.targets[:decodes].long(), history[:, 1:])
-    for start, end, source, target, _ in _segments(rows, decodes):
+    for start, end, source, target, _, num_drafts in _segments(rows, decodes):
         before = x.new_zeros(size, x.shape[1]) if source == NO_SLOT else tails[source]
         history = torch.cat([before, x[start:end]])
         windows = torch.stack([history[tap : tap + end - start] for tap in range(size + 1)])
         output[start:end] = _weighted(windows, taps)
-        tails[target] = history[len(history) - size :]
+        reached = len(history) - num_drafts
+        tails[target] = history[reached - size : reached]
     return output
 
 
@@ -152,9 +192,9 @@ def _weighted(windows: Tensor, taps: Tensor) -> Tensor:
     return total
 
 
-def _segments(rows: StateRows, decodes: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield first row, last row, source, target and position of segments after the decodes."""
-    starts, sources, targets, positions, _ = (one.tolist() for one in rows.host)
-    yield from zip(
-        starts[decodes:], starts[decodes + 1 :], sources[decodes:], targets[decodes:], positions[decodes:], strict=False
-    )
+def _segments(rows: StateRows, decodes: int) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Yield first row, last row, source, target, position and drafts of segments after the decodes."""
+    host = rows.host
+    drafts = np.zeros(len(host.sources), np.int32) if host.drafts is None else host.drafts[:, 2]
+    arrays = host.starts, host.starts[1:], host.sources, host.targets, host.positions, drafts
+    yield from zip(*(one[decodes:].tolist() for one in arrays), strict=False)

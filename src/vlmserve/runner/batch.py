@@ -14,7 +14,7 @@ from torch import Tensor
 from vlmserve.devices.graphs import captured_sequences, captured_width
 from vlmserve.kernels.adapters import RowSlots, Run, slots_of_rows
 from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows, CrossRows, place_tokens
-from vlmserve.kernels.states import Segments, StateRows
+from vlmserve.kernels.states import Drafts, Segments, StateRows
 from vlmserve.layer_specs import PADDING_SLOT
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.models.image_rows import ImageRows
@@ -126,7 +126,8 @@ class PackedBatch:
     ) -> Batch:
         states, segments = None, self.segments
         if segments is not None:
-            states = StateRows(**{name: tensors[f"segment {name}"] for name in Segments._fields}, host=segments)
+            of_segments = {name: tensors[key] for name in Segments._fields if (key := f"segment {name}") in tensors}
+            states = StateRows(**of_segments, host=segments)
         metadata = BatchMetadata(
             query_starts=tensors["query_starts"],
             context_lens=tensors["context_lens"],
@@ -261,7 +262,7 @@ class BatchPacker:
             "positions": positions,
         }
         if segments is not None:
-            shaped |= {f"segment {name}": array for name, array in segments._asdict().items()}
+            shaped |= {f"segment {name}": array for name, array in segments._asdict().items() if array is not None}
         if num_decodes is not None:
             shaped["decodes"] = np.asarray([num_decodes], np.int32)
         return shaped
@@ -353,11 +354,17 @@ def _segments(scheduled: Sequence[ScheduledRequest], padding_counts: Sequence[in
     steps = [(number, request.state_steps) for number, request in enumerate(scheduled)]
     known = [(number, step[of_pass]) for number, step in steps if step is not None]
     chunks = [(request.start, request.start + request.num_tokens) for request in scheduled]
+    drafts = {
+        number: Drafts(step.draft_place, step.num_accepted, len(scheduled[number].draft_token_ids))
+        for number, step in known
+        if step.num_accepted or scheduled[number].draft_token_ids
+    }
     return Segments.of_chunks(
         chunks + [(0, count) for count in padding_counts],
         [request.state.slots[of_pass] for request in scheduled] + [PADDING_SLOT] * len(padding_counts),
         {number: step.source for number, step in known},
         {number: dict(step.checkpoints) for number, step in known},
+        drafts,
     )
 
 

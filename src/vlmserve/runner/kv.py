@@ -29,6 +29,8 @@ class PoolSizes(NamedTuple):
     slots: int = 0
     """State slots, without the padding slot."""
     host_slots: int = 0
+    draft_places: int = 0
+    """Requests that may have drafts at once, if layers have states."""
 
 
 class KVTensors:
@@ -44,10 +46,10 @@ class KVTensors:
         def allocate_blocks(count: int, device: torch.device) -> list[LayerCache]:
             return distinct(allocate(count, sizes.block_size, device, layout))
 
-        def allocate_slots(count: int, device: torch.device) -> list[StateCache]:
-            return allocate_states(model.language_model.state_specs, count, model.dtype, device)
+        def allocate_slots(count: int, device: torch.device, draft_places: int = 0) -> list[StateCache]:
+            return allocate_states(model.language_model.state_specs, count, model.dtype, device, draft_places)
 
-        self.states = allocate_slots(1 + sizes.slots, self._device)
+        self.states = allocate_slots(1 + sizes.slots, self._device, sizes.draft_places)
         if sizes.host_pages:
             self._host = model.device.host_blocks(self._distinct, sizes.host_pages, allocate_blocks)
         if sizes.host_slots:

@@ -12,12 +12,13 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from vlmserve.layer_specs import PADDING_SLOT
 from vlmserve.logs import log_format_in_use
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.adapters import NO_CHANGES, NO_MIXTURE
 from vlmserve.runner.memory import run_longest_step
 from vlmserve.runner.runner import ModelRunner
-from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput
+from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput, StateStep
 from vlmserve.types import ImagePlacement, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -140,6 +141,10 @@ def time_rows(runner: ModelRunner, max_rows: int) -> list[tuple[int, float]]:
 def _check_drafts(runner: ModelRunner, rows: int) -> float:
     request = msgspec.structs.replace(_request(runner, 0, 1, max_tokens=rows), num_tokens=rows, max_len=rows + 1)
     drafts = {request.request_id: [0] * (rows - 1)} if rows > 1 else {}
+    if runner.model.language_model.state_specs:
+        # as if all drafts of the last step had been right
+        state = StateStep(PADDING_SLOT, PADDING_SLOT, num_accepted=rows - 1)
+        request = msgspec.structs.replace(request, states=(state,))
     started = time.perf_counter()
     runner.submit(SchedulerOutput(new_requests=[request], draft_token_ids=drafts)).result()
     seconds = time.perf_counter() - started

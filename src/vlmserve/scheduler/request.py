@@ -171,10 +171,12 @@ class Request:
     def known_to_runner(self) -> bool:
         return self._known_to_runner
 
-    def message(self, num_tokens: int) -> NewRequest | CachedRequest:
+    def message(self, num_tokens: int, num_drafts: int = 0) -> NewRequest | CachedRequest:
+        """num_drafts: of the tokens."""
+        reached = self.num_computed + num_tokens - num_drafts
+        states = None if self.state is None else self.state.message(reached)
         if self._known_to_runner:
             resumed = self.tables[0].num_sent == 0
-            states = None if self.state is None else self.state.message(self.num_computed + num_tokens)
             return CachedRequest(self.request_id, self.num_computed, num_tokens, *self._new_blocks(resumed), states)
         self._known_to_runner = True
         block_ids = [table.new_blocks().tolist() for table in self.tables]
@@ -196,7 +198,7 @@ class Request:
             thoughts=self.thoughts,
             client=self.client,
             task=self.task,
-            states=None if self.state is None else self.state.message(self.num_computed + num_tokens),
+            states=states,
         )
 
     def next_token(self) -> CachedRequest:

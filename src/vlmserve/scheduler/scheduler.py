@@ -291,7 +291,7 @@ class Scheduler:
         if end == len(request.token_ids) and not drafts:
             drafts = self._search_drafts(request, budget - (end - start), end - start)
         num_tokens = end - start + len(drafts)
-        step.append(request.message(num_tokens))
+        step.append(request.message(num_tokens, len(drafts)))
         if drafts:
             step.draft_token_ids[request.request_id] = list(drafts)
         return num_tokens

@@ -13,7 +13,9 @@ class StateSlots:
     """One slot per pass, and slots of the next checkpoints."""
 
     __slots__ = (
+        "accepted",
         "cuts",
+        "draft_place",
         "held",
         "kept",
         "keys",
@@ -35,6 +37,11 @@ class StateSlots:
         self.held: list[int] = []
         """Checkpoints that its first step reads."""
         self.reached = num_tokens
+        """Tokens in the states after all planned steps."""
+        self.draft_place: int | None = None
+        """Place that keeps drafts until the next step. None: it has no drafts."""
+        self.accepted = 0
+        """Kept drafts that became tokens. The next step puts them into the states."""
         self.cuts: list[int] = []
         """Sorted numbers of tokens where chunks may end and kernels split their rows."""
         self.leaving: dict[int, bytes] = {}
@@ -50,13 +57,15 @@ class StateSlots:
         self.known_to_runner = False
 
     def message(self, reached: int) -> tuple[StateStep, ...] | None:
-        """None: states stay in their slots."""
+        """None: states stay in their slots, and there are no drafts."""
         self.reached = reached
-        if self.known_to_runner and self.sources == self.slots and not self.unsent:
+        if self.known_to_runner and self.sources == self.slots and not self.unsent and self.draft_place is None:
             return None
         sources = self.sources or [NO_SLOT] * len(self.slots)
+        drafts = self.draft_place or 0, self.accepted
+        self.accepted = 0
         steps = [
-            StateStep(slot, source, tuple((num_tokens, slots[number]) for num_tokens, slots in self.unsent))
+            StateStep(slot, source, tuple((num_tokens, slots[number]) for num_tokens, slots in self.unsent), *drafts)
             for number, (slot, source) in enumerate(zip(self.slots, sources, strict=True))
         ]
         self.sources, self.unsent, self.known_to_runner = self.slots[:], [], True

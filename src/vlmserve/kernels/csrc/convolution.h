@@ -31,7 +31,10 @@ void convolve_segment(const ConvolutionArgs& args, const Segment& segment, long 
     const T* mixed = static_cast<const T*>(args.mixed) + segment.first * width + first;
     const T* tail = slot_of(static_cast<const T*>(args.tail), segment.source, of_slot);
     T* kept = slot_of(static_cast<T*>(args.tail), segment.target, of_slot) + first;
-    const GatedInputs<T> inputs{{mixed, width, tail ? tail + first : nullptr, args.channels, args.kernel}, 2 * args.channels};
+    T* drafts = static_cast<T*>(args.drafts) + segment.kept * args.channels + first;
+    const GatedInputs<T> inputs{{mixed, width, tail ? tail + first : nullptr, args.channels, args.kernel, drafts, args.channels,
+                                 segment.accepted},
+                                2 * args.channels};
     T* output = static_cast<T*>(args.output) + segment.first * args.channels + first;
     const long rows = segment.last - segment.first;
     const T* taps[MAX_KERNEL];
@@ -47,15 +50,17 @@ void convolve_segment(const ConvolutionArgs& args, const Segment& segment, long 
             store_some(output + column, sum * load_some(mixed + row * width + args.channels + column, count), count);
         }
     }
-    for (long place = 0; place < args.kernel - 1; ++place) {
-        long row = rows + place - (args.kernel - 1);
+    auto keep = [&](long row, T* to) {
         const T* from = inputs.rows.at(row);
         for (long column = 0; column < size; column += LANES) {
             long count = smaller(LANES, size - column);
-            f32v input = from ? inputs.load_tap(from, row, column, count) : f32v{};
-            store_some(kept + place * args.channels + column, input, count);
+            store_some(to + column, from ? inputs.load_tap(from, row, column, count) : f32v{}, count);
         }
-    }
+    };
+    const long reached = rows - segment.drafts;
+    for (long place = 0; place < args.kernel - 1; ++place)
+        keep(reached + place - (args.kernel - 1), kept + place * args.channels);
+    for (long draft = 0; draft < segment.drafts; ++draft) keep(reached + draft, drafts + draft * args.channels);
 }
 
 template <class T>

@@ -9,6 +9,9 @@
 // - S' = exp(total[last]) S + K^T exp(total[last] - total) U
 //
 // Columns of values are independent, so panels of 16 columns run separately, and their state stays in the first-level cache.
+// A segment with drafts is one chunk: accepted drafts of the last step, its own row, and drafts. S' is that of the rows before
+// its drafts.
+//
 // Forward substitution in blocks of rows solves the triangular system. All intermediate numbers are float32. Chunks end at
 // absolute multiples of CHUNK_ROWS, so a state does not depend on how a prompt is chunked.
 #pragma once
@@ -32,7 +35,7 @@ constexpr float NORM_EPS = 1e-6f;
 constexpr float LINEAR_SOFTPLUS = 20;
 
 struct DeltaShape {
-    long group, keys, values, channels, width, key_stride, value_stride, state;
+    long group, keys, values, channels, width, draft_width, key_stride, value_stride, state;
 
     explicit DeltaShape(const DeltaArgs& args)
         : group(args.value_heads / args.key_heads),
@@ -40,6 +43,7 @@ struct DeltaShape {
           values(args.value_heads * args.value_size),
           channels(2 * keys + values),
           width(channels + values),
+          draft_width(channels + 2 * args.value_heads),
           key_stride(args.key_size + PADDING),
           value_stride(args.value_size + PADDING),
           state(args.key_size * args.value_size) {}
@@ -179,9 +183,9 @@ void weigh_keys(const DeltaScratch& own, long padded) {
         }
 }
 
-// One panel of a chunk: updates, results instead of values, and the next state.
-void run_panel(const DeltaArgs& args, const DeltaShape& shape, const DeltaScratch& own, long rows, const float* source,
-               float* target, float* values) {
+// One panel of a chunk: updates, results instead of values, and the state after the first `reached` rows.
+void run_panel(const DeltaArgs& args, const DeltaShape& shape, const DeltaScratch& own, long rows, long reached,
+               const float* source, float* target, float* values) {
     for (long i = 0; i < args.key_size; ++i)
         for (int vector = 0; vector < PANEL_VECTORS; ++vector)
             store(own.panel + i * PANEL + vector * LANES, source ? load(source + i * args.value_size + vector * LANES) : f32v{});
@@ -210,15 +214,15 @@ void run_panel(const DeltaArgs& args, const DeltaShape& shape, const DeltaScratc
         add_products(results, own.seen + first * SCORE_STRIDE, SCORE_STRIDE, 1, own.updates, first + BLOCK_ROWS);
         store_block(results, values + first * shape.value_stride, shape.value_stride);
     }
-    for (long row = 0; row < rows; ++row) scale_row(own.updates + row * PANEL, PANEL, own.to_end[row]);
+    for (long row = 0; row < reached; ++row) scale_row(own.updates + row * PANEL, PANEL, own.to_end[row]);
     // The last block may recompute rows of the previous one.
     for (long block = 0; block < args.key_size; block += BLOCK_ROWS) {
         long first = smaller(block, args.key_size - BLOCK_ROWS);
         f32v sums[BLOCK_ROWS][PANEL_VECTORS];
         for (int row = 0; row < BLOCK_ROWS; ++row)
             for (int vector = 0; vector < PANEL_VECTORS; ++vector)
-                sums[row][vector] = load(own.panel + (first + row) * PANEL + vector * LANES) * own.grown[rows - 1];
-        add_products(sums, own.key + first, 1, shape.key_stride, own.updates, rows);
+                sums[row][vector] = load(own.panel + (first + row) * PANEL + vector * LANES) * own.grown[reached - 1];
+        add_products(sums, own.key + first, 1, shape.key_stride, own.updates, reached);
         store_block(sums, target + first * args.value_size, args.value_size);
     }
 }
@@ -300,17 +304,20 @@ public:
             const float* source = slot_of(args_.states, segment.source, args_.value_heads * shape_.state);
             float* target = slot_of(args_.states, segment.target, args_.value_heads * shape_.state);
             const T* tail = slot_of(static_cast<const T*>(args_.tail), segment.source, (args_.kernel - 1) * shape_.channels);
-            for (long row = segment.first; row < segment.last;) {
+            for (long row = segment.first - segment.accepted; row < segment.last;) {
                 long position = segment.position + row - segment.first;
-                long last = smaller(segment.last, row + CHUNK_ROWS - position % CHUNK_ROWS);
+                bool whole = segment.accepted || segment.drafts;
+                long last = whole ? segment.last : smaller(segment.last, row + CHUNK_ROWS - position % CHUNK_ROWS);
                 run_chunk(segment, tail, row, last, source, target);
                 source = target;
                 row = last;
             }
             if (segment.first == segment.last) copy(source, target);
             T* kept = slot_of(static_cast<T*>(args_.tail), segment.target, (args_.kernel - 1) * shape_.channels);
+            const long reached = segment.last - segment.drafts;
             for (const Part& part : parts())
-                keep_tail(inputs(segment, tail, part.first), segment.last - segment.first, kept + part.first, part.size);
+                keep_tail(inputs(segment, tail, part.first), reached - segment.first, kept + part.first, part.size);
+            for (long row = reached; row < segment.last; ++row) keep_draft(row, drafts(segment) + (row - reached) * shape_.draft_width);
         }
     }
 
@@ -334,7 +341,22 @@ private:
     const T* mixed(long row, long column) const { return static_cast<const T*>(args_.mixed) + row * shape_.width + column; }
 
     Inputs<T> inputs(const Segment& segment, const T* tail, long channel) const {
-        return {mixed(segment.first, channel), shape_.width, tail ? tail + channel : nullptr, shape_.channels, args_.kernel};
+        return {mixed(segment.first, channel), shape_.width, tail ? tail + channel : nullptr, shape_.channels, args_.kernel,
+                drafts(segment) + channel, shape_.draft_width, segment.accepted};
+    }
+
+    T* drafts(const Segment& segment) const { return static_cast<T*>(args_.drafts) + segment.kept * shape_.draft_width; }
+
+    const T* gates(long row) const { return static_cast<const T*>(args_.gates) + 2 * row * args_.value_heads; }
+
+    // The inputs of this head.
+    void keep_draft(long row, T* to) const {
+        for (const Part& part : parts())
+            __builtin_memcpy(to + part.first, mixed(row, part.first), static_cast<std::size_t>(part.size) * sizeof(T));
+        for (long i = head_ * shape_.group; i < (head_ + 1) * shape_.group; ++i) {
+            to[shape_.channels + i] = gates(row)[i];
+            to[shape_.channels + args_.value_heads + i] = gates(row)[args_.value_heads + i];
+        }
     }
 
     void copy(const float* source, float* target) const {
@@ -342,9 +364,9 @@ private:
         for (long i = first; i < first + count; i += LANES) store(target + i, source ? load(source + i) : f32v{});
     }
 
-    // Rows `first` to `last` of a segment, at most one chunk.
+    // Rows `first` to `last` of a segment, at most one chunk. Rows before the segment's are accepted drafts.
     void run_chunk(const Segment& segment, const T* tail, long first, long last, const float* source, float* target) {
-        const long rows = last - first, padded = rows == 1 ? 1 : (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
+        const long rows = last - first, reached = smaller(rows, segment.last - segment.drafts - first), padded = rows == 1 ? 1 : (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
         const Parts all = parts();
         auto convolved = [&](long channel, long size, float* to, long stride) {
             convolve(inputs(segment, tail, channel), args_.convolution + channel, first - segment.first, last - segment.first,
@@ -362,7 +384,7 @@ private:
         for (long i = 0; i < shape_.group; ++i) {
             const long head = head_ * shape_.group + i, place = head * shape_.state;
             convolved(2 * shape_.keys + head * args_.value_size, args_.value_size, own_.value, shape_.value_stride);
-            find_gates(head, first, rows, padded);
+            find_gates(segment, head, first, rows, reached, padded);
             const float* from = source ? source + place : nullptr;
             if (rows == 1) {
                 const float* next = i + 1 < shape_.group ? (from ? from + shape_.state : nullptr) : next_;
@@ -370,10 +392,11 @@ private:
             } else {
                 weigh_keys(own_, padded);
                 for (long column = 0; column < args_.value_size; column += PANEL)
-                    run_panel(args_, shape_, own_, rows, from ? from + column : nullptr, target + place + column,
+                    run_panel(args_, shape_, own_, rows, reached, from ? from + column : nullptr, target + place + column,
                               own_.value + column);
             }
-            for (long row = 0; row < rows; ++row) finish_row(head, first + row, own_.value + row * shape_.value_stride);
+            for (long row = larger(0, segment.first - first); row < rows; ++row)
+                finish_row(head, first + row, own_.value + row * shape_.value_stride);
         }
     }
 
@@ -384,11 +407,12 @@ private:
     }
 
     // Decays and step sizes of a head's rows. Padding rows change nothing.
-    void find_gates(long head, long first, long rows, long padded) const {
-        const T* gates = static_cast<const T*>(args_.gates) + 2 * first * args_.value_heads + head;
-        for (long row = 0; row < rows; ++row, gates += 2 * args_.value_heads) {
-            own_.beta[row] = to_float(gates[0]);
-            own_.total[row] = to_float(gates[args_.value_heads]) + args_.dt_bias[head];
+    void find_gates(const Segment& segment, long head, long first, long rows, long reached, long padded) const {
+        const T* accepted = drafts(segment) + shape_.channels;
+        for (long row = 0; row < rows; ++row, accepted += shape_.draft_width) {
+            const T* from = first + row < segment.first ? accepted : gates(first + row);
+            own_.beta[row] = to_float(from[head]);
+            own_.total[row] = to_float(from[args_.value_heads + head]) + args_.dt_bias[head];
         }
         for (long row = 0; row < rows; row += LANES) {
             store(own_.beta + row, sigmoid(load(own_.beta + row)));
@@ -403,7 +427,7 @@ private:
         for (long row = 0; row < padded && rows > 1; row += LANES) {
             f32v totals = load(own_.total + row);
             store(own_.grown + row, exponential(totals));
-            store(own_.to_end + row, exponential(total - totals));
+            store(own_.to_end + row, exponential(own_.total[reached - 1] - totals));
         }
     }
 
@@ -425,10 +449,10 @@ private:
     const float* next_;
 };
 
-// Whether a segment has more than one row.
+// Whether a segment has more than one row, accepted drafts included.
 INLINE bool has_chunks(const StateRows& rows) {
     for (long i = 0; i < rows.sequences[rows.count]; ++i)
-        if (rows.starts[i + 1] - rows.starts[i] > 1) return true;
+        if (rows.starts[i + 1] - rows.starts[i] > 1 || (rows.drafts && rows.drafts[3 * i + 1])) return true;
     return false;
 }
 

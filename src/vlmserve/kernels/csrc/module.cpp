@@ -262,14 +262,14 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
 
 StateRows state_rows(Arguments& from) {
     StateRows rows;
-    for (const std::int32_t** array : {&rows.starts, &rows.sources, &rows.targets, &rows.positions, &rows.sequences})
+    for (const std::int32_t** array : {&rows.starts, &rows.sources, &rows.targets, &rows.positions, &rows.sequences, &rows.drafts})
         *array = static_cast<const std::int32_t*>(from.address());
     rows.count = from.integer();
     return rows;
 }
 
 PyObject* delta(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 24);
+    Arguments from(values, count, 26);
     DeltaArgs args;
     args.mixed = from.address();
     args.gates = from.address();
@@ -277,6 +277,7 @@ PyObject* delta(PyObject*, PyObject* const* values, Py_ssize_t count) {
         *weight = static_cast<const float*>(from.address());
     args.states = static_cast<float*>(from.address());
     args.tail = from.address();
+    args.drafts = from.address();
     args.output = from.address();
     args.rows = state_rows(from);
     long tokens = from.integer();
@@ -293,11 +294,12 @@ PyObject* delta(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* convolution(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 15);
+    Arguments from(values, count, 17);
     ConvolutionArgs args;
     args.mixed = from.address();
     args.weight = static_cast<const float*>(from.address());
     args.tail = from.address();
+    args.drafts = from.address();
     args.output = from.address();
     args.rows = state_rows(from);
     long tokens = from.integer();
@@ -326,7 +328,7 @@ PyObject* experts(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 28);
+    Arguments from(values, count, 29);
     ProgramArgs args;
     args.operations = static_cast<const Operation*>(from.address());
     args.widths = static_cast<const long*>(from.address());
@@ -372,8 +374,8 @@ constexpr RecordField OPERATION_FIELDS[] = {
     FIELD(weight_bits), FIELD(group), FIELD(minimums), FIELD(input_bits), FIELD(eps), FIELD(keys), FIELD(values), FIELD(scales),
     FIELD(heads), FIELD(kv_heads), FIELD(head_size), FIELD(block_size), FIELD(rope_size), FIELD(window), FIELD(scale),
     FIELD(soft_cap), FIELD(rope), FIELD(column), FIELD(is_sharing), FIELD(is_causal), FIELD(plan), FIELD(adapters),
-    FIELD(convolution), FIELD(decay), FIELD(dt_bias), FIELD(states), FIELD(tail), FIELD(value_size), FIELD(kernel),
-    FIELD(experts),
+    FIELD(convolution), FIELD(decay), FIELD(dt_bias), FIELD(states), FIELD(tail), FIELD(drafts), FIELD(value_size),
+    FIELD(kernel), FIELD(experts),
 };
 constexpr int OPERATION_LENGTH = sizeof(OPERATION_FIELDS) / sizeof(RecordField);
 static_assert(sizeof(Operation) == 8 * OPERATION_LENGTH, "OPERATION_FIELDS must name every field of Operation");

@@ -265,6 +265,7 @@ private:
         args.norm = static_cast<const float*>(op.weight);
         args.states = static_cast<float*>(op.states);
         args.tail = op.tail;
+        args.drafts = op.drafts;
         args.output = buffers_[op.target];
         args.rows = args_.states;
         args.scratch = nullptr;
@@ -284,6 +285,7 @@ private:
         args.mixed = buffers_[op.source];
         args.weight = static_cast<const float*>(op.convolution);
         args.tail = op.tail;
+        args.drafts = op.drafts;
         args.output = buffers_[op.target];
         args.rows = args_.states;
         args.channels = op.in_features;

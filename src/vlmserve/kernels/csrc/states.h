@@ -7,11 +7,17 @@
 namespace {
 
 // Rows `first <= row < last` of one sequence, with the slots of the states before and after. source below 0: zeros.
+// `accepted` rows of `StateRows.drafts`, from `kept` on, precede them; the last `drafts` rows change no state.
 struct Segment {
-    long first, last, source, target, position;
+    long first, last, source, target, position, kept = 0, accepted = 0, drafts = 0;
 
     Segment(const StateRows& rows, long i)
-        : first(rows.starts[i]), last(rows.starts[i + 1]), source(rows.sources[i]), target(rows.targets[i]), position(rows.positions[i]) {}
+        : first(rows.starts[i]), last(rows.starts[i + 1]), source(rows.sources[i]), target(rows.targets[i]), position(rows.positions[i]) {
+        if (!rows.drafts) return;
+        kept = rows.drafts[3 * i];
+        accepted = rows.drafts[3 * i + 1];
+        drafts = rows.drafts[3 * i + 2];
+    }
 };
 
 INLINE long num_rows(const StateRows& rows) { return rows.starts[rows.sequences[rows.count]]; }
@@ -27,13 +33,17 @@ template <class T>
 struct Inputs {
     const T* rows;  // the segment's first row
     long stride;    // elements from row to row
-    const T* tail;  // earlier inputs; null: zeros
+    const T* tail;  // inputs before accepted drafts; null: zeros
     long channels;  // of a tail
     long kernel;
+    const T* drafts;  // the first accepted draft
+    long draft_stride, accepted;
 
     // Row `row` of the segment, or an earlier row if negative; null: zeros.
     const T* at(long row) const {
         if (row >= 0) return rows + row * stride;
+        row += accepted;
+        if (row >= 0) return drafts + row * draft_stride;
         return tail ? tail + (kernel - 1 + row) * channels : nullptr;
     }
 };

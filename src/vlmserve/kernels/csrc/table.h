@@ -180,6 +180,9 @@ struct StateRows {
     const std::int32_t* targets;    // [segments]: slot that gets the state after it
     const std::int32_t* positions;  // [segments]: tokens of the sequence before it
     const std::int32_t* sequences;  // [count + 1]: first segment of each sequence
+    // [segments][3]: first row in `drafts`, how many of its rows precede the segment, and how many of the segment's last rows are
+    // drafts, which change no state and replace the rows in `drafts`. Null: no drafts.
+    const std::int32_t* drafts;
     long count;
 };
 
@@ -196,6 +199,7 @@ struct DeltaArgs {
     const float* norm;         // [value_size]
     float* states;             // [slots][value_heads][key_size][value_size]
     void* tail;                // [slots][kernel - 1][channels] of `dtype`, oldest first
+    void* drafts;              // [rows][q | k | v | b | a] of `dtype`; null: never any
     void* output;              // [tokens, value_heads * value_size] of `dtype`
     StateRows rows;
     void* scratch;  // `delta_scratch(args)` bytes
@@ -209,6 +213,7 @@ struct ConvolutionArgs {
     const void* mixed;    // [tokens, B | C | x] of `dtype`
     const float* weight;  // [kernel][channels]
     void* tail;           // [slots][kernel - 1][channels] of `dtype`, oldest first
+    void* drafts;         // [rows][channels] of `dtype`, B * x; null: never any
     void* output;         // [tokens, channels] of `dtype`
     StateRows rows;
     long channels, kernel;
@@ -254,7 +259,7 @@ struct Operation {
     long plan;                 // shared by operations of equal shapes; numbered in order of first use
     const Adapters* adapters;  // of linears; null: never any
     const void *convolution, *decay, *dt_bias;  // of the delta rule
-    void *states, *tail;                        // of the delta rule and of convolutions
+    void *states, *tail, *drafts;               // of the delta rule and of convolutions
     long value_size, kernel;                    // of the delta rule and of convolutions
     const ExpertsLayer* experts;
 };

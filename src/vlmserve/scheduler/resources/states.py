@@ -7,7 +7,7 @@ from typing import Any
 
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.cache.states import StatePool
-from vlmserve.layer_specs import CHUNK
+from vlmserve.layer_specs import CHUNK, MAX_STATE_DRAFTS
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.checkpoints import intervals, prefix_keys, ranked_boundaries
 from vlmserve.scheduler.resources.memory import boundaries_of
@@ -16,6 +16,7 @@ from vlmserve.scheduler.resources.state_hits import StateHits
 from vlmserve.scheduler.state_slots import StateSlots
 from vlmserve.scheduler.step_limits import StepLimits
 from vlmserve.steps import BlockCopy, SchedulerOutput
+from vlmserve.tasks import GENERATE
 
 
 class StateMemory(StateHits):
@@ -24,8 +25,13 @@ class StateMemory(StateHits):
     Requests leave checkpoints at boundaries of prompts, where prompts part, at even intervals, and at their end.
     """
 
-    def __init__(self, cache: PrefixCache, block_size: int, *, states: StatePool, **options: Any) -> None:
+    def __init__(
+        self, cache: PrefixCache, block_size: int, *, states: StatePool, draft_places: int = 0, **options: Any
+    ) -> None:
+        """draft_places: requests that may have drafts at once."""
         super().__init__(cache, block_size, states=states, **options)
+        self.draft_places = [*range(draft_places)]
+        """Free places."""
         spared = states.num_slots // 4 if self._prefix_caching else 0
         self._max_working = states.num_slots - spared
         self._num_working = 0
@@ -80,11 +86,22 @@ class StateMemory(StateHits):
             request.boundaries = request.boundaries | {*state.leaving}
 
     def grow(self, request: Request, num_tokens: int, spare: Sequence[Request] = ()) -> int:
-        """Drafts get no room, because states cannot be rolled back."""
-        reach = num_tokens
+        reach, most = num_tokens, max(1, request.num_uncomputed)
+        if num_tokens > most:
+            most += self._room_of_drafts(request)
         if 0 < num_tokens < request.num_uncomputed:
             reach = max(num_tokens, _next_end(request, request.num_computed) - request.num_computed)
-        return min(super().grow(request, reach, spare), num_tokens, max(1, request.num_uncomputed))
+        return min(super().grow(request, reach, spare), num_tokens, most)
+
+    def _room_of_drafts(self, request: Request) -> int:
+        """States do not go back, so drafts are kept beside them until the next step."""
+        state = request.state
+        assert state is not None
+        if request.num_uncomputed > 1 or len(state.slots) > 1 or request.task != GENERATE:
+            return 0
+        if state.draft_place is None and self.draft_places:
+            state.draft_place = self.draft_places.pop()
+        return 0 if state.draft_place is None else MAX_STATE_DRAFTS
 
     def extend(self, request: Request, start: int, end: int) -> int:
         return end if self.limit(request, start, end) > start else _next_end(request, start)
@@ -114,6 +131,10 @@ class StateMemory(StateHits):
             for slot in state.held:
                 self.states.release(slot)
             state.held = []
+        if state is not None and state.draft_place is not None:
+            state.accepted = num_computed - state.reached
+            if not state.accepted:
+                self._free_draft_place(state)
         if state is not None and state.leaving:
             for num_tokens, slots in state.planned:
                 self._register(request, state, num_tokens, slots)
@@ -122,6 +143,11 @@ class StateMemory(StateHits):
             state.planned = []
             self.planned.drop(request, num_computed)
         super().advance(request, num_computed)
+
+    def _free_draft_place(self, state: StateSlots) -> None:
+        if state.draft_place is not None:
+            self.draft_places.append(state.draft_place)
+            state.draft_place = None
 
     def _register(self, request: Request, state: StateSlots, num_tokens: int, slots: Sequence[int]) -> None:
         keys = prefix_keys(request, num_tokens, self._size)
@@ -132,15 +158,17 @@ class StateMemory(StateHits):
         state.keys += keys
 
     def _leave_last(self, request: Request, state: StateSlots) -> None:
-        """A step in flight may add the last token."""
+        """A step in flight may add the last token. Accepted drafts may not be in the states yet."""
         num_known, ahead = len(request.token_ids), state.reached - request.num_computed
         if state.reached > num_known and request.stop_token_id is not None:
             request.token_ids.append(request.stop_token_id)
         if ahead <= 1 and state.reached <= len(request.token_ids):
-            if ahead:
+            if ahead > 0:
                 self._register_full(request, request.num_computed // self._size, state.reached // self._size)
                 self._unproven[request.request_id] = prefix_keys(request, state.reached, self._size)
-            self._register(request, state, state.reached, state.slots)
+            # a small window may end after the states, which accepted drafts do not change
+            if all(table.first <= state.reached // self._size for table in request.tables):
+                self._register(request, state, state.reached, state.slots)
         del request.token_ids[num_known:]
 
     def lose(self, request_ids: Iterable[str]) -> None:
@@ -181,6 +209,7 @@ class StateMemory(StateHits):
     def release(self, request: Request, *, resumes: bool = False) -> None:
         state = request.state
         if state is not None:
+            self._free_draft_place(state)
             for slot in [*state.held, *(slot for _, slots in state.planned for slot in slots)]:
                 self.states.release(slot)
             self.planned.drop(request)
