@@ -2,25 +2,35 @@
 
     python -m benchmarks.retrieval
     python -m benchmarks.retrieval --texts 200 --vlm pixie --turns 3 --json report.json
-    python -m benchmarks.retrieval --texts 0 --vlm Qwen/Qwen3-VL-2B-Instruct --quantize int4
+    python -m benchmarks.retrieval --texts 0 --vlm qwen3-vl-2b --quantize int4 --through python --turns 1
 
 Embeddings run on SmolLM2-135M's shape with random weights. "Of prefill" divides their tokens/s by those of the same
 prompts with answers of one token. Nothing is cached. Decisions are predicates about one new image. "Of chats together"
 divides the time of as many chats with a JSON schema, all at once, by the time of the decisions. "Of chats in turn"
 divides the time of these chats one after the other. Each way gets an image of its own, and its questions share the
-prefix cache. In rows with a cached image, a chat about the image came before, and its time does not count. Figures are
+prefix cache. In rows with a cached image, a chat about the image came before, and its time does not count. Rows of the
+server send JPEG files to `/v1/decisions` and `/v1/chat/completions`, over connections that stay open. Figures are
 medians of the turns' ratios. Store a report in `benchmarks/results/server/MACHINE`.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import http.client
+import io
 import itertools
+import json
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 from PIL import Image
@@ -31,6 +41,7 @@ from benchmarks.peers import version
 from benchmarks.random_models import RANDOM_MODELS
 from benchmarks.sizes import SHAPES
 from benchmarks.sizes_files import write_checkpoint
+from benchmarks.soak import serving
 from vlmserve import LLM, SamplingParams
 from vlmserve.frontend.deciding import Question
 from vlmserve.types import Grammar
@@ -38,10 +49,15 @@ from vlmserve.types import Grammar
 NOTES = (
     "Of prefill: tokens/s of embeddings divided by those of the same prompts with answers of one token. "
     "Of chats: time of chats with a JSON schema divided by the time of decisions. Cached image: a chat about it came "
-    "before and does not count. Medians of interleaved turns."
+    "before and does not count. Server: over HTTP, images as JPEG files. Medians of interleaved turns."
 )
 COLUMNS = ("work", "model", "requests", "seconds", "of prefill", "of chats together", "of chats in turn")
 IMAGES = ("new", "cached")
+THROUGH = ("python", "server")
+DESCRIBE = "Describe the image."
+MAX_TOKENS = 64
+KV_CACHE = "1GiB"
+HEADERS = {"Content-Type": "application/json"}
 SCHEMA = {
     "type": "object",
     "properties": {"answer": {"enum": ["yes", "no"]}},
@@ -66,39 +82,120 @@ def embedding_row(llm: LLM, name: str, texts: int, lengths: tuple[int, int], tur
     return ["embeddings", name, texts, _rounded(seconds), _rounded(relative), None, None]
 
 
-def decision_row(llm: LLM, name: str, questions: int, size: int, turns: int, *, cached: bool) -> list[Any]:
-    """Predicates about a square image of noise. size: its width. cached: a chat about the image comes before."""
-    seeds = itertools.count()
-    statements = [f"{number} shapes are in the image." for number in range(questions)]
-    params = SamplingParams(temperature=0, max_tokens=64, grammar=Grammar.json(SCHEMA))
-    shown: list[dict[str, Any]] = []
+class Ways(NamedTuple):
+    """Ways to ask about an image, which `show` makes of pixels."""
 
-    def ask(text: str) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}]
+    show: Callable[[Image.Image], Any]
+    see: Callable[[Any], None]
+    """Chat, so that the image is cached."""
+    decide: Callable[[Any], None]
+    chat: Callable[[Any, Sequence[str]], None]
+    """Chat about statements, all at once."""
+
+
+def ways_in_python(llm: LLM, statements: Sequence[str]) -> Ways:
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, grammar=Grammar.json(SCHEMA))
+    one_token = SamplingParams(temperature=0, max_tokens=1)
+
+    def ask(image: Image.Image, *texts: str) -> list[dict[str, Any]]:
+        content = [{"type": "image", "image": image}, *({"type": "text", "text": text} for text in texts)]
+        return [{"role": "user", "content": content}]
+
+    def see(image: Image.Image) -> None:
+        llm.chat(ask(image, DESCRIBE), one_token, use_tqdm=False)
+
+    def decide(image: Image.Image) -> None:
+        llm.decide(ask(image), [Question.predicate(one) for one in statements], use_tqdm=False)
+
+    def chat(image: Image.Image, some: Sequence[str]) -> None:
+        llm.chat([ask(image, asked(one)) for one in some], params, use_tqdm=False)
+
+    return Ways(lambda image: image, see, decide, chat)
+
+
+def ways_through_server(url: str, statements: Sequence[str], pool: Executor) -> Ways:
+    """pool: a thread for each statement."""
+    kept = threading.local()
+
+    def post(path: str, **fields: Any) -> None:
+        if not hasattr(kept, "connection"):
+            kept.connection = http.client.HTTPConnection(urlsplit(url).netloc)
+        kept.connection.request("POST", path, json.dumps({"model": "default", **fields}), HEADERS)
+        response = kept.connection.getresponse()
+        text = response.read()
+        if response.status != HTTPStatus.OK:
+            raise RuntimeError(f"{path}: {text.decode()}")
+
+    def ask(shown: str, text: str, **fields: Any) -> None:
+        content = [{"type": "image_url", "image_url": {"url": shown}}, {"type": "text", "text": text}]
+        post("/v1/chat/completions", messages=[{"role": "user", "content": content}], temperature=0, **fields)
+
+    def check(shown: str, one: str) -> None:
+        schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+        ask(shown, asked(one), max_tokens=MAX_TOKENS, response_format=schema)
+
+    def decide(shown: str) -> None:
+        content = [{"role": "user", "content": [{"type": "input_image", "image_url": shown}]}]
+        post(
+            "/v1/decisions", input=content, questions=[{"type": "predicate", "instructions": one} for one in statements]
+        )
+
+    def chat(shown: str, some: Sequence[str]) -> None:
+        list(pool.map(partial(check, shown), some))
+
+    return Ways(as_url, lambda shown: ask(shown, DESCRIBE, max_tokens=1), decide, chat)
+
+
+def as_url(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=90)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def asked(statement: str) -> str:
+    return f'{statement} Is this true? Answer with {{"answer": "yes"}} or {{"answer": "no"}}.'
+
+
+def decision_row(ways: Ways, statements: Sequence[str], size: int, turns: int, *, cached: bool) -> list[Any]:
+    """Predicates about a square image: seconds and ratios. size: its width. cached: a chat about it comes before."""
+    seeds = itertools.count()
+    shown: list[Any] = []
 
     def prepare() -> None:
-        pixels = np.random.default_rng(next(seeds)).integers(0, 256, (size, size, 3), np.uint8)
-        shown[:] = [{"type": "image", "image": Image.fromarray(pixels)}]
+        coarse = np.random.default_rng(next(seeds)).integers(0, 256, (24, 24, 3), np.uint8)
+        shown[:] = [ways.show(Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC))]
         if cached:
-            llm.chat(ask("Describe the image."), SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-
-    def chats() -> list[list[dict[str, Any]]]:
-        return [
-            ask(f'{one} Is this true? Answer with {{"answer": "yes"}} or {{"answer": "no"}}.') for one in statements
-        ]
-
-    def decide() -> None:
-        content = [{"role": "user", "content": [*shown]}]
-        llm.decide(content, [Question.predicate(one) for one in statements], use_tqdm=False)
+            ways.see(shown[0])
 
     def in_turn() -> None:
-        for chat in chats():
-            llm.chat(chat, params, use_tqdm=False)
+        for one in statements:
+            ways.chat(shown[0], [one])
 
-    others = [lambda: llm.chat(chats(), params, use_tqdm=False), in_turn]
-    seconds, relative = ratios(decide, others, turns, prepare)
-    work = "decisions, cached image" if cached else "decisions"
-    return [work, name, questions, _rounded(seconds), None, *map(_rounded, relative)]
+    others = [lambda: ways.chat(shown[0], statements), in_turn]
+    seconds, relative = ratios(lambda: ways.decide(shown[0]), others, turns, prepare)
+    return [_rounded(seconds), None, *map(_rounded, relative)]
+
+
+def decision_rows(model: str, name: str, options: argparse.Namespace) -> list[list[Any]]:
+    """model: the name or folder to load."""
+    statements = [f"{number} shapes are in the image." for number in range(options.questions)]
+    rows: list[list[Any]] = []
+
+    def measure(ways: Ways, work: str) -> None:
+        for image in options.images:
+            found = decision_row(ways, statements, options.image_size, options.turns, cached=image == "cached")
+            rows.append([f"{work}, cached image" if image == "cached" else work, name, len(statements), *found])
+
+    if "python" in options.through:
+        weights = {} if options.quantize is None else {"quantize": options.quantize}
+        with LLM(model, kv_cache_memory=KV_CACHE, **weights) as llm:
+            measure(ways_in_python(llm, statements), "decisions")
+    if "server" in options.through:
+        flags = [] if options.quantize is None else ["--quantize", options.quantize]
+        names = ["--served-model-name", "default", "--kv-cache-memory", KV_CACHE]
+        with ThreadPoolExecutor(len(statements)) as pool, serving("serve", model, *names, *flags) as (url, _):
+            measure(ways_through_server(url, statements, pool), "decisions, server")
+    return rows
 
 
 def _rounded(value: float) -> float:
@@ -107,10 +204,14 @@ def _rounded(value: float) -> float:
 
 def _vlm(name: str, folder: Path) -> str:
     """The name or folder of a model with images."""
-    if name not in RANDOM_MODELS:
+    if name in SHAPES:
+        shape = SHAPES[name]
+        write_checkpoint(folder / name, shape.model_class, shape.text, shape.vision, RANDOM_MODELS["qwen3-vl"])
+    elif name in RANDOM_MODELS:
+        (folder / name).mkdir()
+        RANDOM_MODELS[name].write(folder / name)
+    else:
         return name
-    (folder / name).mkdir()
-    RANDOM_MODELS[name].write(folder / name)
     return str(folder / name)
 
 
@@ -130,6 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--images", nargs="+", choices=IMAGES, default=IMAGES, help="images of decisions (default: both)"
     )
+    parser.add_argument("--through", nargs="+", choices=THROUGH, default=THROUGH, help="ways to ask (default: both)")
     parser.add_argument("--image-size", type=int, default=448)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the report to this file")
@@ -141,11 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_checkpoint(folder / "text", shape.model_class, shape.text, None, RANDOM_MODELS["qwen3-vl"])
             with LLM(str(folder / "text"), kv_cache_memory="512MiB", enable_prefix_caching=False) as llm:
                 rows.append(embedding_row(llm, options.shape, options.texts, options.text_tokens, options.turns))
-        weights = {} if options.quantize is None else {"quantize": options.quantize}
         for name in options.vlm:
-            with LLM(_vlm(name, folder), kv_cache_memory="1GiB", **weights) as llm:
-                sizes = (options.questions, options.image_size, options.turns)
-                rows += [decision_row(llm, name, *sizes, cached=image == "cached") for image in options.images]
+            rows += decision_rows(_vlm(name, folder), name, options)
     report = {
         "title": "Embeddings and decisions" if options.texts else "Decisions",
         "command": " ".join(["python -m benchmarks.retrieval", *(arguments or sys.argv[1:])]),

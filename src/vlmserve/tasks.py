@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -90,3 +92,10 @@ GENERATE = Generate()
 class TaskResult(msgspec.Struct, frozen=True):
     data: bytes
     """Little-endian float32: concatenated embeddings, or a log probability for each continuation."""
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> TaskResult:
+        return cls(struct.pack(f"<{len(values)}f", *values))
+
+    def values(self) -> tuple[float, ...]:
+        return struct.unpack(f"<{len(self.data) // 4}f", self.data)

@@ -3,6 +3,8 @@
 make test-clients                       # all jobs
 make test-clients ARGS="openai ai-sdk"  # two jobs
 make test-clients ARGS=--light          # jobs that CI runs
+
+Installs take seconds with uv, and minutes with pip.
 """
 
 from __future__ import annotations
@@ -49,7 +51,13 @@ JOBS = {
         ("langchain-openai", "numpy"), "tests/clients/jobs/langchain_vectors.py", prints="equal vectors"
     ),
     "llama-index": Job(
-        ("llama-index-embeddings-openai-like",), "tests/clients/jobs/llama_index_vectors.py", prints="equal vectors"
+        (
+            "llama-index-embeddings-openai-like",
+            "llama-index-llms-openai-like",
+            "llama-index-postprocessor-cohere-rerank",
+        ),
+        "tests/clients/jobs/llama_index_vectors.py",
+        prints="equal vectors",
     ),
     "cohere": Job(("cohere",), "tests/clients/jobs/cohere_sdk.py", prints="ranked"),
     "ollama": Job(("ollama",), "tests/clients/jobs/ollama_sdk.py", light=True),
@@ -107,7 +115,11 @@ def install(name: str) -> list[str | Path]:
         return ["node", shutil.copy(script, folder)]  # Node looks for packages beside the script
     python = folder / "bin/python"
     venv.create(folder, symlinks=True)
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
+    uv = shutil.which("uv")
+    if uv is None:
+        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
+    else:
+        pip = [uv, "pip", "install", "--python", python, "--quiet"]
     pinned = ["--constraint", ROOT / "constraints.txt"] if job.light else []
     finish([*pip, *pinned, *job.packages], folder, timeout, InstallError)
     return [python, script]

@@ -22,6 +22,7 @@ from vlmserve.frontend.deciding import (
     shared_prefix,
 )
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.prompt import template_limits
 from vlmserve.server import preparation
 from vlmserve.server.schema.decisions import DecisionRequest
 from vlmserve.settings.config import MediaConfig
@@ -118,6 +119,29 @@ def test_questions_look_an_image_up_once(live):
     assert after.hits + after.misses - before.hits - before.misses == 1
 
 
+def test_questions_of_text_are_prepared_together(live, monkeypatch):
+    sizes = []
+    prepare = preparation.Preparation.prepare_alike
+
+    async def noted(self, conversations, known, **options):
+        sizes.append(len(conversations))
+        return await prepare(self, conversations, known, **options)
+
+    monkeypatch.setattr(preparation.Preparation, "prepare_alike", noted)
+    with_image = {**PREDICATE, "instructions": [{"type": "input_image", "image_url": data_url("blue")}]}
+    together = decide(live, [PREDICATE, CHOICE, with_image, SCORE])
+    assert sizes == [2]
+    alone = [decide(live, [one]) for one in (PREDICATE, CHOICE, with_image, SCORE)]
+    assert [one.to_dict() for one in together.answers] == [one.answers[0].to_dict() for one in alone]
+
+
+def test_slow_templates_are_rendered_alone(live, monkeypatch):
+    expected = decide(live, [PREDICATE, CHOICE, SCORE]).to_dict()
+    monkeypatch.setattr(template_limits, "QUICK_SECONDS", 0.0)
+    monkeypatch.setattr(template_limits, "CHECK_INTERVAL", 1)
+    assert decide(live, [PREDICATE, CHOICE, SCORE]).to_dict()["answers"] == expected["answers"]
+
+
 def test_items_of_all_types_are_content(live):
     items = [
         {"role": "developer", "content": "Be strict"},
@@ -141,6 +165,7 @@ def test_items_of_all_types_are_content(live):
         ([{**SCORE, "levels": [{"label": str(n)} for n in range(11)]}], IMAGE, "levels"),
         ([PREDICATE], [{"role": "user", "content": [{"type": "input_json", "data": 3}]}], "object"),
         ([PREDICATE], [{"type": "function_call_output", "call_id": "1", "output": "a"}], "call_id"),
+        ([PREDICATE, {**PREDICATE, "instructions": "one two three " * 9000}], IMAGE, "maximum context length"),
         (
             [
                 PREDICATE,

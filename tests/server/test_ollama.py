@@ -73,6 +73,7 @@ def test_vectors_equal_those_of_openais_api(live, client):
     assert [list(one) for one in found.embeddings] == [one.embedding for one in expected]
     assert found.prompt_eval_count > 0 < found.total_duration
     assert len(client.embed("tiny", "a").embeddings) == 1
+    assert client.embeddings("tiny", "a").embedding == client.embed("tiny", "a").embeddings[0]
 
 
 def test_long_inputs_are_truncated_by_default(client):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from blake3 import blake3
 
 from vlmserve.types import KEY_BYTES, ImageSpan
+
+_ROOTS = 64
+"""Roots to remember: requests of one model, adapter and salt share theirs."""
 
 
 class TouchedImage(NamedTuple):
@@ -21,6 +25,7 @@ class TouchedImage(NamedTuple):
     length: int
 
 
+@lru_cache(_ROOTS)
 def root_key(identity: bytes, *, adapter: bytes = b"", salt: str = "") -> bytes:
     """Return the parent of first blocks. identity: from `cache_identity`. adapter: digest of its content."""
     parts = (identity, adapter, salt.encode())

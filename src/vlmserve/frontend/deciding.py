@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -171,9 +172,11 @@ def shared_prefix(prompts: Sequence[Prompt]) -> Prompt | None:
 
 def probabilities(result: npt.NDArray[np.float32], temperature: float = 1.0) -> list[float]:
     """Normalize the probabilities of the answers to one question. result: log probabilities of `Decider.task`."""
-    sums = result.astype(np.float64) / temperature
-    weights = np.exp(sums - sums.max())
-    return [float(value) for value in weights / weights.sum()]
+    sums = [value / temperature for value in result.tolist()]
+    most = max(sums)
+    weights = [math.exp(value - most) for value in sums]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 def confidence(distribution: Sequence[float]) -> float:

@@ -85,13 +85,7 @@ class OfflineBatch:
 
     def _fill(self, executor: ThreadPoolExecutor) -> None:
         while not self._exhausted:
-            ahead = [job for job, _ in self._preparing] + [job for job in self._running if job.is_ahead]
-            known = [job.num_bytes for job in ahead if job.num_bytes is not None]
-            self._largest = max([self._largest, *known])
-            # Assume that unprepared items equal the largest so far.
-            num_bytes = sum(known) + self._largest * (len(ahead) - len(known))
-            most = self._bounds.prepare_ahead if self._largest else self._num_threads
-            if ahead and (len(ahead) >= most or num_bytes >= self._bounds.prepare_ahead_memory):
+            if not self._call.is_prepared and self._is_far_ahead():
                 return
             if self._window is not None and len(self._unyielded) >= self._window:
                 return
@@ -109,6 +103,15 @@ class OfflineBatch:
             else:
                 future = executor.submit(self._prepare, job, item, adapter)
             self._preparing.append((job, future))
+
+    def _is_far_ahead(self) -> bool:
+        ahead = [job for job, _ in self._preparing] + [job for job in self._running if job.is_ahead]
+        known = [job.num_bytes for job in ahead if job.num_bytes is not None]
+        self._largest = max([self._largest, *known])
+        # Assume that unprepared items equal the largest so far.
+        num_bytes = sum(known) + self._largest * (len(ahead) - len(known))
+        most = self._bounds.prepare_ahead if self._largest else self._num_threads
+        return bool(ahead) and (len(ahead) >= most or num_bytes >= self._bounds.prepare_ahead_memory)
 
     def _prepare(self, job: _Job, item: Any, adapter: str) -> Prepared:
         prepared = self._call.prepare_for(adapter, item, job.params)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.searches import Search
 from vlmserve.steps import ModelRunnerOutput
@@ -22,7 +20,7 @@ class Branches(Search):
     def __init__(self, root: Request, task: Score) -> None:
         super().__init__(root)
         self._task: Final = task
-        self._sums: np.ndarray = np.zeros(len(task.continuations))
+        self._sums = [0.0] * len(task.continuations)
         self._unscored = task.branches
         self._places: dict[str, int] = {}
         self._root = root
@@ -32,14 +30,14 @@ class Branches(Search):
         return self._task.first_branch[:-1]
 
     def enter(self, request: Request, output: ModelRunnerOutput) -> bool:
-        values = np.frombuffer(output.results[request.request_id].data, "<f4").astype(np.float64)
+        values = output.results[request.request_id].values()
         if request is self._root:
             count = len(self._sums)
-            self._sums += values[:count]
+            self._sums = [a + b for a, b in zip(self._sums, values[:count], strict=True)]
             if len(values) > count:
-                self._sums[self._unscored.pop(0)] += values[count:].sum()
+                self._sums[self._unscored.pop(0)] += sum(values[count:])
             return True
-        self._sums[self._places[request.request_id]] += values.sum()
+        self._sums[self._places[request.request_id]] += sum(values)
         if len(self.members) > 1:
             self.members.remove(request)
             return False
@@ -62,7 +60,7 @@ class Branches(Search):
         return [(self._root, [*self.members])]
 
     def output(self) -> EngineOutput:
-        result = TaskResult(self._sums.astype("<f4").tobytes())
+        result = TaskResult.of(self._sums)
         root = self._root
         cached, encoded = root.num_cached or 0, root.num_encoded
         return EngineOutput(

@@ -41,6 +41,7 @@ from vlmserve.server.routes.models import list_models, show_model
 from vlmserve.server.routes.ollama import (
     ollama_chat,
     ollama_embed,
+    ollama_embeddings,
     ollama_generate,
     ollama_ps,
     ollama_show,
@@ -63,7 +64,9 @@ from vlmserve.server.schema.ollama import (
     LocalModels,
     OllamaAnswer,
     OllamaChatRequest,
+    OllamaEmbedding,
     OllamaEmbeddings,
+    OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaError,
     OllamaGenerateRequest,
@@ -127,6 +130,10 @@ def _ollama_operations() -> list[Operation]:
             errors=OllamaError,
         ),
         Operation("POST", "/api/embed", ollama_embed, OllamaEmbedRequest, answer=OllamaEmbeddings, errors=OllamaError),
+        Operation(
+            "POST", "/api/embeddings", ollama_embeddings, OllamaEmbeddingsRequest, answer=OllamaEmbedding,
+            errors=OllamaError,
+        ),
         Operation("GET", "/api/tags", ollama_tags, answer=LocalModels, errors=OllamaError),
         Operation("GET", "/api/ps", ollama_ps, answer=LocalModels, errors=OllamaError),
         Operation("POST", "/api/show", ollama_show, ShowRequest, answer=ShownModel, errors=OllamaError),

@@ -14,6 +14,7 @@ import msgspec
 
 from vlmserve.cancellation import run_in_thread
 from vlmserve.cores import usable_cores
+from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.conversations import ConversationOptions
 from vlmserve.frontend.media_preparer import KnownMedia
 from vlmserve.frontend.tools import ToolUse
@@ -38,6 +39,8 @@ _SLOW_TEXT_THREADS = 2
 """Threads for prompts with slow chat templates."""
 _SHORT_TEXT = 2000
 """Characters of a prompt that is made faster than another thread starts."""
+_ALIKE = 64
+"""Conversations that a thread prepares before other clients get their turn."""
 _IMAGE_REQUESTS = 16
 """Concurrent requests with images per decoding thread; most of them wait for such a thread."""
 _FILES = frozenset({"file", "video_url"})
@@ -142,13 +145,7 @@ class Preparation:
         self, messages: list[dict[str, Any]], known: KnownMedia | None = None, **options: Unpack[ConversationOptions]
     ) -> Prompt:
         """Make the prompt of a conversation in a worker thread. Takes and raises the same as the preparer."""
-        shown = [
-            part
-            for message in messages
-            if isinstance(message.get("content"), list)
-            for part in message["content"]
-            if part["type"] != "text"
-        ]
+        shown = _shown(messages)
         conversation = self.preparer.conversation(messages, known, **options)
         workers = self._workers(shown)
         has_tools = options.get("tools") is not None
@@ -169,6 +166,32 @@ class Preparation:
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these images", "out_of_memory"
             ) from None
 
+    async def prepare_alike(
+        self, conversations: Sequence[list[dict[str, Any]]], known: KnownMedia, **options: Unpack[ConversationOptions]
+    ) -> list[Prompt | InvalidRequestError | None]:
+        """Make prompts in one worker thread, with media that `known` contains.
+
+        Errors take the places of prompts. None: the chat template takes long, so `prepare` must make this prompt.
+        """
+
+        def make(messages: list[dict[str, Any]]) -> Prompt | InvalidRequestError | None:
+            try:
+                return self.preparer.conversation(messages, known, **options).prompt()
+            except SlowRenderingError:
+                return None
+            except InvalidRequestError as error:
+                return error
+
+        def make_quickly(some: Sequence[list[dict[str, Any]]]) -> list[Prompt | InvalidRequestError | None]:
+            with only_quick():
+                return [make(messages) for messages in some]
+
+        made: list[Prompt | InvalidRequestError | None] = []
+        for start in range(0, len(conversations), _ALIKE):
+            some = conversations[start : start + _ALIKE]
+            made += await self._run(self._workers(_shown(some[0])), functools.partial(make_quickly, some))
+        return made
+
     async def _prepare_slowly(self, conversation: Conversation, workers: FairThreads, *, has_files: bool) -> Prompt:
         """Prepare slowly. Few conversations at a time may keep files in memory."""
         with contextlib.ExitStack() as stack:
@@ -188,6 +211,12 @@ class Preparation:
         if any(not url.startswith("data:") for part in shown for url in _urls(part)):
             return self._fetches
         return self._images if shown else self._texts
+
+
+def _shown(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The parts that are not text."""
+    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    return [part for content in contents for part in content if part["type"] != "text"]
 
 
 def _num_characters(message: Mapping[str, Any]) -> int:

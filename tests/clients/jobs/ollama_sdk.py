@@ -16,4 +16,5 @@ question = {"role": "user", "content": "What colour is the circle?", "images": [
 vectors = client.embed(given.model, ["a red circle", "a blue square"]).embeddings
 assert len(vectors) == 2
 assert vectors[0] != vectors[1]
+assert client.embeddings(given.model, "a red circle").embedding == vectors[0]
 print(client.chat(given.model, [question], options={"temperature": 0}).message.content)

@@ -12,6 +12,7 @@ from vlmserve.devices.out_of_memory import with_less_memory
 from vlmserve.kernels.transfers import to_device
 from vlmserve.models.protocols import LanguageModel
 from vlmserve.runner.adapters import RunnerAdapters
+from vlmserve.runner.heads.head import Head
 from vlmserve.runner.heads.scores import TokenHead, logprobs_after
 from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.steps import ModelRunnerOutput, RequestFailure
@@ -35,39 +36,40 @@ def read_rows(
 ) -> list[tuple[str, Tensor]]:
     """Give each head its rows. Returns finished results. hidden: ``[rows of head_rows, hidden_size]``."""
     results: list[tuple[str, Tensor]] = []
-    logprobs = _logprobs(scheduled, hidden, model, adapters)
+    read = [(request, request.state.head, _places(request)) for request in scheduled if request.state.head is not None]
+    logprobs = _logprobs(read, hidden, model, adapters)
     first = 0
-    for request in scheduled:
-        head, count = request.state.head, len(_places(request))
-        if head is not None:
-            if count:
-                rows = logprobs.get(request.state.request_id)
-                head.take(hidden[first : first + count] if rows is None else rows, count)
-            if request.end >= len(request.state.token_ids):
-                results.append((request.state.request_id, head.result()))
+    for request, head, places in read:
+        state, count = request.state, len(places)
+        if count:
+            rows = logprobs.get(state.request_id)
+            head.take(hidden[first : first + count] if rows is None else rows, count)
+        if request.end >= len(state.token_ids):
+            results.append((state.request_id, head.result()))
         first += count
     return results
 
 
 def _logprobs(
-    scheduled: Sequence[ScheduledRequest], hidden: Tensor, model: LanguageModel, adapters: RunnerAdapters | None
+    read: Sequence[tuple[ScheduledRequest, Head, range]],
+    hidden: Tensor,
+    model: LanguageModel,
+    adapters: RunnerAdapters | None,
 ) -> dict[str, Tensor]:
-    """Computes the rows of each adapter together."""
-    groups: dict[bytes, list[tuple[ScheduledRequest, TokenHead, int]]] = {}
+    """Computes the rows of each adapter together. read: requests with the places that their heads read."""
+    groups: dict[bytes, list[tuple[ScheduledRequest, TokenHead, range, int]]] = {}
     first = 0
-    for request in scheduled:
-        count = len(_places(request))
-        if count and isinstance(request.state.head, TokenHead):
-            groups.setdefault(request.state.adapter, []).append((request, request.state.head, first))
-        first += count
+    for request, head, places in read:
+        if places and isinstance(head, TokenHead):
+            groups.setdefault(request.state.adapter, []).append((request, head, places, first))
+        first += len(places)
     found: dict[str, Tensor] = {}
     for adapter, members in groups.items():
         rows: list[int] = []
         wanted: list[Sequence[int]] = []
         sizes: list[int] = []
-        for request, head, first in members:
-            places = _places(request)
-            own = [head.tokens_after(place, request.state.token_ids) for place in places]
+        for request, token_head, places, first in members:
+            own = [token_head.tokens_after(place, request.state.token_ids) for place in places]
             rows += range(first, first + len(places))
             wanted += own
             sizes.append(sum(map(len, own)))
@@ -83,12 +85,13 @@ def write_results(results: Sequence[tuple[str, Tensor]], output: ModelRunnerOutp
     tensors = [values for _, values in results]
     joined = with_less_memory(lambda: torch.cat(tensors).cpu(), lambda: torch.cat([tensor.cpu() for tensor in tensors]))
     host = joined.numpy().astype("<f4", copy=False)
+    are_finite = bool((host < math.inf).all())
     first = 0
     for request_id, tensor in results:
         values = host[first : first + len(tensor)]
         first += len(tensor)
         output.token_ids[request_id] = []
-        if (values < math.inf).all():
+        if are_finite or (values < math.inf).all():
             output.results[request_id] = TaskResult(values.tobytes())
         else:
             output.failures[request_id] = RequestFailure("not_finite")

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.frontend.conversations import thinking_settings
+from vlmserve.frontend.conversations import ConversationOptions, thinking_settings
 from vlmserve.frontend.deciding import Decider, Parts, confidence, probabilities, with_shared
 from vlmserve.frontend.deciding import Question as AskedQuestion
 from vlmserve.frontend.media_preparer import KnownMedia
@@ -60,13 +60,7 @@ class DecisionDialect(Dialect[DecisionRequest]):
         with service.bodies.share() as share:
             content = await self._content(service, turns, share)
             questions = [one.asked(_instructions(one)) for one in body.questions]
-            known: KnownMedia = {}
-            prepared = [
-                self._question(service, body, turns, content, number, one, known)
-                for number, one in enumerate(questions)
-            ]
-            first = await prepared.pop(0)  # prepares the shared images
-            shared, prompts = with_shared([first, *await asyncio.gather(*prepared)])
+            shared, prompts = with_shared(await self._prompts(service, body, turns, content, questions))
         size = sum(len(answer) for question in questions for answer in question.answers)
         tasks = await service.preparation.text(lambda _: [decider.task(one.answers) for one in questions], size)
         return GenerationRequest(
@@ -85,33 +79,42 @@ class DecisionDialect(Dialect[DecisionRequest]):
             turns.reword(error)
             raise
 
-    async def _question(
+    async def _prompts(
         self,
         service: Service,
         body: DecisionRequest,
         turns: Turns,
         content: Sequence[Message],
-        number: int,
-        question: AskedQuestion,
-        known: KnownMedia,
-    ) -> Prompt:
-        """Make the prompt of a question. known: media of the content and of other questions; it grows."""
-        messages = question.after(content)
-        try:
-            with service.bodies.share() as share:
-                return await service.preparation.prepare(
-                    await with_files(service, self._owner, messages, share),
-                    known,
-                    cache_salt=body.cache_salt or "",
-                    template_settings=thinking_settings(False, service.preparer.template_settings),
-                    mm_processor_kwargs=body.processor_kwargs,
-                )
-        except InvalidRequestError as error:
-            last = messages[-1]["content"]
-            start = len(last) - len(question.parts) - (not question.rule_first) if isinstance(last, list) else 0
-            _name_question(error, number, len(messages) - 1, start)
-            turns.reword(error)
-            raise
+        questions: Sequence[AskedQuestion],
+    ) -> list[Prompt]:
+        """Raises VLMServeError, naming the question or the item."""
+        known: KnownMedia = {}
+        conversations = [one.after(content) for one in questions]
+        options: ConversationOptions = {
+            "cache_salt": body.cache_salt or "",
+            "template_settings": thinking_settings(False, service.preparer.template_settings),
+            "mm_processor_kwargs": body.processor_kwargs,
+        }
+
+        async def alone(number: int) -> Prompt:
+            try:
+                with service.bodies.share() as share:
+                    messages = await with_files(service, self._owner, conversations[number], share)
+                    return await service.preparation.prepare(messages, known, **options)
+            except InvalidRequestError as error:
+                raise _about(error, number, questions[number], conversations[number], turns) from error
+
+        prompts = {0: await alone(0)}  # prepares the shared media
+        alike = [number for number in range(1, len(questions)) if _has_known_media(content, questions[number])]
+        made = await service.preparation.prepare_alike([conversations[number] for number in alike], known, **options)
+        for number, prompt in zip(alike, made, strict=True):
+            if isinstance(prompt, InvalidRequestError):
+                raise _about(prompt, number, questions[number], conversations[number], turns)
+            if prompt is not None:
+                prompts[number] = prompt
+        others = [number for number in range(len(questions)) if number not in prompts]
+        prompts |= zip(others, await asyncio.gather(*map(alone, others)), strict=True)
+        return [prompts[number] for number in range(len(questions))]
 
     async def complete(self, body: DecisionRequest, generation: Generation) -> Decision:
         await generation.finished()
@@ -157,13 +160,31 @@ async def _with_fetched(service: Service, messages: Sequence[Message], share: Bo
     return shown
 
 
-def _name_question(error: InvalidRequestError, number: int, last: int, start: int) -> None:
-    """Let an error name the question, whose parts begin at part `start` of message `last`."""
+def _has_known_media(content: Sequence[Message], question: AskedQuestion) -> bool:
+    """Return whether a question adds only text to images, which another question has prepared."""
+    shown = [part for message in content if isinstance(message["content"], list) for part in message["content"]]
+    return all(part["type"] in ("text", "image_url") for part in shown) and all(
+        part["type"] == "text" for part in question.parts
+    )
+
+
+def _about(
+    error: InvalidRequestError,
+    number: int,
+    question: AskedQuestion,
+    messages: Sequence[Message],
+    turns: Turns,
+) -> InvalidRequestError:
+    """Let an error name the question, whose parts end the last message, or else the item."""
+    last = messages[-1]["content"]
+    start = len(last) - len(question.parts) - (not question.rule_first) if isinstance(last, list) else 0
     found = re.match(r"messages\[(\d+)\]\.content\[(\d+)\]", error.param or "")
-    if found is not None and int(found[1]) == last and int(found[2]) >= start:
+    if found is not None and int(found[1]) == len(messages) - 1 and int(found[2]) >= start:
         place = f"questions[{number}].instructions[{int(found[2]) - start}]"
         error.args = (str(error).replace(found[0], place).replace(".image_url.url", ".image_url"),)
         error.param = place
+    turns.reword(error)
+    return error
 
 
 def _answer(question: Question, values: list[float]) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:

@@ -36,7 +36,9 @@ from vlmserve.server.schema.ollama import (
     ModelDetails,
     OllamaAnswer,
     OllamaChatRequest,
+    OllamaEmbedding,
     OllamaEmbeddings,
+    OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     ShownModel,
@@ -138,14 +140,15 @@ class OllamaDialect(ChatDialect):
 
 
 class OllamaEmbedDialect(EmbeddingDialect):
-    def __init__(self, owner: str) -> None:
+    def __init__(self, owner: str, body_kind: type[OllamaEmbedRequest] | type[OllamaEmbeddingsRequest]) -> None:
         super().__init__(owner)
+        self._body_kind = body_kind
         self._began = time.monotonic_ns()
         self._model = ""
         self._truncates = True
 
     async def read(self, request: Request, share: BodyShare) -> EmbeddingRequest:
-        body = await read_parsed(request, OllamaEmbedRequest, share)
+        body = await read_parsed(request, self._body_kind, share)
         self._model, self._truncates = body.model, body.truncate
         return body.as_embedding()
 
@@ -164,6 +167,8 @@ class OllamaEmbedDialect(EmbeddingDialect):
     async def complete(self, body: EmbeddingRequest, generation: Generation) -> object:
         await generation.finished()
         vectors = await written(generation.results())
+        if self._body_kind is OllamaEmbeddingsRequest:
+            return OllamaEmbedding(vectors[0])
         duration = time.monotonic_ns() - self._began
         return OllamaEmbeddings(self._model, vectors, duration, 0, generation.usage.prompt_tokens)
 
@@ -201,7 +206,12 @@ async def ollama_generate(request: Request) -> Response:
 
 async def ollama_embed(request: Request) -> Response:
     """Return vectors of texts in the form of Ollama's API."""
-    return await answer(request, OllamaEmbedDialect(owner_of(request)))
+    return await answer(request, OllamaEmbedDialect(owner_of(request), OllamaEmbedRequest))
+
+
+async def ollama_embeddings(request: Request) -> Response:
+    """Return the vector of a text in the older form of Ollama's API."""
+    return await answer(request, OllamaEmbedDialect(owner_of(request), OllamaEmbeddingsRequest))
 
 
 async def ollama_tags(request: Request) -> Response:

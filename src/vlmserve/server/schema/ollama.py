@@ -194,26 +194,55 @@ def _chat_messages(messages: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
     return converted
 
 
-class OllamaEmbedRequest(RequestModel):
-    """The body of ``POST /api/embed``."""
+class _EmbedRequest(RequestModel):
+    """Fields of all requests for vectors."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
 
     model: str
-    input: str | list[str] = Field(description="A text, or a list of texts.")
     truncate: bool = Field(True, description="Cut inputs that are too long.")
     dimensions: int | None = None
     options: JSONObject = Field(default_factory=dict, description="Has no effect on vectors.")
     cache_salt: str | None = None
 
+    @property
+    def texts(self) -> str | list[str]:
+        raise NotImplementedError
+
     def as_embedding(self) -> EmbeddingRequest:
         """Convert to embeddings. Raises InvalidRequestError, naming the field there."""
-        fields: dict[str, Any] = {"model": self.model.removesuffix(_LATEST), "input": self.input}
+        fields: dict[str, Any] = {"model": self.model.removesuffix(_LATEST), "input": self.texts}
         if self.dimensions:
             fields["dimensions"] = self.dimensions
         if self.cache_salt is not None:
             fields["cache_salt"] = self.cache_salt
         return validate(EmbeddingRequest, fields)
+
+
+class OllamaEmbedRequest(_EmbedRequest):
+    """The body of ``POST /api/embed``."""
+
+    input: str | list[str] = Field(description="A text, or a list of texts.")
+
+    @property
+    def texts(self) -> str | list[str]:
+        return self.input
+
+
+class OllamaEmbeddingsRequest(_EmbedRequest):
+    """The body of ``POST /api/embeddings``."""
+
+    prompt: str = Field(description="A text.")
+
+    @property
+    def texts(self) -> str | list[str]:
+        return self.prompt
+
+
+class OllamaEmbedding(msgspec.Struct):
+    """The response of ``POST /api/embeddings``."""
+
+    embedding: Any
 
 
 class OllamaEmbeddings(msgspec.Struct):
