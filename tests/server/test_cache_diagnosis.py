@@ -36,7 +36,8 @@ def span(start: int, key: int) -> ImageSpan:
 def asked(*messages: dict[str, Any], tokens: list[int] = TOKENS, images: tuple[ImageSpan, ...] = (), **fields: Any):
     prompt = Prompt(tokens, images)
     owner, salt = fields.get("owner", ""), fields.get("salt", "")
-    return AskedPrompt(owner, salt, messages, fields.get("tools"), prompt, fields.get("budget"))
+    tools, budget, cut = fields.get("tools"), fields.get("budget"), fields.get("cut", 0)
+    return AskedPrompt(owner, salt, messages, tools, prompt, budget, cut)
 
 
 def changed_at(place: int) -> list[int]:
@@ -55,6 +56,8 @@ def changed_at(place: int) -> list[int]:
         (asked(SYSTEM, user("a", IMAGE), tokens=changed_at(50)), "settings", 50, None),
         (asked(SYSTEM, user("a", IMAGE), tokens=changed_at(98)), None, 0, None),
         (asked(SYSTEM, user("a", IMAGE), salt="tenant"), "salt", 0, None),
+        (asked(SYSTEM, user("a", IMAGE), user("b"), tokens=[*TOKENS[5:], *range(5)], cut=5), "truncated", 0, None),
+        (asked(SYSTEM, user("a", IMAGE), tokens=[*TOKENS, 5], cut=5), None, 0, None),
     ],
 )  # fmt: skip
 def test_first_change_is_the_reason(after: AskedPrompt, reason: Any, reusable: int, changed: Changed | None) -> None:
@@ -200,8 +203,9 @@ def test_prewarming_ignores_a_minimum_length(real: LiveServer) -> None:
         assert response.status_code == 200, response.text
 
 
-def chat(server: LiveServer, text: str, **options: Any) -> dict[str, Any]:
+def chat(server: LiveServer, text: str, kept: int | None = None, **options: Any) -> dict[str, Any]:
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "prompt_cache_options": options}
+    body |= {} if kept is None else {"truncate_prompt_tokens": kept}
     response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
     assert response.status_code == 200, response.text
     return response.json()
@@ -221,6 +225,16 @@ def test_chat_completions_say_what_changed(real: LiveServer) -> None:
     assert (found["type"], found["reason"]) == ("cache_miss", "input_changed")
     unknown = chat(real, "Hello", comparison_response_id="chatcmpl-0")
     assert unknown["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
+
+
+def test_other_truncation_is_the_reason(real: LiveServer) -> None:
+    text = "Which tokens at the beginning of a prompt does a truncated request lack?"
+    first = chat(real, text, 12)
+    again = chat(real, text, 12, comparison_response_id=first["id"])
+    assert again["prompt_cache_diagnostics"] == {"type": "cache_hit"}
+    other = chat(real, text, 11, comparison_response_id=first["id"])
+    assert other["usage"]["prompt_tokens"] == 11
+    assert other["prompt_cache_diagnostics"] == {"type": "unavailable", "detail": "prompt_truncated"}
 
 
 def test_streamed_chat_completions_diagnose_last(real: LiveServer) -> None:

@@ -28,18 +28,19 @@ _LIMITS = frozenset({"min_pixels", "max_pixels", "max_tokens", "detail", "fps"})
 """Fields of a part that limit its size."""
 
 Reason = Literal[
-    "model", "salt", "tools", "system", "messages", "budget", "settings",
+    "model", "salt", "truncated", "tools", "system", "messages", "budget", "settings",
     "evicted", "no_checkpoint", "never_seen", "not_cacheable",
 ]  # fmt: skip
-"""budget: size limits of all images. settings: other values that the chat template reads. The last four: nothing
-changed, and the caches lack the prompt. never_seen: another worker answered, or the engine has restarted.
-not_cacheable: the request may not use cached tokens."""
+"""truncated: the prompts lost beginnings of different lengths (`truncate_prompt_tokens`). budget: size limits of all
+images. settings: other values that the chat template reads. The last four: nothing changed, and the caches lack the
+prompt. never_seen: another worker answered, or the engine has restarted. not_cacheable: the request may not use cached
+tokens."""
 
 
 DETAILS: Mapping[Reason, str] = {
-    "salt": "cache_salt_changed", "budget": "image_budget_changed", "settings": "prompt_settings_changed",
-    "evicted": "evicted", "no_checkpoint": "no_checkpoint", "never_seen": "never_seen",
-    "not_cacheable": "not_cacheable",
+    "salt": "cache_salt_changed", "truncated": "prompt_truncated", "budget": "image_budget_changed",
+    "settings": "prompt_settings_changed", "evicted": "evicted", "no_checkpoint": "no_checkpoint",
+    "never_seen": "never_seen", "not_cacheable": "not_cacheable",
 }  # fmt: skip
 """Names of reasons that OpenAI's and Anthropic's APIs lack."""
 
@@ -74,6 +75,15 @@ class Miss:
     changed: Changed | None = None
     seconds_since_eviction: float | None = None
 
+    def details(self) -> dict[str, Any]:
+        """Fields of answers for what OpenAI's and Anthropic's types lack."""
+        fields = {
+            "detail": DETAILS.get(self.reason),
+            "changed": self.changed,
+            "seconds_since_eviction": self.seconds_since_eviction,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
 
 class AskedPrompt:
     def __init__(
@@ -84,9 +94,13 @@ class AskedPrompt:
         tools: object,
         prompt: Prompt,
         budget: object = None,
+        cut: int = 0,
     ) -> None:
-        """messages: of chat completions. owner: the only one who may compare with it. budget: of all images."""
-        self.owner, self._salt = owner, salt
+        """messages: of chat completions. owner: the only one who may compare with it. budget: of all images.
+
+        cut: tokens that the beginning of the prompt has lost.
+        """
+        self.owner, self._salt, self._cut = owner, salt, cut
         self._tools, self._budget = _digest(tools), _digest(budget)
         self._system = [_parts(one) for one in messages if one["role"] in ("system", "developer")]
         self._messages = [_parts(one) for one in messages if one["role"] not in ("system", "developer")]
@@ -140,6 +154,8 @@ class AskedPrompt:
             return "salt", None
         if common >= len(earlier._token_ids):
             return None, None
+        if self._cut != earlier._cut:
+            return "truncated", None
         if self._tools != earlier._tools:
             return "tools", None
         if self._system != earlier._system:

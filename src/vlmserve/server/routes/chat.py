@@ -12,13 +12,13 @@ from starlette.responses import Response
 
 from vlmserve.errors import VLMServeError
 from vlmserve.frontend.tool_parser import ContentDelta, Event, ThoughtDelta, ToolCallDelta, ToolCallStart
-from vlmserve.server.cache_diagnosis import AskedPrompt, Diagnosis
+from vlmserve.server.cache_diagnosis import Diagnosis
 from vlmserve.server.confidence import AnswerConfidences
 from vlmserve.server.errors import error_body
 from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
 from vlmserve.server.history import owner_of, with_files
 from vlmserve.server.routes.answering import Dialect, answer
-from vlmserve.server.routes.diagnosing import diagnose
+from vlmserve.server.routes.diagnosing import asked_prompt, diagnose
 from vlmserve.server.routes.events import DONE, event, usage_until_now
 from vlmserve.server.schema.caching import CacheDiagnostics
 from vlmserve.server.schema.chat import (
@@ -61,9 +61,7 @@ class ChatDialect(Dialect[ChatRequest]):
 
     async def ask(self, service: Service, body: ChatRequest) -> GenerationRequest:
         check_top_logprobs(body.top_logprobs, service.max_logprobs)
-        # the engine computes at least one token
-        limit = max(1, body.min_tokens) if body.prewarms else body.token_limit
-        params = body.sampling_params(service.defaults, limit, service.default_limit)
+        params = body.sampling_params(service.defaults, body.token_limit, service.default_limit)
         if body.wants_confidence and not body.return_token_ids:
             self._confidences = AnswerConfidences(service.preparer.answers.token_bytes)
         cache_salt = body.cache_salt or ""
@@ -84,7 +82,7 @@ class ChatDialect(Dialect[ChatRequest]):
                 mm_processor_kwargs=body.processor_kwargs,
             )
         if body.prompt_cache_options is not None:
-            asked = AskedPrompt(self._owner, cache_salt, messages, tools, prompt, body.processor_kwargs)
+            asked = asked_prompt(service, body, self._owner, messages, tools, prompt, body.processor_kwargs)
             self._diagnosis = Diagnosis(service.cache_log, asked, body.comparison_response_id)
         if body.prediction is not None:
             prompt = await service.preparation.predict(prompt, body.prediction.text)

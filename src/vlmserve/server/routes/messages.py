@@ -12,12 +12,13 @@ from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.frontend.tool_parser import ContentDelta, Event, ThoughtDelta, ToolCallDelta, ToolCallStart
-from vlmserve.server.cache_diagnosis import AskedPrompt, Diagnosis
+from vlmserve.server.cache_diagnosis import Diagnosis
 from vlmserve.server.errors import json_response, messages_error_body
 from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
 from vlmserve.server.guard import salt_of
 from vlmserve.server.history import owner_of, with_files
 from vlmserve.server.routes.answering import Dialect, answer
+from vlmserve.server.routes.diagnosing import asked_prompt
 from vlmserve.server.routes.events import named_event
 from vlmserve.server.routes.reading import read
 from vlmserve.server.schema.blocks import ChatMessages
@@ -63,9 +64,7 @@ class MessagesDialect(Dialect[MessagesRequest]):
     async def ask(self, service: Service, body: MessagesRequest) -> GenerationRequest:
         stop = [*body.stop, *body.stop_sequences]
         named = body.model_copy(update={"stop": stop, "thinking_token_budget": body.thinking_budget})
-        # the engine computes at least one token
-        max_tokens = max(1, body.min_tokens) if body.prewarms else body.max_tokens
-        params = named.sampling_params(service.defaults, max_tokens, service.default_limit)
+        params = named.sampling_params(service.defaults, body.max_tokens, service.default_limit)
         tools = body.tool_use
         self._reader.shows_thoughts = body.shows_thoughts
         params = self._reader.expect(service.preparer.answers.tool_form, tools, params)
@@ -75,7 +74,7 @@ class MessagesDialect(Dialect[MessagesRequest]):
             check_continuation(body.grammar(), tools)
         prompt = await _prompt(service, body, self._chat, self._owner, cache_salt)
         if body.diagnostics is not None:
-            asked = AskedPrompt(self._owner, cache_salt, self._chat.messages, tools, prompt, body.processor_kwargs)
+            asked = asked_prompt(service, body, self._owner, self._chat.messages, tools, prompt, body.processor_kwargs)
             self._diagnosis = Diagnosis(service.cache_log, asked, body.diagnostics.previous_message_id)
         self._chat.messages.clear()  # frees the media, which are prepared; an answer may take long
         return GenerationRequest([prompt], params, 1, cache_salt, tools=tools, generates=not body.prewarms)

@@ -14,12 +14,12 @@ from starlette.responses import Response
 from vlmserve.errors import InvalidRequestError, NotFoundError, VLMServeError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.body import BodyShare
-from vlmserve.server.cache_diagnosis import AskedPrompt, Diagnosis
+from vlmserve.server.cache_diagnosis import Diagnosis
 from vlmserve.server.confidence import AnswerConfidences
 from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
 from vlmserve.server.history import file_ids, fitting, kept_items, needed_store, owner_of, read_items, with_files
 from vlmserve.server.routes.answering import Dialect, answer
-from vlmserve.server.routes.diagnosing import diagnose
+from vlmserve.server.routes.diagnosing import asked_prompt, diagnose
 from vlmserve.server.routes.response_writer import ResponseWriter
 from vlmserve.server.schema.logprobs import TokenNames, check_top_logprobs, choice_logprobs
 from vlmserve.server.schema.responses import ResponseObject, ResponsesRequest
@@ -58,9 +58,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         if body.store and self._store is None:
             raise InvalidRequestError("This server stores no history; leave store out", param="store")
         check_top_logprobs(body.top_logprobs, service.max_logprobs)
-        # the engine computes at least one token
-        max_tokens = max(1, body.min_tokens) if body.prewarms else body.max_output_tokens
-        params = body.sampling_params(service.defaults, max_tokens, service.default_limit)
+        params = body.sampling_params(service.defaults, body.max_output_tokens, service.default_limit)
         if body.wants_confidence:
             self._confidences = AnswerConfidences(service.preparer.answers.token_bytes)
         tools = body.tool_use
@@ -71,7 +69,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             new = await kept_items(service, self._owner, body.input, share)
             turns = Turns(body.instructions, before, new)
             prompt = await self._prepare(service, body, turns, tools, share)
-            asked = AskedPrompt(self._owner, cache_salt, turns.messages, tools, prompt, body.processor_kwargs)
+            asked = asked_prompt(service, body, self._owner, turns.messages, tools, prompt, body.processor_kwargs)
         self._diagnosis = Diagnosis(service.cache_log, asked, body.comparison_response_id)
         if self._keeps(body) or body.conversation is not None:
             await self._pack(needed_store(service), new)

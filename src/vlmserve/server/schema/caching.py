@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from pydantic import Field
 
-from vlmserve.server.cache_diagnosis import DETAILS, Changed, Miss
+from vlmserve.server.cache_diagnosis import Changed, Miss
 from vlmserve.server.schema.base import RequestModel
+from vlmserve.server.schema.sampling import SamplingRequest
 
 _CHANGES = {
     "model": "model_changed", "tools": "tools_changed", "system": "input_changed", "messages": "input_changed"
@@ -32,7 +33,7 @@ class CacheOptions(Prewarming):
     """A response whose prompt is compared with this one."""
 
 
-class CachingRequest(RequestModel):
+class CachingRequest(SamplingRequest):
     """A request with cache options."""
 
     prompt_cache_options: CacheOptions | None = Field(
@@ -41,7 +42,6 @@ class CachingRequest(RequestModel):
 
     @property
     def prewarms(self) -> bool:
-        """True if the prompt is computed and nothing is generated."""
         return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
 
     @property
@@ -70,8 +70,6 @@ class CacheDiagnostics(msgspec.Struct):
         if miss is None:
             return cls("cache_hit")
         if miss.reason in _CHANGES:
-            changed = msgspec.UNSET if miss.changed is None else miss.changed
             counts = miss.missed_tokens, miss.reusable_tokens
-            return cls("cache_miss", _CHANGES[miss.reason], *counts, changed=changed)
-        age = msgspec.UNSET if miss.seconds_since_eviction is None else miss.seconds_since_eviction
-        return cls("unavailable", detail=DETAILS[miss.reason], seconds_since_eviction=age)
+            return cls("cache_miss", _CHANGES[miss.reason], *counts, **miss.details())
+        return cls("unavailable", **miss.details())

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from vlmserve.frontend.conversations import thinking_settings
 from vlmserve.frontend.tools import Function, ToolUse
-from vlmserve.server.cache_diagnosis import DETAILS, Changed, Miss
+from vlmserve.server.cache_diagnosis import Changed, Miss
 from vlmserve.server.schema.asking import IGNORED_FIELDS
 from vlmserve.server.schema.base import MAX_COUNT, ByType, JSONObject, RequestModel
 from vlmserve.server.schema.blocks import ChatMessages, System, Turn
@@ -243,11 +243,9 @@ class CacheMissReason(msgspec.Struct):
 
     @classmethod
     def of(cls, miss: Miss) -> CacheMissReason:
-        changed = msgspec.UNSET if miss.changed is None else miss.changed
         if miss.reason in _CHANGES:
-            return cls(f"{miss.reason}_changed", miss.lost_tokens, changed=changed)
-        age = msgspec.UNSET if miss.seconds_since_eviction is None else miss.seconds_since_eviction
-        return cls("unavailable", detail=DETAILS[miss.reason], seconds_since_eviction=age)
+            return cls(f"{miss.reason}_changed", miss.lost_tokens, **miss.details())
+        return cls("unavailable", **miss.details())
 
 
 class Diagnostics(msgspec.Struct):

@@ -16,7 +16,7 @@ from vlmserve.server.schema.caching import CacheDiagnostics, CachingRequest
 from vlmserve.server.schema.content import PromptRequest, ReasoningEffort, TemplateSettings, effort_settings
 from vlmserve.server.schema.items import Includable, Input, Metadata
 from vlmserve.server.schema.response_tools import FunctionTool, ResponseToolChoice, response_tool_use
-from vlmserve.server.schema.sampling import LIMIT_NAMES, NEUTRAL_VALUES, OTHER_NAMES, SamplingRequest
+from vlmserve.server.schema.sampling import LIMIT_NAMES, NEUTRAL_VALUES, OTHER_NAMES
 from vlmserve.server.schema.structured import OutputFormat, either_grammar, output_grammar
 from vlmserve.server.schema.tools import MAX_TOOLS, offered
 from vlmserve.server.schema.usage import Usage
@@ -62,7 +62,7 @@ class ConversationRef(RequestModel):
     id: str
 
 
-class ResponsesRequest(PromptRequest, SamplingRequest, CachingRequest):
+class ResponsesRequest(PromptRequest, CachingRequest):
     """The body of ``POST /v1/responses``."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES

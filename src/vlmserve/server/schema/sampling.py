@@ -170,6 +170,11 @@ class SamplingRequest(ModelRequest):
         grammar = None if self.wanted_logprobs is None else self.grammar()
         return grammar is not None and grammar.kind in ("json_schema", "json_object")
 
+    @property
+    def prewarms(self) -> bool:
+        """True if the prompt is computed and nothing is generated."""
+        return False
+
     def sampling_params(self, defaults: SamplingParams, limit: int | None, default_limit: int) -> SamplingParams:
         """Raises InvalidRequestError for a value out of range.
 
@@ -178,6 +183,8 @@ class SamplingRequest(ModelRequest):
         own = {name: getattr(self, name) for name in _AS_GIVEN}
         own |= {name: getattr(defaults if getattr(self, name) is None else self, name) for name in _WITH_DEFAULTS}
         own["top_k"] = max(0, own["top_k"])
+        if self.prewarms:
+            limit = max(1, self.min_tokens)  # the engine computes at least one token
         return SamplingParams(
             **own,
             logprobs=self.wanted_logprobs,
