@@ -12,7 +12,7 @@ from tests.scaleout.processes import Cluster
 from tests.scaleout.test_converge import Cluster as Workers
 from tests.scaleout.test_faults import Stream, ask
 from tests.waiting import until
-from vlmserve.scaleout import absence
+from vlmserve.scaleout import absence, proxy
 from vlmserve.scaleout.absence import PATIENCE, Absences
 
 
@@ -103,6 +103,18 @@ async def test_failures_of_others_do_not_reject_a_request(tmp_path):
     cluster.start("second")
     answer = await asking
     assert (answer.status_code, answer.text) == (200, "fixed")
+
+
+async def test_old_failures_reject_a_request_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(proxy, "NEWS", 600.0)
+    cluster = Workers(tmp_path)
+    cluster.start("first")
+    fleet = cluster.gateways[0].model("m")[1].fleet
+    for worker in fleet:
+        fleet.trip(worker, time.monotonic() + 60, connection=True)
+    fleet.failed_at = time.monotonic() - 600
+    answer = await cluster.post("/v1/completions", model="fixed", prompt="x")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
 
 
 async def test_request_without_workers_is_rejected_after_waiting(tmp_path, monkeypatch):

@@ -50,6 +50,8 @@ class Fleet:
         self._free_slots: list[int] = []
         self._open: set[int] = set()
         """Slots whose breakers are open."""
+        self.failed_at = float("-inf")
+        """When a breaker last opened."""
         self._busy_until = np.zeros(0)
         self.pending = np.zeros(0)
         self.sent = np.zeros(0)
@@ -171,6 +173,7 @@ class Fleet:
         if not worker.breaker.is_closed and self.has(worker):
             self._open.add(worker.slot)
             self._shut[worker.slot] = np.inf
+            self.failed_at = now
 
     def heal(self, worker: Worker) -> None:
         if not worker.breaker.is_closed and self.has(worker):

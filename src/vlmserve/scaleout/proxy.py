@@ -57,7 +57,7 @@ _PASSED_ON = ("content-type", "accept", "traceparent", "tracestate", "idempotenc
 _OTHER_KEY = RequestKey((), (), 0, (), b"")
 _MOST_WHOLE = 4 * 1024**2
 """Bytes; smaller answers are buffered until complete, so that another worker can replace a failed one."""
-_NEWS = 0.5
+NEWS = 0.5
 """Seconds in which a gateway learns that a worker is leaving."""
 _MOST_IMAGES_TOLD = 16
 """Maximum images of a request that other gateways are told."""
@@ -187,20 +187,19 @@ class Proxy:
         """Wait if the model's last worker has just left or may be leaving, or if no worker has the adapter yet."""
         gateway, account = self.gateway, account_of(self._request)
         now = asyncio.get_running_loop().time
-        told, until = now() + _NEWS, now() + gateway.patience
+        began, until = now(), now() + gateway.patience
         while True:
             lacking = gateway.lacking(self._name)
             sent = gateway.send(self._router, self._key, {*excluded, *lacking}, account)
             if sent is not None:
                 return sent
-            # Without excluded workers, failures of other requests have closed all.
-            have_failed = self._may_be_absent or not (excluded or lacking)
+            told = began + NEWS if self._may_be_absent else now() + self._router.news_left(NEWS)
             if gateway.absent(self._name):
                 await gateway.await_worker(self._name, self.held)
                 excluded.clear()
                 self._find_model()
                 until = now() + gateway.patience
-            elif have_failed and now() < told:
+            elif (self._may_be_absent or not (excluded or lacking)) and now() < told:
                 if await self._worker_changes(told) and not gateway.absent(self._name):
                     self._find_model()
             elif excluded or not lacking or not await self._worker_changes(until):

@@ -62,6 +62,10 @@ class Router:
         self.fleet.begin(worker, choice.seconds, now)
         return Route(self, key, worker, choice.seconds, choice.cached)
 
+    def news_left(self, seconds: float) -> float:
+        """How much is left of the `seconds` after a worker's latest failure."""
+        return max(0.0, self.fleet.failed_at + seconds - self.clock())
+
     def _with_history(self, key: RequestKey, id: str) -> RequestKey:
         """Add the known length of a stored response to the key."""
         digest = key.history(id)
