@@ -90,3 +90,25 @@ def test_workers_of_one_machine_share_one_history():
         check_local([*files, ServerConfig(storage_path="b.db")])
     with pytest.raises(ConfigurationError, match="belongs to one process"):
         check_local([ServerConfig(storage_url="memory")] * 2)
+
+
+def test_worker_offers_models_of_folder_and_file(monkeypatch, tmp_path):
+    found: list[list[str]] = []
+    joined = SimpleNamespace(
+        join_as_host=lambda listed, models, server, **_: found.append([one.name for one in listed]),
+        join_as_worker=lambda *_, **__: found.append([]),
+    )
+    monkeypatch.setattr(importlib.import_module("vlmserve.cli.cluster"), "worker_commands", lambda: joined)
+    (tmp_path / "models" / "eyes").mkdir(parents=True)
+    (tmp_path / "models" / "eyes" / "config.json").write_text("{}")
+    (file := tmp_path / "models.toml").write_text('[model.words]\nmodel = "./words"\n')
+
+    def worker(*arguments: str) -> str:
+        return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["worker", *arguments]).output
+
+    worker("--models-dir", str(tmp_path / "models"), "--config", str(file))
+    worker("--config", str(file))
+    worker("pixie")
+    assert found == [["words", "eyes"], ["words"], []]
+    assert "add --models-dir" in worker("--models-memory", "1GiB")
+    assert "leave it out" in " ".join(worker("pixie", "--models-dir", str(tmp_path / "models")).split())

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from vlmserve.cli.help import group
-from vlmserve.cli.options import Workers, command
-from vlmserve.cli.serve import Model
+from vlmserve.cli.options import Models, Workers, command
+from vlmserve.cli.serve import Model, are_several, listed_models
 from vlmserve.cli.spellings import SettingsCommand
 from vlmserve.errors import ConfigurationError
-from vlmserve.scaleout.settings import GatewayConfig, WorkerKind
+from vlmserve.scaleout.settings import GatewayConfig, ModelsConfig, WorkerKind
 from vlmserve.settings.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerConfig
 
 cluster = group(help="Run several engines behind one address.\n\nExample: vlmserve cluster up --workers 2")
@@ -69,11 +69,13 @@ def up(
     worker_commands().up(kinds, server, gateway)
 
 
-@command(common=COMMON_WORKER_FIELDS)
+@command(common=(*COMMON_WORKER_FIELDS, "models_dir", "models_memory"))
 def worker(
     engine: EngineConfig,
     media: MediaConfig,
     server: ServerConfig,
+    models: ModelsConfig,
+    described: Models,
     model: Model = BUILT_IN_MODEL,
     name: Annotated[str, typer.Option(help="Name of the worker, kept over restarts (default: from the machine).")] = "",
     address: Address = "auto",
@@ -81,10 +83,14 @@ def worker(
     """Run an engine that joins a cluster; Ctrl-C lets it finish its answers and leave.
 
     The machine must belong to a Ray cluster (`ray start`). `--config FILE --worker NAME` reads the section
-    [worker.NAME] of the file.
+    [worker.NAME] of the file. With `--models-dir` or sections [model.NAME], it loads the models that gateways ask for.
 
     Example: vlmserve worker qwen3-vl:2b
     """
+    if are_several(models, described):
+        listed = listed_models(engine, media, server, models, described)
+        worker_commands().join_as_host(listed, models, server, name=name, address=address)
+        return
     worker_commands().join_as_worker(engine, media, server, name=name, address=address)
 
 

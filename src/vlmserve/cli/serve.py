@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from vlmserve.cli.options import Models, command
 from vlmserve.errors import ConfigurationError
 from vlmserve.scaleout.settings import ModelsConfig
 from vlmserve.settings.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from vlmserve.scaleout.ondemand.catalogue import Listed
 
 COMMON_FIELDS = (
     "mmproj", "host", "port", "served_model_name", "api_key", "api_keys_file", "device", "tensor_parallel_size",
@@ -44,15 +47,22 @@ def serve(
 
     Example: vlmserve serve qwen3-vl:2b --port 8001
     """
-    if described or models.models_dir is not None:
+    if are_several(models, described):
         _serve_models(engine, media, server, models, described)
         return
-    if models.model_fields_set:
-        names = " and ".join(flag(name) for name in sorted(models.model_fields_set))
-        raise ConfigurationError(f"{names}: add --models-dir, or sections [model.NAME] to the settings file")
     from vlmserve.server import run
 
     run.serve(engine, media, server)
+
+
+def are_several(models: ModelsConfig, described: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether models load on demand. Raises ConfigurationError for settings of such models without any."""
+    if described or models.models_dir is not None:
+        return True
+    if models.model_fields_set:
+        names = " and ".join(flag(name) for name in sorted(models.model_fields_set))
+        raise ConfigurationError(f"{names}: add --models-dir, or sections [model.NAME] to the settings file")
+    return False
 
 
 def _serve_models(
@@ -62,16 +72,27 @@ def _serve_models(
     models: ModelsConfig,
     described: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Serve the models of --models-dir and of sections [model.NAME]. described: those sections' settings.
+    from vlmserve.scaleout.ondemand.run import serve as serve_listed
+
+    serve_listed(listed_models(engine, media, server, models, described), models, server)
+
+
+def listed_models(
+    engine: EngineConfig,
+    media: MediaConfig,
+    server: ServerConfig,
+    models: ModelsConfig,
+    described: Mapping[str, Mapping[str, Any]],
+) -> list[Listed]:
+    """The models of --models-dir and of sections [model.NAME]. described: those sections' settings.
 
     Raises ConfigurationError for a section without a model, and for a model that is named besides.
     """
     from vlmserve.scaleout.ondemand.catalogue import Listed, find_models
-    from vlmserve.scaleout.ondemand.run import serve as serve_listed
 
     if "model" in engine.model_fields_set:
         raise ConfigurationError(
-            f"{engine.model}: several models are served; leave it out, and put it into --models-dir or [model.NAME]"
+            f"{engine.model}: there are several models; leave it out, and put it into --models-dir or [model.NAME]"
         )
     listed = [Listed(name, own["engine"], own["media"], own["server"]) for name, own in described.items()]
     for model in listed:
@@ -84,4 +105,4 @@ def _serve_models(
                 )
     if models.models_dir is not None:
         listed += find_models(models.models_dir, engine, media, server)
-    serve_listed(listed, models, server)
+    return listed

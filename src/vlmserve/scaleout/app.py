@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
 import msgspec
 from starlette.applications import Starlette
@@ -57,16 +57,31 @@ def _cards(request: Request) -> list[ModelCard]:
     gateway: Gateway = request.app.state.gateway
     card_of = functools.partial(model_card, for_anthropic=is_for_anthropic(request))
     cards = []
-    for model in gateway.models.values():
+    offered = gateway.hosts.models
+    for own, model in gateway.models.items():
         facts = model.facts
-        cards += [card_of(name, facts.created, facts.abilities) for name in facts.names]
+        named = [card_of(name, facts.created, facts.abilities) for name in facts.names]
+        for card in named if offered else ():
+            card.state = offered[own].state if own in offered else "loaded"
+        cards += named
         for name, adapter in model.adapters.items():
             card = card_of(name, facts.created, facts.abilities)
             card.parent = facts.names[0]
             card.root = adapter.root or msgspec.UNSET
             card.mixes = list(adapter.mixes) or msgspec.UNSET
             cards.append(card)
-    return cards
+    return [*cards, *_cards_of_unloaded(gateway, card_of)]
+
+
+def _cards_of_unloaded(gateway: Gateway, card_of: Callable[..., ModelCard]) -> Iterator[ModelCard]:
+    """Entries of models that workers could load."""
+    hosts = gateway.hosts
+    for own, offered in hosts.models.items():
+        if own not in gateway.models:
+            facts = hosts.facts.get(own)
+            card = card_of(own, hosts.created, None if facts is None else facts.abilities)
+            card.state, card.reason = offered.state, offered.reason or msgspec.UNSET
+            yield card
 
 
 async def list_models(request: Request) -> Response:
@@ -78,7 +93,7 @@ async def show_model(request: Request) -> Response:
     """Show one model by name."""
     gateway: Gateway = request.app.state.gateway
     name = request.path_params["name"]
-    own, _ = gateway.model(name)
+    own = gateway.own_name(name)
     card = next((card for card in _cards(request) if card.id in (name, own)), None)
     if card is None:
         raise UnknownModelError(f"There is no model {name!r:.100} here", param="model")
@@ -103,7 +118,7 @@ async def ready(request: Request) -> Response:
 async def show_metrics(request: Request) -> Response:
     """The metrics of the gateway and of all workers, labeled with their names."""
     gateway: Gateway = request.app.state.gateway
-    page = await exposition(gateway.metrics, gateway.heard)
+    page = await exposition(gateway.metrics, [*gateway.heard, *gateway.hosts.heard])
     return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from vlmserve.scaleout.changes import Change, Changes
-from vlmserve.scaleout.messages import ADAPTERS_PATH, Hello, MakeChange
+from vlmserve.scaleout.messages import ADAPTERS_PATH, Hello, MakeChange, Offer
 from vlmserve.scaleout.upstream import Upstream, UpstreamError
 
 logger = logging.getLogger(__name__)
@@ -146,6 +146,8 @@ class Member:
     listening: asyncio.Task[None] | None = None
     hello: Hello | None = None
     """None until it has answered."""
+    offer: Offer | None = None
+    """The latest offer of a worker of several models."""
     made: Changes = field(default_factory=Changes)
     """Changes of adapters that the worker has made."""
     is_heard: bool = False

@@ -67,6 +67,15 @@ _OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/metrics"})
 _MOST_BYTES = 64 * 1024
 
 
+def is_of_gateway(headers: Headers, token: bytes) -> bool:
+    return hmac.compare_digest(headers.get(TOKEN_HEADER, "").encode(), token)
+
+
+def strangers_response(path: str) -> Response:
+    message = "This is a worker of a cluster; send requests to its gateway"
+    return error_response(RefusedError(HTTPStatus.FORBIDDEN, message, "not_a_gateway"), path)
+
+
 class Door:
     """name: kept across restarts. token: proves that a request comes from a gateway."""
 
@@ -88,13 +97,11 @@ class Door:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if not hmac.compare_digest(headers.get(TOKEN_HEADER, "").encode(), self._token):
+        if not is_of_gateway(headers, self._token):
             if scope["path"] in _OPEN_PATHS:
                 await self._app(scope, receive, send)
             else:
-                message = "This is a worker of a cluster; send requests to its gateway"
-                refusal = RefusedError(HTTPStatus.FORBIDDEN, message, "not_a_gateway")
-                await error_response(refusal, scope["path"])(scope, receive, send)
+                await strangers_response(scope["path"])(scope, receive, send)
         elif scope["path"] == FEED_PATH:
             feed = self._feed(headers.get(ROUTE_HEADER, ""))
             await StreamingResponse(feed, media_type="application/x-ndjson")(scope, receive, send)
@@ -153,7 +160,8 @@ class Door:
 
     def load(self) -> Load:
         pace = self._pace
-        return Load(self.epoch, self._service.num_answers, pace.queued_seconds, pace.token_seconds, pace.image_seconds)
+        running, idle = self._service.num_answers, self._service.demand.idle_seconds
+        return Load(self.epoch, running, pace.queued_seconds, pace.token_seconds, pace.image_seconds, idle)
 
     def tell(self, gateway: str, message: FeedMessage) -> None:
         if (feed := self._feeds.get(gateway)) is not None and not feed.full():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import secrets
@@ -18,12 +19,12 @@ from vlmserve.errors import InvalidRequestError, UnavailableError, UnknownModelE
 from vlmserve.scaleout.absence import Absences
 from vlmserve.scaleout.changes import Change, Changes
 from vlmserve.scaleout.converge import ClusterAdapters, Member
+from vlmserve.scaleout.feed import follow
+from vlmserve.scaleout.hosts import SILENCE, Hosts
 from vlmserve.scaleout.keys import RequestKey
 from vlmserve.scaleout.limits import ClusterLimits
 from vlmserve.scaleout.lost import LostResponses
 from vlmserve.scaleout.messages import (
-    FEED_PATH,
-    ROUTE_HEADER,
     TOKEN_HEADER,
     AdapterFacts,
     Beat,
@@ -32,6 +33,7 @@ from vlmserve.scaleout.messages import (
     FeedMessage,
     Hello,
     ModelFacts,
+    Offer,
     WorkerInfo,
 )
 from vlmserve.scaleout.metrics import GatewayMetrics
@@ -47,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY, _LAST_RETRY = 0.1, 1.0
 """Seconds between attempts to connect to a worker's feed."""
-_SILENCE = 3.0
-"""Seconds of silence after which a worker counts as dead."""
+_NEWS = 2.0
+"""Seconds in which a worker reports that it has loaded a model."""
 ADAPTER_PATIENCE = 10.0
 """Default of `Gateway.patience`."""
 _MOST_SETTLING = 100_000
@@ -92,11 +94,14 @@ class Gateway:
         self.id = secrets.token_hex(8)
         self.members: dict[str, Member] = {}
         self.models: dict[str, Model] = {}
+        self.hosts = Hosts(self.members)
         self.adapters = ClusterAdapters(self.id, self.change_of_worker)
         self.num_in_flight = 0
         self.patience = ADAPTER_PATIENCE
         """Maximum seconds that a request waits for a worker to load its adapter."""
         self.lost = LostResponses(lambda: self.heard, self.admit)
+        self._told: frozenset[str] = frozenset()
+        """Members that the directory knows."""
         self._names: dict[str, str] = {}
         self._absences = Absences()
         self._token = token
@@ -122,7 +127,7 @@ class Gateway:
     def problem(self) -> VLMServeError | None:
         if self._phase == "closing":
             return UnavailableError("The gateway is shutting down")
-        if not any(len(model.router.fleet) for model in self.models.values()):
+        if not self.hosts.models and not any(len(model.router.fleet) for model in self.models.values()):
             return UnavailableError("No worker is ready yet; try again soon", retry_after=2.0)
         return None
 
@@ -135,10 +140,20 @@ class Gateway:
         ]
 
     def set_workers(self, urls: Collection[str]) -> None:
-        for url in set(urls) - self.members.keys():
+        self._told = frozenset(urls)
+        gone = [member for url, member in self.members.items() if url not in self._told and member.offer is not None]
+        for member in gone:
+            member.offer = None
+        self.hosts.update()
+        self._connect()
+
+    def _connect(self) -> None:
+        """Listen to the workers that the directory knows, and to the models that these have loaded."""
+        urls = self._told | self.hosts.urls
+        for url in urls - self.members.keys():
             member = self.members[url] = Member(url, Upstream(url, {TOKEN_HEADER: self._token}))
             member.listening = asyncio.ensure_future(self._listen(member))
-        for url in self.members.keys() - set(urls):
+        for url in self.members.keys() - urls:
             member = self.members.pop(url)
             if member.listening is not None:
                 member.listening.cancel()
@@ -148,21 +163,22 @@ class Gateway:
 
     @property
     def known_models(self) -> Collection[str]:
-        return self.models.keys()
+        return self.models.keys() | self.hosts.models.keys()
 
     def model(self, name: object) -> tuple[str, Router]:
         """The model of a name and its router; without a name, the only model.
 
         Raises UnavailableError, UnknownModelError or InvalidRequestError.
         """
-        if not self.models:
-            raise self.problem() or UnavailableError("No worker is ready yet; try again soon")
         own = self.own_name(name)
+        if own not in self.models:
+            raise UnavailableError(f"{own} is not loaded; a request to it loads it")
         return own, self.models[own].router
 
     def own_name(self, name: object) -> str:
-        """The model that a request means. Raises UnknownModelError or InvalidRequestError."""
-        models = self.known_models
+        """The model that a request means. Raises UnavailableError, UnknownModelError or InvalidRequestError."""
+        if not (models := self.known_models):
+            raise self.problem() or UnavailableError("No worker is ready yet; try again soon")
         if isinstance(name, str) and name in self._names:
             return self._names[name]
         if not isinstance(name, str) and len(models) == 1:
@@ -173,10 +189,16 @@ class Gateway:
         raise UnknownModelError(f"There is no model {name!r:.100} here, only {known}", param="model")
 
     async def await_worker(self, name: object, held: contextlib.ExitStack) -> None:
-        """Wait if a model's last worker has just left.
+        """Wait if a model's last worker has just left. Have a worker load a model that none has loaded.
 
-        name: the requested model or adapter; None: any worker will do. held: closes after the answer.
+        name: the requested model or adapter; None: any worker will do. held: closes after the answer. Raises
+        UnavailableError.
         """
+        own = self._offered(name)
+        if own is not None:
+            if not self.members_of(own):
+                await self.hosts.load(own, held, functools.partial(self._responds, own))
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.absent(name)):
                 while self.absent(name):
@@ -184,12 +206,31 @@ class Gateway:
 
     def absent(self, name: object) -> float:
         """Seconds that a request waits for a worker; 0 if there is one, or none is expected."""
+        if (offered := self._offered(name)) is not None:
+            return 0.0 if self.members_of(offered) else SILENCE
         own = self._names.get(name) if isinstance(name, str) else None
         return self._absences.left(name if own is None else own)
 
+    def _offered(self, name: object) -> str | None:
+        """The requested model if workers load it on demand. Without a name, the only model."""
+        own = self._names.get(name) if isinstance(name, str) else None
+        if name is None and len(known := self.known_models) == 1:
+            own = next(iter(known))
+        return own if own in self.hosts.models else None
+
+    async def _responds(self, own: str) -> bool:
+        """Wait for a loaded model's process. Returns False if it has ended, or is silent for too long."""
+        known_by = time.monotonic() + _NEWS
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SILENCE):
+                while not self.members_of(own) and (self.hosts.has_loaded(own) or time.monotonic() < known_by):
+                    await self.change_of_worker()
+        return bool(self.members_of(own))
+
     def waiting_comment(self, name: object) -> bytes | None:
         """A comment for a stream that waits; None: the usual ping."""
-        return None
+        own = self._offered(name)
+        return None if own is None else self.hosts.waiting_comment(own)
 
     def lacking(self, name: object) -> Collection[str]:
         """Ids of the workers that lack the requested adapter."""
@@ -201,7 +242,8 @@ class Gateway:
 
         def is_one(member: Member) -> bool:
             hello = member.hello if member.is_heard else None
-            return hello is not None and hello.facts.names[0] == model and not hello.info.draining
+            is_full = hello is None or hello.info.draining or member.url in self.hosts.draining
+            return hello is not None and hello.facts.names[0] == model and not is_full
 
         return [member for member in self.members.values() if is_one(member)]
 
@@ -274,7 +316,7 @@ class Gateway:
         pause = _FIRST_RETRY
         while True:
             try:
-                await self._hear_all(member)
+                await follow(member.upstream, self.id, functools.partial(self.hear, member))
                 pause = _LAST_RETRY  # it is leaving
             except (UpstreamError, TimeoutError, msgspec.MsgspecError) as error:
                 if member.is_heard:
@@ -282,21 +324,6 @@ class Gateway:
             self._lose(member)
             await asyncio.sleep(pause)
             pause = min(_LAST_RETRY, 2 * pause)
-
-    async def _hear_all(self, member: Member) -> None:
-        decode = msgspec.json.Decoder(FeedMessage).decode
-        async with member.upstream.request("GET", FEED_PATH, [(ROUTE_HEADER, self.id)]) as answer:
-            if answer.status != 200:
-                raise UpstreamError(f"it answers {answer.status}; do all members have the same token?")
-            rest = b""
-            while True:
-                async with asyncio.timeout(_SILENCE):
-                    data = await answer.read()
-                if not data:
-                    return
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    self.hear(member, decode(line))
 
     def hear(self, member: Member, message: FeedMessage) -> None:
         match message:
@@ -313,6 +340,8 @@ class Gateway:
                     fleet.heal(worker)
                 self._note_absence(facts.names[0])
                 self._catch_up(facts.names[0])
+            case Offer():
+                self._hear_offer(member, message)
             case Beat(load, prompts):
                 if member.hello is not None and (model := self.models.get(member.hello.facts.names[0])) is not None:
                     model.router.report(member.hello.info.id, load, prompts)
@@ -326,15 +355,29 @@ class Gateway:
                     sent.route.hear_end(feedback)
                     self._charge(sent, feedback.prompt_tokens + feedback.completion_tokens)
 
+    def _hear_offer(self, member: Member, offer: Offer) -> None:
+        if not member.is_heard:
+            member.is_heard = True
+            logger.info("The worker %s at %s answers; it has %d models", offer.name, member.url, len(offer.models))
+        before = self.hosts.names, self.hosts.urls, self.hosts.draining
+        self.hosts.hear(member, offer)
+        if before != (self.hosts.names, self.hosts.urls, self.hosts.draining):
+            self._connect()
+            self.update_models()
+        self._changed.set()
+
     def _charge(self, sent: Sent, tokens: int) -> None:
         if sent.account is not None:
             sent.account.charge(tokens - sent.charged)
         sent.charged = tokens
 
     def _lose(self, member: Member) -> None:
-        if member.hello is None or not member.is_heard:
+        if not member.is_heard:
             return
         member.is_heard = False
+        if member.hello is None:
+            self._changed.set()
+            return
         self.adapters.leave(member.url)
         router = self.models[member.hello.facts.names[0]].router
         if (worker := router.fleet.get(member.hello.info.id)) is not None:
@@ -351,8 +394,10 @@ class Gateway:
         workers: dict[str, list[WorkerInfo]] = {}
         for member in self.members.values():
             if member.hello is not None:
-                facts = member.hello.facts
-                workers.setdefault(facts.names[0], []).append(member.hello.info)
+                info, facts = member.hello.info, member.hello.facts
+                if member.url in self.hosts.draining:
+                    info = msgspec.structs.replace(info, draining=True)
+                workers.setdefault(facts.names[0], []).append(info)
                 if facts.names[0] not in self.models:
                     router = Router(self.settings.policy, max_entries=self.settings.max_digests)
                     self.models[facts.names[0]] = Model(router, facts)
@@ -371,6 +416,13 @@ class Gateway:
             for alias in (*sorted(aliases), *model.adapters):
                 self._names.setdefault(alias, name)
         self._names |= {name: name for name in self.models}
+        self._name_offered()
+
+    def _name_offered(self) -> None:
+        """Keep the names of models that are not loaded now."""
+        self.hosts.facts |= {name: model.facts for name, model in self.models.items() if name in self.hosts.models}
+        changed = {adapter: own for own in self.hosts.models for adapter in self.adapters.loaded(own)}
+        self._names = {**self.hosts.names, **changed, **self._names, **{name: name for name in self.hosts.models}}
 
     def _update_adapters(self, name: str) -> None:
         model = self.models[name]

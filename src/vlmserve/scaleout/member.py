@@ -54,6 +54,25 @@ class WorkerLaunch(msgspec.Struct, frozen=True, tag="worker"):
     server: str
 
 
+class ModelLaunch(msgspec.Struct, frozen=True):
+    """Settings of a model that loads on demand, each section as JSON."""
+
+    name: str
+    engine: str
+    media: str
+    server: str
+
+
+class HostLaunch(msgspec.Struct, frozen=True, tag="host"):
+    """Settings of a worker of several models. server: where it listens. models: `ModelsConfig`."""
+
+    name: str
+    token: str
+    listed: list[ModelLaunch]
+    server: str
+    models: str
+
+
 class GatewayLaunch(msgspec.Struct, frozen=True, tag="gateway"):
     token: str
     server: str
@@ -79,7 +98,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The error's class name."""
 
 
-Launch = WorkerLaunch | GatewayLaunch
+Launch = WorkerLaunch | HostLaunch | GatewayLaunch
 News = Loading | Up | Failed
 
 
@@ -87,14 +106,18 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides when to stop
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     server = ServerConfig.model_validate_json(launch.server)
-    process = launch.name if isinstance(launch, WorkerLaunch) else "gateway"
+    process = "gateway" if isinstance(launch, GatewayLaunch) else launch.name
     set_up_logging(server.log_format, process, level_number(server.log_level))
     try:
+        if isinstance(launch, GatewayLaunch):
+            return run_gateway(launch, lambda url: _say(Up(url)))
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
         if isinstance(launch, WorkerLaunch):
-            threading.Thread(target=_exit_with_parent, daemon=True).start()
             run_worker(launch, _say)
         else:
-            return run_gateway(launch, lambda url: _say(Up(url)))
+            from vlmserve.scaleout.ondemand.host import run_host
+
+            run_host(launch, _say)
     except VLMServeError as error:
         _say(Failed(str(error), type(error).__name__))
         return 1

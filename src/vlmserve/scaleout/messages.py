@@ -37,6 +37,8 @@ class Load(msgspec.Struct, frozen=True):
     """Prefill seconds of an uncached token; None: not measured yet."""
     image_seconds: float | None = None
     """Encoding seconds of an uncached image; None: not measured yet."""
+    idle_seconds: float = 0.0
+    """Seconds since the latest request ended; 0 while requests run."""
 
 
 class Feedback(msgspec.Struct, frozen=True):
@@ -60,6 +62,9 @@ LOST_PATH = "/cluster/lost"
 """A gateway posts a response here that another worker began and cannot finish."""
 ADAPTERS_PATH = "/cluster/adapters"
 """A gateway posts a change of an adapter here."""
+MODELS_PATH = "/cluster/models"
+"""A gateway posts the name of a model here. The answer begins when the model is loaded. The model stays loaded until
+the gateway closes the answer."""
 TOKEN_HEADER = "x-vlmserve-cluster"
 """The cluster's token."""
 ROUTE_HEADER = "x-vlmserve-route"
@@ -109,6 +114,46 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     facts: ModelFacts
 
 
+class OfferedModel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A model that a worker of several models has loaded, or could load."""
+
+    name: str
+    names: tuple[str, ...]
+    """All names that requests may use."""
+    state: str
+    """ "unloaded", "loading", "loaded", "unloading" or "failed"."""
+    size: int = 0
+    """Bytes that it takes, or is expected to take; 0: not known yet."""
+    url: str = ""
+    """The address of its process, which is a worker; empty unless it is loaded."""
+    draining: bool = False
+    """Takes no new requests, because another model needs its memory."""
+    users: int = 0
+    """Requests that use it or wait for it."""
+    idle_seconds: float = 0.0
+    """Seconds since the latest request."""
+    progress: str = ""
+    """Progress of the load, as text."""
+    reason: str = ""
+    """Why the latest load failed."""
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """The only message of a worker of several models, whose models are workers themselves."""
+
+    name: str
+    """The worker's, for people."""
+    created: int
+    room: int
+    """Free bytes for models."""
+    models: tuple[OfferedModel, ...]
+
+
+class LoadModel(msgspec.Struct, frozen=True):
+    model: str
+    """`OfferedModel.name`."""
+
+
 class HeldPrompt(msgspec.Struct, frozen=True, array_like=True):
     """A prompt that a worker has cached."""
 
@@ -140,4 +185,4 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     feedback: Feedback
 
 
-FeedMessage = Hello | Beat | Begun | Ended
+FeedMessage = Hello | Offer | Beat | Begun | Ended

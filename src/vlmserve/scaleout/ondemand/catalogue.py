@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,14 +11,18 @@ from vlmserve.errors import ConfigurationError
 from vlmserve.folders import expanded
 from vlmserve.gguf.choice import GGUF, PROJECTOR
 from vlmserve.gguf_header import PART
-from vlmserve.models.footprint import footprint_of
+from vlmserve.memory import free_memory
+from vlmserve.models.footprint import LIBRARIES, footprint_of, loads_into_main_memory
 from vlmserve.models.hub import resolve_model
+from vlmserve.scaleout.settings import ModelsConfig
 from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 
 PROCESSES = 192 * 2**20
 """Bytes that the two processes of a model take besides weights and caches; imported libraries are shared."""
 _LEAST_KV, _MOST_KV = 128 * 2**20, 4 * 2**30
 """Bounds of a KV cache's default bytes, which equal the weights' bytes."""
+_SHARE = 0.8
+"""Default budget, as a share of the free memory."""
 _OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
 """Files of checkpoints that read images."""
 
@@ -88,6 +92,23 @@ def expect(model: Listed) -> Expected:
     reads_images = any((folder / name).is_file() for name in _OF_IMAGES)
     images = model.engine.encoder_cache_memory + model.media.image_cache_memory if reads_images else 0
     return Expected(weights, kv_cache, images)
+
+
+def budget_of(listed: Sequence[Listed], config: ModelsConfig) -> int:
+    """Bytes for models, without the libraries that all share.
+
+    Raises ConfigurationError for a GPU without a budget, or a budget that is too small.
+    """
+    memory = config.models_memory
+    if memory is None:
+        if not all(loads_into_main_memory(model.engine) for model in listed):
+            raise ConfigurationError("models on a GPU need --models-memory: the GPU memory for all of them together")
+        memory = int(_SHARE * free_memory())
+    if memory <= LIBRARIES:
+        raise ConfigurationError(
+            f"--models-memory {memory / 1e9:.2f} GB: give at least 1GiB; libraries take {LIBRARIES / 1e9:.2f} GB"
+        )
+    return memory - LIBRARIES
 
 
 def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:

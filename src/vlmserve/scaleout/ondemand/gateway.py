@@ -7,10 +7,9 @@ import contextlib
 import time
 from collections.abc import Collection
 
-import msgspec
-
 from vlmserve.errors import UnavailableError, VLMServeError
 from vlmserve.scaleout.gateway import Gateway
+from vlmserve.scaleout.hosts import SILENCE, waiting_comment
 from vlmserve.scaleout.messages import ModelFacts
 from vlmserve.scaleout.ondemand.pool import Pool
 from vlmserve.scaleout.router import Router
@@ -18,8 +17,6 @@ from vlmserve.scaleout.settings import GatewayConfig
 from vlmserve.settings.base import read_settings
 from vlmserve.settings.config import ServerConfig
 
-_SILENCE = 30.0
-"""Seconds that requests wait for a loaded worker that does not respond."""
 _ATTEMPTS = 2
 """Workers to try for a request: the second one after a crash."""
 
@@ -80,23 +77,21 @@ class OnDemandGateway(Gateway):
     async def _responds(self, own: str) -> bool:
         """Return False if the worker has ended or is silent for too long."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SILENCE):
+            async with asyncio.timeout(SILENCE):
                 while self.pool.models[own].url is not None and not self.members_of(own):
                     await self.change_of_worker()
         return bool(self.members_of(own))
 
     def absent(self, name: object) -> float:
         own = self._needed(name)
-        return 0.0 if own is None or self.members_of(own) else _SILENCE
+        return 0.0 if own is None or self.members_of(own) else SILENCE
 
     def waiting_comment(self, name: object) -> bytes | None:
         """The state of the request's model; None while it is loaded."""
         model = self.pool.models.get(self._names.get(name, "") if isinstance(name, str) else "")
         if model is None or model.state == "loaded":
             return None
-        state = "loading" if model.state == "loading" else "waiting"
-        news = {"state": state, "model": model.listed.name, **({"progress": model.progress} if model.progress else {})}
-        return b": " + msgspec.json.encode(news) + b"\n\n"
+        return waiting_comment(model.listed.name, is_loading=model.state == "loading", progress=model.progress)
 
     def update_models(self) -> None:
         super().update_models()

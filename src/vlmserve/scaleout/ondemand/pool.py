@@ -16,6 +16,7 @@ import msgspec
 import psutil
 
 from vlmserve.errors import UnavailableError, VLMServeError
+from vlmserve.folders import expanded
 from vlmserve.models.footprint import loads_into_main_memory
 from vlmserve.scaleout.launch import MemberProcess
 from vlmserve.scaleout.member import Failed, Loading, News, Up, WorkerLaunch
@@ -82,7 +83,7 @@ class Model:
 class Pool:
     """Starts and ends workers. Use it from one event loop.
 
-    start: starts a worker; called in a thread. connect: tells the gateway the URLs of all workers.
+    start: starts a worker; called in a thread. connect: gets the URLs of all workers when they change.
     """
 
     def __init__(
@@ -94,13 +95,16 @@ class Pool:
         token: str,
         *,
         load_timeout: float,
+        host: str = "127.0.0.1",
+        prefix: str = "",
     ) -> None:
-        """load_timeout: maximum seconds of a load."""
+        """load_timeout: maximum seconds of a load. host: address of workers. prefix: of their names."""
         self.models = {one.name: Model(one) for one in listed}
         self.shelf = shelf
         self._start = start
         self._connect = connect
         self._token, self._load_timeout = token, load_timeout
+        self._host, self._prefix = host, prefix
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -138,12 +142,26 @@ class Pool:
             self.shelf.leave(ticket.model.slot)
             self._act()
 
+    def report(self, name: str, running: int, idle_seconds: float) -> None:
+        """Note requests that did not `enter`. idle_seconds: since the latest one."""
+        if (slot := self.models[name].slot) is not None:
+            self.shelf.report(slot, running, idle_seconds)
+            if slot.is_idle:
+                self._act()
+
+    async def estimate_local(self) -> None:
+        """Learn how much memory the models on this machine take."""
+        for model in self.models.values():
+            if model.slot is None and expanded(model.listed.engine.model).exists():
+                model.estimating = model.estimating or self._run(self._expect(model))
+                await asyncio.wait((model.estimating,))
+
     def most_recent(self) -> str | None:
         loaded = [slot for slot in self.shelf.slots.values() if slot.takes_requests]
         return max(loaded, key=lambda slot: slot.last_use).name if loaded else None
 
-    async def close(self) -> None:
-        """End all processes; kill slow ones."""
+    async def close(self, grace: float = _STOP_SECONDS) -> None:
+        """End all processes, and kill slow ones after `grace` seconds."""
         self._closing = True
         for task in list(self._tasks):
             task.cancel()
@@ -154,7 +172,7 @@ class Pool:
             if model.process is not None:
                 model.process.terminate()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STOP_SECONDS):
+            async with asyncio.timeout(grace):
                 await self._wait_for_processes()
         self.kill()
         await self._wait_for_processes()
@@ -250,8 +268,9 @@ class Pool:
         assert expected is not None
         engine = listed.engine.model_copy(update={"kv_cache_memory": expected.kv_cache, "load": "eager"})
         return WorkerLaunch(
-            listed.name, self._token, engine.model_dump_json(), listed.media.model_dump_json(), _inner(listed)
-        )
+            self._prefix + listed.name, self._token, engine.model_dump_json(), listed.media.model_dump_json(),
+            _inner(listed, self._host),
+        )  # fmt: skip
 
     def _follow(self, model: Model, launch: WorkerLaunch) -> None:
         """Report a process's news until it ends. Runs in a thread."""
@@ -381,12 +400,12 @@ async def _in_thread(work: Callable[[], Expected]) -> Expected:
     return await asyncio.wrap_future(result)
 
 
-def _inner(listed: Listed) -> str:
+def _inner(listed: Listed, host: str) -> str:
     """The gateway checks keys and limits; by default, workers store nothing."""
     own = listed.server
     names = (listed.name, *own.served_model_name)
     update = {
-        "host": "127.0.0.1", "port": 0, "enable_page": False, "access_log": False, "api_key": (), "api_keys_file": None,
+        "host": host, "port": 0, "enable_page": False, "access_log": False, "api_key": (), "api_keys_file": None,
         "served_model_name": tuple(dict.fromkeys(names)), "max_restarts": 0, "sleep_after": 0.0, "max_batches": 0,
         "otlp_traces_endpoint": None,
     }  # fmt: skip

@@ -10,15 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 from vlmserve.engine.preload import Preloader, fork_children_from
-from vlmserve.errors import ConfigurationError
 from vlmserve.garbage import freeze_loaded_objects
 from vlmserve.logs import level_number, set_up_logging
-from vlmserve.memory import free_memory
-from vlmserve.models.footprint import LIBRARIES, loads_into_main_memory
 from vlmserve.scaleout.launch import MemberProcess
 from vlmserve.scaleout.member import WorkerLaunch
 from vlmserve.scaleout.ondemand.app import create_app
-from vlmserve.scaleout.ondemand.catalogue import Listed, check_names
+from vlmserve.scaleout.ondemand.catalogue import Listed, budget_of, check_names
 from vlmserve.scaleout.ondemand.gateway import OnDemandGateway
 from vlmserve.scaleout.ondemand.pool import Pool
 from vlmserve.scaleout.ondemand.shelf import Shelf
@@ -36,9 +33,6 @@ from vlmserve.settings.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-_SHARE = 0.8
-"""Default budget, as a share of the free memory."""
-
 
 def serve(listed: Sequence[Listed], config: ModelsConfig, server: ServerConfig) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish; a second signal ends everything.
@@ -49,7 +43,7 @@ def serve(listed: Sequence[Listed], config: ModelsConfig, server: ServerConfig) 
     quiet_logs(server)
     check_names(listed)
     raise_file_limit()
-    budget = _budget(listed, config)
+    budget = budget_of(listed, config)
     listener = bind(server)
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
@@ -92,17 +86,3 @@ async def run(
         await pool.close()
         await web.stop()
         await gateway.close()
-
-
-def _budget(listed: Sequence[Listed], config: ModelsConfig) -> int:
-    """Bytes for models, without the libraries that all share."""
-    memory = config.models_memory
-    if memory is None:
-        if not all(loads_into_main_memory(model.engine) for model in listed):
-            raise ConfigurationError("models on a GPU need --models-memory: the GPU memory for all of them together")
-        memory = int(_SHARE * free_memory())
-    if memory <= LIBRARIES:
-        raise ConfigurationError(
-            f"--models-memory {memory / 1e9:.2f} GB: give at least 1GiB; libraries take {LIBRARIES / 1e9:.2f} GB"
-        )
-    return memory - LIBRARIES

@@ -19,6 +19,8 @@ class Slot:
     state: State = "unloaded"
     users: int = 0
     """Requests that use it."""
+    running: int = 0
+    """Requests that other processes sent to it, by its latest report."""
     waiting: int = 0
     """Requests that wait for it."""
     waits_since: float = 0.0
@@ -34,7 +36,7 @@ class Slot:
 
     @property
     def is_idle(self) -> bool:
-        return self.state == "loaded" and not self.users
+        return self.state == "loaded" and not self.users and not self.running
 
 
 class Load(NamedTuple):
@@ -89,6 +91,12 @@ class Shelf:
     def leave(self, slot: Slot) -> None:
         self._use(slot, -1)
 
+    def report(self, slot: Slot, running: int, idle_seconds: float) -> None:
+        """Note the use of a model by requests that do not `arrive`. idle_seconds: since the latest one."""
+        if slot.state == "loaded":
+            slot.running = running
+            slot.last_use = max(slot.last_use, self._clock() - idle_seconds)
+
     def loaded(self, slot: Slot, size: int) -> None:
         """`plan` admits waiting requests. size: in bytes."""
         slot.state = "loaded"
@@ -101,7 +109,7 @@ class Shelf:
 
     def gone(self, slot: Slot) -> None:
         """The model was unloaded, has crashed, or could not be loaded."""
-        slot.state, slot.users, slot.is_draining = "unloaded", 0, False
+        slot.state, slot.users, slot.running, slot.is_draining = "unloaded", 0, 0, False
 
     def plan(self) -> list[Action]:
         """Decide what happens; the states are changed already.

@@ -25,12 +25,13 @@ from vlmserve.cores import usable_cores
 from vlmserve.engine.preload import Preloader
 from vlmserve.errors import ConfigurationError, ModelLoadError
 from vlmserve.logs import level_number, set_up_logging
-from vlmserve.scaleout.member import GatewayLaunch, WorkerLaunch
+from vlmserve.scaleout.member import GatewayLaunch, HostLaunch, ModelLaunch, WorkerLaunch
+from vlmserve.scaleout.ondemand.catalogue import Listed
 from vlmserve.scaleout.ray import head
-from vlmserve.scaleout.ray.deployments import gateway_application, worker_application, worker_launch
+from vlmserve.scaleout.ray.deployments import gateway_application, own_server, worker_application, worker_launch
 from vlmserve.scaleout.ray.directory import NAMESPACE
 from vlmserve.scaleout.ray.membership import Membership
-from vlmserve.scaleout.settings import GatewayConfig, WorkerKind
+from vlmserve.scaleout.settings import GatewayConfig, ModelsConfig, WorkerKind
 from vlmserve.scaleout.storage import check_local, check_shared, refuse_local
 from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 
@@ -104,6 +105,33 @@ def join_as_worker(engine: EngineConfig, media: MediaConfig, server: ServerConfi
 
     with _stopped() as stopped, _joined(address), Membership("worker", launch) as member:
         print(f"vlmserve worker {name} is ready: {member.url} ({engine.model})", flush=True)
+        _wait(member, stopped, server.shutdown_grace)
+
+
+def join_as_host(
+    listed: Sequence[Listed], models: ModelsConfig, server: ServerConfig, *, name: str, address: str
+) -> None:
+    """Offer models that load on demand, until SIGINT or SIGTERM. Raises VLMServeError."""
+    name = name or f"{socket.gethostname()}-{os.getpid()}"
+
+    def launch(token: str, _: str) -> HostLaunch:
+        return HostLaunch(
+            name,
+            token,
+            [
+                ModelLaunch(
+                    one.name, one.engine.model_dump_json(), one.media.model_dump_json(),
+                    own_server(check_shared(one.server)).model_dump_json(),
+                )
+                for one in listed
+            ],
+            own_server(server).model_dump_json(),
+            models.model_dump_json(),
+        )  # fmt: skip
+
+    with _stopped() as stopped, _joined(address), Membership("worker", launch) as member:
+        names = ", ".join(one.name for one in listed)
+        print(f"vlmserve worker {name} is ready: {member.url}; models load on demand: {names}", flush=True)
         _wait(member, stopped, server.shutdown_grace)
 
 

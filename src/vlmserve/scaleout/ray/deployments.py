@@ -44,10 +44,15 @@ _QUEUED, _USAGE = "queued_seconds", "usage"
 
 
 def worker_launch(name: str, token: str, engine: str, media: str, server: str) -> WorkerLaunch:
-    """Settings from sections as JSON, at the machine's address and without API keys: gateways check keys and limits."""
-    own = {"host": str(ray.util.get_node_ip_address()), "port": 0, "enable_page": False, "access_log": False}
-    inner = ServerConfig.model_validate_json(server).model_copy(update={**own, "api_key": (), "api_keys_file": None})
+    """Settings from sections as JSON."""
+    inner = own_server(ServerConfig.model_validate_json(server))
     return WorkerLaunch(name, token, engine, media, inner.model_dump_json())
+
+
+def own_server(server: ServerConfig) -> ServerConfig:
+    """A worker's settings: the machine's address, and no API keys, because gateways check keys and limits."""
+    own = {"host": str(ray.util.get_node_ip_address()), "port": 0, "enable_page": False, "access_log": False}
+    return server.model_copy(update={**own, "api_key": (), "api_keys_file": None})
 
 
 def _keep_to_own_address() -> None:
