@@ -14,10 +14,11 @@ import os
 import random
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests import state_fuzz
 from tests.engine.test_parity import NEW_TOKENS, Oracle, bytes_of_4, engine_for, generate, llava_oracle, mixed_prompts
 from tests.waiting import wait_until
 from vlmserve.engine.engine import Engine
@@ -36,8 +37,6 @@ class Tally:
     broken: int = 0
     written: int = 0
     evictions: int = 0
-    full: int = 0
-    """Engines that started on a full disk."""
     different: list[str] = field(default_factory=list)
 
 
@@ -145,29 +144,64 @@ def small_disk(folder: Path) -> Iterator[Path]:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def llava_rounds(place: Path, disk: Path) -> Callable[[int, int], Tally]:
+    """Return a function that runs an engine, for a seed and a number of requests."""
+    (folder := place / "model").mkdir()
+    oracle, tally = llava_oracle(folder), Tally()
+    expected = generate(engine_for(oracle, enable_prefix_caching=False), mixed_prompts(oracle))
+
+    def run(seed: int, num_requests: int) -> Tally:
+        fuzz(oracle, disk, num_requests, seed, tally, expected)
+        return tally
+
+    return run
+
+
+def state_rounds(place: Path, disk: Path) -> Callable[[int, int], state_fuzz.Tally]:
+    """Like `llava_rounds`. Two engines in a row get the same requests."""
+    models, tally = [], state_fuzz.Tally()
+    for name, make in state_fuzz.FAMILIES.items():
+        (folder := place / name).mkdir()
+        models.append(make(folder))
+
+    def run(seed: int, num_requests: int) -> state_fuzz.Tally:
+        model, saboteur = models[seed // 2 % len(models)], Saboteur(disk, random.Random(seed))
+        files = state_fuzz.Disk(disk, random.Random(seed).choice([DISK // 8, DISK // 2, 2 * DISK]), saboteur.act)
+        state_fuzz.fuzz(model, tally.finished + num_requests, seed // 2, tally, files)
+        model.known.clear()
+        return tally
+
+    return run
+
+
+def fuzz_all(options: argparse.Namespace, place: Path, disk: Path) -> Tally | state_fuzz.Tally:
+    """Start one engine after the other, and fill the disk for every third."""
+    run = state_rounds(place, disk) if options.states else llava_rounds(place, disk)
+    num_full, seed, tally = 0, options.seed, None
+    while tally is None or tally.finished < options.requests:
+        ballast = disk / "ballast"
+        ballast.unlink(missing_ok=True)
+        if os.path.ismount(disk) and seed % 3 == 2:
+            num_full += 1
+            with contextlib.suppress(OSError):  # it is full then
+                ballast.write_bytes(bytes(DISK))
+        tally = run(seed, options.round)
+        seed += 1
+        print(f"seed {seed}, disk full for {num_full}: {tally}", flush=True)
+    return tally
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.disk_fuzz", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--requests", type=int, default=5000, help="requests in all (default 5000)")
     parser.add_argument("--round", type=int, default=40, help="requests of each engine (default 40)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first engine (default 0)")
+    parser.add_argument("--states", action="store_true", help="models with states")
     options = parser.parse_args()
-    tally, seed = Tally(), options.seed
     with tempfile.TemporaryDirectory() as place:
-        (model := Path(place) / "model").mkdir()
         (disk := Path(place) / "disk").mkdir(mode=0o700)
-        oracle = llava_oracle(model)
-        expected = generate(engine_for(oracle, enable_prefix_caching=False), mixed_prompts(oracle))
         with small_disk(disk):
-            while tally.finished < options.requests:
-                ballast = disk / "ballast"
-                ballast.unlink(missing_ok=True)
-                if os.path.ismount(disk) and seed % 3 == 2:
-                    tally.full += 1
-                    with contextlib.suppress(OSError):  # it is full then
-                        ballast.write_bytes(bytes(DISK))
-                fuzz(oracle, disk, options.round, seed, tally, expected)
-                seed += 1
-                print(f"seed {seed}: {tally}", flush=True)
+            tally = fuzz_all(options, Path(place), disk)
     raise SystemExit(1 if tally.different else 0)
 
 

@@ -249,6 +249,8 @@ class Tally:
     found_tokens: int = 0
     planned_ahead: int = 0
     states_loaded: int = 0
+    disk_hits: int = 0
+    disk_broken: int = 0
     ties: int = 0
     flips: int = 0
     """Samples of another token with the same probabilities: rounding has moved the border between two tokens."""
@@ -274,7 +276,15 @@ def differs(found: Answer, expected: Answer, params: SamplingParams, tally: Tall
     return not is_flip
 
 
-def fuzz(model: Model, num_requests: int, seed: int, tally: Tally) -> None:
+class Disk(NamedTuple):
+    """A disk cache's folder and size, and what happens to its files after each request."""
+
+    folder: Path
+    memory: int
+    act: Callable[[], None]
+
+
+def fuzz(model: Model, num_requests: int, seed: int, tally: Tally, disk: Disk | None = None) -> None:
     """Send requests to one engine with few slots and blocks, and compare every answer."""
     crowd = Crowd(model, seed)
     choice = crowd.random.choice
@@ -296,16 +306,29 @@ def fuzz(model: Model, num_requests: int, seed: int, tally: Tally) -> None:
             kv_cache_memory=pages * of_tokens.page,
             kv_offload_memory=choice([0, "256KiB", "4MiB"]),
             max_model_len=MAX_LEN,
+            **({} if disk is None else {"disk_cache": str(disk.folder), "disk_cache_memory": disk.memory}),
         )
-        send(model, busy, crowd, num_requests, tally, f"{model.folder.name}, seed {seed}")
+        act = None if disk is None else disk.act
+        send(model, busy, crowd, num_requests, tally, f"{model.folder.name}, seed {seed}", act)
     tally.planned_ahead += sum(device.num_ahead for device in devices)
     stats = busy.stats()
     tally.preempted += stats.preemptions
     tally.states_loaded += stats.states_loaded
+    tally.disk_hits += stats.disk_hits
+    tally.disk_broken += stats.disk_broken
     assert (stats.kv_blocks_used, stats.state_slots_used) == (0, 0)
 
 
-def send(model: Model, busy: Engine, crowd: Crowd, num_requests: int, tally: Tally, title: str) -> None:
+def send(
+    model: Model,
+    busy: Engine,
+    crowd: Crowd,
+    num_requests: int,
+    tally: Tally,
+    title: str,
+    act: Callable[[], None] | None = None,
+) -> None:
+    """act: called after each request is sent."""
     choice = crowd.random.choice
     sent: dict[str, EngineRequest] = {}
     answers: dict[str, Answer] = {}
@@ -332,6 +355,8 @@ def send(model: Model, busy: Engine, crowd: Crowd, num_requests: int, tally: Tal
             if len(request.prompt.token_ids) < MAX_LEN - 20:
                 sent[request.request_id], answers[request.request_id] = request, Answer()
                 busy.add(request)
+        if act is not None:
+            act()
         for _ in range(crowd.random.choice([0, 1, 2, 6, 15])):
             step()
         while len(sent) > 8:

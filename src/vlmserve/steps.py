@@ -32,7 +32,7 @@ def bidirectional_spans(
 class BlockCopy(NamedTuple):
     """A KV block or state slot to save, load back, or copy on the device.
 
-    fill: from disk; `source` is an index in `SchedulerOutput.block_contents`.
+    fill: from disk; `source` is an index in `SchedulerOutput.block_contents` or `state_contents`.
     """
 
     kind: Literal["save", "load", "copy", "fill"]
@@ -140,6 +140,8 @@ class SchedulerOutput(msgspec.Struct):
     block_contents: list[Bytes] = []
     """Contents of blocks that were read from disk."""
     state_copies: list[BlockCopy] = []
+    state_contents: list[Bytes] = []
+    """Contents of state slots that were read from disk."""
     embeddings_to_evict: list[bytes] = []
     """Keys of image embeddings and cross-attention states to drop and to encode no further."""
     embeddings_to_place: dict[bytes, Bytes] = {}

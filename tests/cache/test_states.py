@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vlmserve.cache.states import StatePool
+from vlmserve.cache.states import StatePool, restore, stored_key
+from vlmserve.steps import BlockCopy
 
 KEYS = [bytes([number]) * 32 for number in range(6)]
 
@@ -39,6 +41,29 @@ def test_spare_checkpoints_are_evicted_first():
     slots = [checkpoint(pool, number, spare=number > 1) for number in range(1, 4)]
     pool.touch(KEYS[2])
     assert pool.take(3) == [slots[2], slots[0], slots[1]], "a found one is not spare"
+
+
+def test_states_read_from_disk_become_checkpoints():
+    pool = StatePool(3)
+    found = checkpoint(pool, 1)
+    content = np.zeros(4, np.uint8)
+    pool.stored = {stored_key(KEYS[2]): content}
+    restore(pool, [KEYS[1], KEYS[2]], [KEYS[0], KEYS[0]], 5)
+    assert pool.get(KEYS[1]) == found, "taking a slot evicted it"
+    slot = pool.get(KEYS[2])
+    assert pool.copies == [BlockCopy("fill", 0, slot)]
+    assert pool.contents == [content]
+    assert pool.checkpoints.after(KEYS[0]) == [5, 1]
+    assert pool.num_used == 0
+    restore(pool, [KEYS[2]], [KEYS[0]], 5)
+    assert len(pool.copies) == 1, "memory has it"
+
+
+def test_restored_states_take_the_last_slot():
+    pool = StatePool(1)
+    pool.stored = {stored_key(KEYS[1]): np.zeros(4, np.uint8)}
+    restore(pool, [KEYS[1]], [KEYS[0]], 5)
+    assert pool.begin([KEYS[1]], 1) == ([1], [1])
 
 
 def test_held_checkpoints_are_not_evicted():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests import state_fuzz
 from tests.checkpoints import make_gemma3
 from tests.disk_fuzz import Saboteur, Tally, fuzz
 from tests.engine.test_gemma3 import CONVERSATIONS, GREEDY
@@ -153,6 +154,40 @@ def test_windows_find_their_blocks(tmp_path: Path) -> None:
         wait_until(lambda llm=llm: llm.engine.stats().disk_queued_bytes == 0)
     assert answers[0] == answers[1]
     assert sum(cached[0]) < sum(cached[1])
+
+
+@pytest.mark.parametrize(("family", "adapter"), [*((name, "") for name in state_fuzz.FAMILIES), ("qwen3_5", "mixed")])
+def test_later_starts_read_states(tmp_path: Path, family: str, adapter: str) -> None:
+    (tmp_path / "model").mkdir()
+    model = state_fuzz.FAMILIES[family](tmp_path / "model")
+    text = state_fuzz.Turn(Prompt([*range(10, 51), model.ends[0]]))
+    prompts = [state_fuzz.joined([picture, text]) for picture in model.pictures]
+    requests = [EngineRequest(str(i), one, GREEDY_ANSWER, adapter=adapter) for i, one in enumerate(prompts)]
+    settings: dict[str, Any] = {"disk_cache": str(tmp_path / "disk"), "kv_cache_memory": "64MiB"}
+    for start in range(2):
+        engine = model.engine(**settings)
+        for request in requests:
+            engine.add(request)
+        answers: dict[str, list[int]] = {}
+        for output in state_fuzz.drain(engine):
+            answers.setdefault(output.request_id, []).extend(output.token_ids)
+        assert answers == {request.request_id: model.expected(request).token_ids for request in requests}
+        stats = engine.stats()
+        if start:
+            assert stats.images_encoded == 0
+            assert stats.prompt_tokens == len(requests)
+        wait_until(lambda engine=engine: engine.stats().disk_queued_bytes == 0)
+
+
+def test_states_broken_at_random_change_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    model, disk = state_fuzz.FAMILIES["lfm2_vl"](tmp_path / "model"), tmp_path / "disk"
+    tally = state_fuzz.Tally()
+    for seed in (1, 2, 1):
+        saboteur = Saboteur(disk, random.Random(seed))
+        state_fuzz.fuzz(model, tally.finished + 10, seed, tally, state_fuzz.Disk(disk, 2**30, saboteur.act))
+    assert tally.disk_hits > 0
+    assert tally.different == []
 
 
 def test_files_broken_at_random_change_no_answer(llava: Oracle, expected: list[list[int]], tmp_path: Path) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.layer_specs import NO_SLOT
-from vlmserve.steps import BlockCopy
+from vlmserve.steps import BlockCopy, Bytes
 
 SPARE_SHARE = 4
 """Spare checkpoints may take one in this many slots from others."""
+
+
+def stored_key(key: bytes) -> bytes:
+    """On disk, a state and the KV block that ends at the same token have different keys."""
+    return key + b"state"
 
 
 class Checkpoints:
@@ -46,6 +51,10 @@ class StatePool:
         self.num_slots, self.num_host_slots = num_slots, num_host_slots
         self.copies: list[BlockCopy] = []
         """Copies between slots that the next step begins with, in order."""
+        self.contents: list[Bytes] = []
+        """Read from disk, for the copies."""
+        self.stored: Mapping[bytes, Bytes] = {}
+        """Contents read from disk, by `stored_key`."""
         self.num_saved = self.num_loaded = 0
         self._slots = BlockPool(1 + num_slots, self._save)
         self._slots.allocate(1)
@@ -201,3 +210,24 @@ class StatePool:
         for key in keys:
             if self.get(key) is None:
                 self.checkpoints.drop(key)
+
+
+def restore(pool: StatePool, keys: Sequence[bytes], parents: Sequence[bytes], extra: int) -> None:
+    """Make checkpoints of states that were read from disk, unless memory has them. parents, extra: see `register`.
+
+    Raises ValueError if too few slots are free.
+    """
+    held = [slot for key in keys if (slot := pool.get(key)) is not None]
+    on_host = [slot for key in keys if (slot := pool._host.get(key)) is not None]
+    # first, so that taking slots cannot evict them
+    pool._slots.share(held)
+    pool._host.share(on_host)
+    for key, parent in zip(keys, parents, strict=True):
+        if pool.get(key) is None and key not in pool._host:
+            slot = pool._take()
+            pool.copies.append(BlockCopy("fill", len(pool.contents), slot))
+            pool.contents.append(pool.stored[stored_key(key)])
+            pool.register(slot, key, parent, extra)
+            held.append(slot)
+    pool._slots.release(held)
+    pool._host.release(on_host)

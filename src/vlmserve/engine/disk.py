@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import msgspec
 from blake3 import blake3
@@ -16,23 +17,25 @@ from vlmserve.runner.runner import ModelRunner
 from vlmserve.scheduler.resources.images import Images
 from vlmserve.scheduler.resources.memory import KVMemory
 from vlmserve.scheduler.resources.states import StateMemory
-from vlmserve.scheduler.resources.stored import Stored
+from vlmserve.scheduler.resources.stored import Stored, StoredSizes
 from vlmserve.settings.config import EngineConfig
+
+logger = logging.getLogger(__name__)
 
 
 class DiskCache:
-    """Stores an engine's embeddings and KV blocks on disk.
-
-    It stores no blocks with several ranks, which hold shards, or for models with states.
-    """
+    """Stores an engine's embeddings, KV blocks and states on disk; with several ranks only embeddings."""
 
     def __init__(self, config: EngineConfig, tier: DiskTier, runner: ModelRunner, memory: KVMemory) -> None:
         self._fetches = Fetches(tier)
         self._runner, self._memory = runner, memory
         runner.keep_images(tier)
         memory.cache.stored = self._fetches.contents
-        one_rank = config.tensor_parallel_size == 1
-        if one_rank and config.enable_prefix_caching and not isinstance(memory, StateMemory):
+        if isinstance(memory, StateMemory):
+            memory.states.stored = self._fetches.contents
+        if config.tensor_parallel_size > 1:
+            logger.info("Disk cache: image embeddings only, since each rank holds a share of every KV block")
+        elif config.enable_prefix_caching:
             memory.stores = []
             tier.prepare(runner.blocks.populate)
 
@@ -49,14 +52,19 @@ class DiskCache:
     def resource(self, images: Images) -> Stored:
         """Return the resource that requests wait for. `images` finds what it has read."""
         images.stored = self._fetches.contents
-        return Stored(self._fetches, images, self._memory, self._runner.blocks.block_bytes)
+        tensors = self._runner.blocks
+        sizes = StoredSizes(tensors.block_contents.num_bytes, tensors.state_contents.num_bytes)
+        return Stored(self._fetches, images, self._memory, sizes)
 
     def keep(self) -> None:
-        """Store the blocks that a step has filled, before the next step is planned."""
-        memory, tier = self._memory, self._fetches.tier
+        """Store the blocks and checkpoints that a step has filled, before the next step is planned."""
+        memory, tier, tensors = self._memory, self._fetches.tier, self._runner.blocks
         if memory.stores:
-            self._runner.keep_blocks(tier, memory.stores)
+            self._runner.keep(tier, tensors.block_contents, memory.stores)
             memory.stores = []
+        if isinstance(memory, StateMemory) and memory.state_stores:
+            self._runner.keep(tier, tensors.state_contents, memory.state_stores)
+            memory.state_stores = []
         if memory.forgotten:
             tier.forget(memory.forgotten)
             memory.forgotten = []

@@ -33,6 +33,26 @@ class PoolSizes(NamedTuple):
     """Requests that may have drafts at once, if layers have states."""
 
 
+class Contents:
+    """What is stored of KV blocks or state slots."""
+
+    def __init__(self, layers: Sequence[Blocks]) -> None:
+        self._tensors = [tensor for layer in layers for tensor in layer.tensors]
+        self.num_bytes = sum(tensor[:1].nbytes for tensor in self._tensors)
+        """Of a block or slot."""
+
+    def of(self, ids: Sequence[int]) -> Bytes:
+        """Copy to the host, ``[ids, bytes]``, layer by layer. The device gathers `STAGED_BYTES` at a time."""
+        at_once = max(1, STAGED_BYTES // self.num_bytes)
+        parts = [self._gathered(ids[i : i + at_once]) for i in range(0, len(ids), at_once)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _gathered(self, ids: Sequence[int]) -> Bytes:
+        rows = to_device(torch.tensor(ids), self._tensors[0].device)
+        parts = [tensor.index_select(0, rows).reshape(len(ids), -1).view(torch.uint8) for tensor in self._tensors]
+        return torch.cat(parts, 1).cpu().numpy()
+
+
 class KVTensors:
     def __init__(self, model: LoadedModel, sizes: PoolSizes) -> None:
         self._device = model.device.torch_device
@@ -50,6 +70,7 @@ class KVTensors:
             return allocate_states(model.language_model.state_specs, count, model.dtype, device, draft_places)
 
         self.states = allocate_slots(1 + sizes.slots, self._device, sizes.draft_places)
+        self.block_contents, self.state_contents = Contents(self._distinct), Contents(self.states)
         if sizes.host_pages:
             self._host = model.device.host_blocks(self._distinct, sizes.host_pages, allocate_blocks)
         if sizes.host_slots:
@@ -62,29 +83,13 @@ class KVTensors:
         if step.block_copies:
             _copy(step.block_copies, self._distinct, self._host, step.block_contents)
         if step.state_copies:
-            _copy(step.state_copies, self.states, self._host_states)
-
-    @property
-    def block_bytes(self) -> int:
-        return sum(tensor[:1].nbytes for layer in self._distinct for tensor in layer.tensors)
+            _copy(step.state_copies, self.states, self._host_states, step.state_contents)
 
     def populate(self, num_bytes: int) -> None:
         """Back the first `num_bytes` of blocks, which requests get first, with memory."""
         for layer in self._distinct:
             for tensor in layer.tensors:
-                populate(tensor, num_bytes // self.block_bytes)
-
-    def contents(self, blocks: Sequence[int]) -> Bytes:
-        """Copy blocks to the host, ``[blocks, bytes]``, layer by layer. The device gathers `STAGED_BYTES` at a time."""
-        at_once = max(1, STAGED_BYTES // self.block_bytes)
-        parts = [self._gathered(blocks[i : i + at_once]) for i in range(0, len(blocks), at_once)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _gathered(self, blocks: Sequence[int]) -> Bytes:
-        ids = to_device(torch.tensor(blocks), self._device)
-        parts = [tensor.index_select(0, ids) for layer in self._distinct for tensor in layer.tensors]
-        rows = torch.cat([part.reshape(len(blocks), -1).view(torch.uint8) for part in parts], 1)
-        return rows.cpu().numpy()
+                populate(tensor, num_bytes // self.block_contents.num_bytes)
 
 
 def _copy(

@@ -22,7 +22,7 @@ from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.encoder import ImageEncoder
 from vlmserve.runner.heads.reading import head_rows, read_rows, write_results
-from vlmserve.runner.kv import KVTensors, PoolSizes
+from vlmserve.runner.kv import Contents, KVTensors, PoolSizes
 from vlmserve.runner.prompt_logprobs import score_prompts
 from vlmserve.runner.requests import RequestStates, ScheduledRequest
 from vlmserve.runner.sampling import TokenSampler, append_drawn, can_draw_later
@@ -155,18 +155,18 @@ class ModelRunner:
     def keep_images(self, tier: DiskTier) -> None:
         self.images.tier = tier
 
-    def keep_blocks(self, tier: DiskTier, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Write KV blocks, as many as fit, before a later step changes them. blocks: ids and keys."""
-        size = self._kv.block_bytes
-        taken = blocks[: tier.room // size]
+    def keep(self, tier: DiskTier, stored: Contents, ids: Sequence[tuple[int, bytes]]) -> None:
+        """Write blocks or states, as many as fit, before a later step changes them. ids: with keys."""
+        size = stored.num_bytes
+        taken = ids[: tier.room // size]
         try:
-            contents = self._kv.contents([block for block, _ in taken]) if taken else ()
+            contents = stored.of([number for number, _ in taken]) if taken else ()
         except MEMORY_ERRORS as error:
             _note_memory_error(error, self.model)
             taken, contents = (), ()
         for (_, key), content in zip(taken, contents, strict=True):
             tier.store(key, size, partial(np.asarray, content))
-        tier.note_dropped(len(blocks) - len(taken))
+        tier.note_dropped(len(ids) - len(taken))
 
     def warm_up(self) -> tuple[int, float]:
         return self.images.warm_up()

@@ -142,7 +142,8 @@ class EngineConfig(Settings):
         0, description="Host memory for evicted KV blocks and states, like 4GiB; 0: none."
     )
     disk_cache: str | None = Field(
-        None, description="Folder for images, their embeddings and KV blocks, which later starts read (default: none)."
+        None,
+        description="Folder for images, embeddings, KV blocks and states of later starts (default: none).",
     )
     disk_cache_memory: ByteSize = Field(10 * 1024**3, description="Maximum size of the disk cache.")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts with a common prefix.")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from vlmserve.cache.states import StatePool
+from vlmserve.cache.states import StatePool, stored_key
 from vlmserve.layer_specs import CHUNK
 from vlmserve.scheduler.request import Request
-from vlmserve.scheduler.resources.memory import boundaries_of, num_reusable
+from vlmserve.scheduler.resources.memory import boundaries_of, num_reusable, turn_ends
 
 NEAR = 16
 """Boundaries closer than this many tokens share a checkpoint, because prompts seldom part between them."""
+
+
+MAX_STORED_PLACES = 32
+"""Maximum checkpoints of a prompt that are looked for on disk."""
 
 
 class PlannedCheckpoints:
@@ -59,14 +63,35 @@ def prefix_keys(request: Request, num_tokens: int, block_size: int) -> list[byte
 
 def cached_checkpoints(request: Request, reach: int, states: StatePool, block_size: int) -> Iterator[int]:
     """Yield leading tokens, descending. reach: cached full blocks, or -1."""
+    places: Iterable[int] = _indexed(request, reach, states, block_size)
+    if states.stored:
+        stored = [number for number in stored_places(request) if number // block_size <= reach]
+        places = sorted({*places, *stored}, reverse=True)
+    for num_tokens in places:
+        if not 0 < num_tokens <= num_reusable(request):
+            continue
+        keys = prefix_keys(request, num_tokens, block_size)
+        if all(key in states.checkpoints or stored_key(key) in states.stored for key in keys):
+            yield num_tokens
+
+
+def _indexed(request: Request, reach: int, states: StatePool, block_size: int) -> Iterator[int]:
     chain = request.chains[0]
     for full in range(min(reach, len(chain.keys) - 1), -1, -1):
         for extra in states.checkpoints.after(chain.keys[full]):
-            num_tokens = full * block_size + extra
-            if not 0 < num_tokens <= num_reusable(request):
-                continue
-            if all(key in states.checkpoints for key in prefix_keys(request, num_tokens, block_size)):
-                yield num_tokens
+            yield full * block_size + extra
+
+
+def stored_places(request: Request) -> list[int]:
+    """Return numbers of tokens that requests with this beginning may have stored on disk, descending."""
+    places = {*turn_ends(request), *(span.end for span in request.image_spans), request.num_prompt_tokens - 1}
+    return sorted(places, reverse=True)[:MAX_STORED_PLACES]
+
+
+def places_to_store(request: Request) -> set[int]:
+    """The ends of the first turn, the last turn, or else the prompt, and the last image. States are large."""
+    images = [span.end for span in request.image_spans]
+    return {*turn_ends(request)[:1], *ranked_boundaries(request)[:1], *images[-1:]}
 
 
 def leader_of(

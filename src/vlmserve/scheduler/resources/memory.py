@@ -274,14 +274,15 @@ class KVMemory(Resource):
                 self.pool.release([table.blocks[index] for index in wanted])
                 table.first = needed
 
-    def _register_full(self, request: Request, start: int, end: int) -> None:
+    def _register_full(self, request: Request, start: int, end: int, *, is_proven: bool = True) -> None:
+        """is_proven: no step in flight writes the blocks, so they may be stored."""
         tables = iter(request.tables)
         for chain in request.chains:
             keys = request.keys_of_full_blocks(chain, end, self._size)
             for column, table in zip(self.columns, tables, strict=False):
                 for index in range(start, end):
                     self.pool.register(table.blocks[index], column.key(keys[index]))
-                if self.stores is not None:
+                if self.stores is not None and is_proven:
                     self.stores += [(table.blocks[index], column.key(keys[index])) for index in range(start, end)]
             for key in keys[start:end]:
                 self._computing.pop(key, None)
@@ -367,10 +368,14 @@ def _num_new(request: Request, columns: Sequence[Column], end: int, max_chunk: i
     return [min(count, counts[0]) - end for count in counts]
 
 
+def turn_ends(request: Request) -> list[int]:
+    prompt = request.token_ids[: request.num_prompt_tokens]
+    return [place for place, token in enumerate(prompt, start=1) if token in request.turn_end_ids]
+
+
 def boundaries_of(request: Request) -> set[int]:
     """The ends of the first turn, last turn and images, and what a repeated prompt reuses."""
-    prompt = request.token_ids[: request.num_prompt_tokens]
-    turns = [place for place, token in enumerate(prompt, start=1) if token in request.turn_end_ids]
+    turns = turn_ends(request)
     return {*turns[:1], *turns[-1:], *(span.end for span in request.image_spans), request.num_prompt_tokens - 1}
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vlmserve.cache.prefix import PrefixCache
-from vlmserve.cache.states import StatePool
+from vlmserve.cache.states import StatePool, restore, stored_key
 from vlmserve.layer_specs import CHUNK, MAX_STATE_DRAFTS
 from vlmserve.scheduler.request import Request
-from vlmserve.scheduler.resources.checkpoints import intervals, prefix_keys, ranked_boundaries
+from vlmserve.scheduler.resources.checkpoints import intervals, places_to_store, prefix_keys, ranked_boundaries
 from vlmserve.scheduler.resources.memory import boundaries_of
 from vlmserve.scheduler.resources.resource import Resource
 from vlmserve.scheduler.resources.state_hits import StateHits
@@ -37,6 +37,8 @@ class StateMemory(StateHits):
         self._num_working = 0
         # checkpoints that a step in flight writes, by request
         self._unproven: dict[str, list[bytes]] = {}
+        self.state_stores: list[tuple[int, bytes]] = []
+        """New checkpoints and their keys, to store on disk if `stores` is not None."""
 
     @property
     def num_places(self) -> int:
@@ -49,12 +51,15 @@ class StateMemory(StateHits):
     def end_step(self, step: SchedulerOutput) -> None:
         super().end_step(step)
         step.state_copies, self.states.copies = self.states.copies, []
+        step.state_contents, self.states.contents = self.states.contents, []
 
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
         if self.num_places < len(request.chains) or not super().acquire(request, running):
             return False
         start = request.num_computed
         keys = prefix_keys(request, start, self._size) if start else []
+        full, extra = divmod(start, self._size)
+        restore(self.states, keys, [chain.keys[full] for chain in request.chains] if keys else [], extra)
         slots, sources = self.states.begin(keys, len(request.chains))
         request.state = state = StateSlots(slots, sources, start)
         state.held = [slot for slot in sources if slot not in slots]
@@ -138,6 +143,10 @@ class StateMemory(StateHits):
         if state is not None and state.leaving:
             for num_tokens, slots in state.planned:
                 self._register(request, state, num_tokens, slots)
+                if self.stores is not None and num_tokens in places_to_store(request):
+                    keys = prefix_keys(request, num_tokens, self._size)
+                    self.state_stores += [(slot, stored_key(key)) for slot, key in zip(slots, keys, strict=True)]
+                    self._register_tail(request, num_tokens, stores=self.stores)
                 for slot in slots:
                     self.states.release(slot, spare=num_tokens not in state.kept)
             state.planned = []
@@ -164,7 +173,8 @@ class StateMemory(StateHits):
             request.token_ids.append(request.stop_token_id)
         if ahead <= 1 and state.reached <= len(request.token_ids):
             if ahead > 0:
-                self._register_full(request, request.num_computed // self._size, state.reached // self._size)
+                start, end = request.num_computed // self._size, state.reached // self._size
+                self._register_full(request, start, end, is_proven=False)
                 self._unproven[request.request_id] = prefix_keys(request, state.reached, self._size)
             # a small window may end after the states, which accepted drafts do not change
             if all(table.first <= state.reached // self._size for table in request.tables):
@@ -203,7 +213,9 @@ class StateMemory(StateHits):
     def discard(self, request: Request, *, out_of_memory: bool) -> None:
         super().discard(request, out_of_memory=out_of_memory)
         self.undo(request)
-        for key in () if request.state is None else request.state.keys:
+        keys = () if request.state is None else request.state.keys
+        self.forgotten += [stored_key(key) for key in keys if self.stores is not None]
+        for key in keys:
             self.states.forget(key)
 
     def release(self, request: Request, *, resumes: bool = False) -> None:

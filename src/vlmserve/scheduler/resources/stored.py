@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from vlmserve.cache.fetches import Fetches, Read
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.images import Images
-from vlmserve.scheduler.resources.memory import KVMemory
+from vlmserve.scheduler.resources.memory import Found, KVMemory
 from vlmserve.scheduler.resources.resource import Resource
-from vlmserve.scheduler.resources.stored_prefix import stored_prefix
+from vlmserve.scheduler.resources.states import StateMemory
+from vlmserve.scheduler.resources.stored_prefix import StoredPrefix, stored_prefix
+from vlmserve.scheduler.resources.stored_states import StoredStates, stored_states
 from vlmserve.scheduler.step_limits import StepLimits
 
 MAX_DEFERRED = 32
 """Maximum requests per step that are looked up on disk, then wait for other reads."""
 
 
+class StoredSizes(NamedTuple):
+    """Bytes of a KV block and of a state."""
+
+    block: int
+    state: int = 0
+
+
 class Stored(Resource):
     """Reads what memory lacks before memory and images look for it."""
 
-    def __init__(self, fetches: Fetches, images: Images, memory: KVMemory, block_bytes: int) -> None:
+    def __init__(self, fetches: Fetches, images: Images, memory: KVMemory, sizes: StoredSizes) -> None:
         self._fetches, self._images, self._memory = fetches, images, memory
-        self._block_bytes = block_bytes
+        self._sizes = sizes
         # reading, or nothing to read
         self._asked: set[str] = set()
         # something to read
@@ -51,11 +61,8 @@ class Stored(Resource):
 
     def _plan(self, request: Request) -> Callable[[Read], None] | None:
         """Return a function that reads in a thread."""
-        has, memory, prefix = self._fetches.tier.has, self._memory, None
-        found = memory.find(request)
-        if memory.stores is not None:
-            prefix = stored_prefix(request, found, memory.columns, self._block_bytes)
-            prefix = prefix if prefix is not None and any(map(has, prefix.first_keys)) else None
+        has, memory, found = self._fetches.tier.has, self._memory, self._memory.find(request)
+        prefix = None if memory.stores is None else self._prefix(request, found)
         spans = [(span.image.key, span.end) for span in request.image_spans]
         sizes = self._images.missing_after(request, found.num_tokens)
         images = [(key, size) for key, size in sizes.items() if has(key)]
@@ -70,6 +77,13 @@ class Stored(Resource):
                     read([key], size)
 
         return plan
+
+    def _prefix(self, request: Request, found: Found) -> StoredPrefix | StoredStates | None:
+        has, columns, (block, state) = self._fetches.tier.has, self._memory.columns, self._sizes
+        if isinstance(self._memory, StateMemory):
+            return stored_states(request, found, columns, has, block_bytes=block, state_bytes=state)
+        prefix = stored_prefix(request, found, columns, block)
+        return prefix if prefix is not None and any(map(has, prefix.first_keys)) else None
 
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
         self._keep_images(request, request.num_computed)
