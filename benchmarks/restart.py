@@ -1,114 +1,140 @@
-"""Time to first token of known image questions, in memory and after `kill -9` with a disk cache.
+"""Time to first token of known image questions after `kill -9` of a server with a disk cache, and in memory.
 
-    .venv/bin/python -m benchmarks.restart                  # CLIP ViT-L/14-336, random weights
+    .venv/bin/python -m benchmarks.restart                  # SmolVLM2-500M's shape, random weights
     .venv/bin/python -m benchmarks.restart --model pixie
 
-One process asks each question once, which is cold, and several times more, with all in memory. Then it kills itself.
-The next process asks each question once.
+The first server answers each question once, then it is killed. The second server reads the answers' prompts from disk
+in its first pass, and finds them in memory in later passes. Both first answer a question about another image.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import signal
+import base64
+import json
 import statistics
+import sys
 import tempfile
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 
 from benchmarks.command import model_parser, run, show_rows
-from benchmarks.image_reuse import image_file, save_random_llava
-from vlmserve.engine.engine import Engine
-from vlmserve.frontend.requests import RequestPreparer
-from vlmserve.settings.config import EngineConfig, MediaConfig
-from vlmserve.types import EngineRequest, SamplingParams
+from benchmarks.image_reuse import image_file
+from benchmarks.random_models import RANDOM_MODELS
+from benchmarks.soak import serving
 
 QUESTION = "How many objects are in the image, and which colors do they have?"
-WRITTEN = 120
-"""Seconds that the writing of the disk cache may take."""
+WRITTEN = 2.0
+"""Seconds without a new file after which all are written."""
+ANSWER_SECONDS = 600
 
 
-class Asker:
-    """An engine whose answers have one token."""
+class Client:
+    """Asks the questions one after the other. Answers have one token."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path, disk: str) -> None:
-        settings = {"device": options.device, "dtype": options.dtype, "kv_cache_memory": options.kv_cache_memory}
-        config = EngineConfig(model=str(folder), disk_cache=disk, **settings)
-        self.engine, self._preparer = Engine(config, folder), RequestPreparer(folder, MediaConfig())
-        self._files = [image_file(number, options.image_side) for number in range(options.questions)]
-        self.ask(image_file(-1, options.image_side))
+    def __init__(self, http: httpx.Client, options: argparse.Namespace) -> None:
+        self._http, self._side, self._count = http, options.image_side, options.questions
+        self._model = http.get("/v1/models").json()["data"][0]["id"]
+        self.ask(-1)
 
-    def ask(self, image: bytes) -> float:
-        """Seconds from the file to the first token."""
-        started = time.perf_counter()
-        parts = [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]
-        prompt = self._preparer.chat([{"role": "user", "content": parts}], allow_local=True)
-        self.engine.add(EngineRequest("one", prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)))
-        while not any(output.finish_reason for output in self.engine.step()):
-            pass
-        return time.perf_counter() - started
+    def ask(self, number: int) -> tuple[float, str]:
+        """Seconds to the first token, and the answer."""
+        url = "data:image/png;base64," + base64.b64encode(image_file(number, self._side)).decode()
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": parts}],
+            "max_tokens": 1,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        first, text, started = 0.0, "", time.perf_counter()
+        with self._http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    delta = json.loads(line[6:])["choices"][0]["delta"]
+                    if delta.get("content"):
+                        first = first or time.perf_counter() - started
+                        text += delta["content"]
+        return first or time.perf_counter() - started, text
 
-    def ask_all(self) -> list[float]:
-        return [self.ask(file) for file in self._files]
-
-    def wait_until_written(self) -> None:
-        end = time.monotonic() + WRITTEN
-        while self.engine.stats().disk_queued_bytes and time.monotonic() < end:
-            time.sleep(0.05)
+    def ask_all(self) -> tuple[list[float], list[str]]:
+        found = [self.ask(number) for number in range(self._count)]
+        return [seconds for seconds, _ in found], [text for _, text in found]
 
 
-def serve(options: argparse.Namespace, folder: Path, disk: str, repeats: int, results: Connection) -> None:
-    """Send the times of each pass over the questions, then die."""
-    asker = Asker(options, folder, disk)
-    for _ in range(1 + repeats):
-        results.send(asker.ask_all())
-        asker.wait_until_written()
-    results.send(asker.engine.stats().disk_hits)
-    os.kill(os.getpid(), signal.SIGKILL)
+@contextmanager
+def server(options: argparse.Namespace, folder: Path, disk: Path) -> Iterator[Client]:
+    """Kill the server at the end, once no more files are written."""
+    flags = ["--disk-cache", str(disk), "--kv-cache-memory", options.kv_cache_memory, "--dtype", options.dtype]
+    with serving("serve", str(folder), "--device", options.device, *flags) as (url, process):
+        with httpx.Client(base_url=url, timeout=ANSWER_SECONDS) as http:
+            yield Client(http, options)
+        files, changed = 0, time.monotonic()
+        while time.monotonic() - changed < WRITTEN:
+            time.sleep(WRITTEN / 10)
+            found = sum(1 for _ in disk.iterdir())
+            files, changed = found, changed if found == files else time.monotonic()
+        process.kill()
 
 
 def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
     times: dict[str, list[float]] = {}
-    start = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(dir=options.disk) as disk:
-        for names in (("cold", "in memory"), ("after kill -9",)):
-            results, theirs = start.Pipe(duplex=False)
-            repeats = options.repeats if len(names) > 1 else 0
-            process = start.Process(target=serve, args=(options, folder, disk, repeats, theirs))
-            process.start()
-            theirs.close()
-            passes = [results.recv() for _ in range(1 + repeats)]
-            console.print(f"{names}: {results.recv()} entries read")
-            process.join()
-            times[names[0]] = passes[0]
-            if repeats:
-                times[names[-1]] = [seconds for one in passes[1:] for seconds in one]
+    with tempfile.TemporaryDirectory() as place:
+        disk = options.disk or Path(place)
+        if not options.prepared:
+            with server(options, folder, disk) as client:
+                times["cold"], _ = client.ask_all()
+            console.print(f"{sum(file.stat().st_size for file in disk.iterdir()) / 1e6:.0f} MB on disk")
+        with server(options, folder, disk) as client:
+            times["after kill -9"], answers = client.ask_all()
+            passes = [client.ask_all() for _ in range(options.repeats)]
+    times["in memory"] = [seconds for one, _ in passes for seconds in one]
+    wrong = sum(one != other for _, texts in passes for one, other in zip(texts, answers, strict=True))
     warm = statistics.median(times["in memory"])
-    rows = []
-    for name, seconds in times.items():
-        middle = statistics.median(seconds)
-        rows.append([name, f"{1000 * middle:.1f}", f"{1000 * max(seconds):.1f}", f"{middle / warm:.2f}"])
-    return {"columns": ["questions", "median ms", "maximum ms", "ratio"], "rows": rows, "seconds": times}
+    rows = [
+        [name, 1000 * statistics.median(one), 1000 * max(one), statistics.median(one) / warm]
+        for name, one in times.items()
+    ]
+    return {
+        "title": "Image questions after a restart",
+        "command": " ".join(["python -m benchmarks.restart", *sys.argv[1:]]),
+        "columns": ["questions", "median ms", "maximum ms", "ratio"],
+        "rows": [[name, *(float(f"{figure:.3g}") for figure in figures)] for name, *figures in rows],
+        "different": wrong,
+    }
 
 
-def parse() -> argparse.Namespace:
-    parser = model_parser("benchmarks.restart", __doc__, "a random LLaVA with CLIP ViT-L/14-336")
+def show(report: dict[str, Any], console: Console) -> None:
+    show_rows(report)
+    console.print(f"{report['different']} answers in memory differ from those after the restart")
+
+
+def save_random_smolvlm(folder: Path) -> Path:
+    RANDOM_MODELS["smolvlm2"].write(folder)
+    return folder
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = model_parser("benchmarks.restart", __doc__, "SmolVLM2-500M's shape with random weights")
     parser.add_argument("--questions", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3, help="passes with all in memory")
     parser.add_argument("--image-side", type=int, default=480, help="pixels of an image's side")
-    parser.add_argument("--disk", help="folder for the disk caches (default: that for temporary files)")
-    return parser.parse_args()
+    parser.add_argument("--disk", type=Path, help="folder of the disk cache (default: temporary)")
+    parser.add_argument("--prepared", action="store_true", help="an earlier run with --disk has asked the questions")
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
-    options = parse()
-    run(options, save_random_llava, measure, lambda report, _: show_rows(report))
+def main(arguments: Sequence[str] | None = None) -> None:
+    run(parse(arguments), save_random_smolvlm, measure, show)
 
 
 if __name__ == "__main__":
