@@ -69,3 +69,17 @@ def test_unexpected_output_is_an_error(monkeypatch, tmp_path):
     (tmp_path / "openai").mkdir()
     with pytest.raises(JobError, match="does not match"):
         runner.run("openai", "http://127.0.0.1")
+
+
+@pytest.mark.parametrize("uv", [None, "/usr/bin/uv"])
+def test_uv_installs_packages_if_it_exists(uv, monkeypatch, tmp_path):
+    commands = []
+    monkeypatch.setattr(runner, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(runner.shutil, "which", lambda name: uv)
+    monkeypatch.setattr(runner.venv, "create", lambda folder, symlinks: None)
+    monkeypatch.setattr(runner, "finish", lambda command, *rest: commands.append(command))
+    python, script = runner.install("cohere")
+    [command] = commands
+    assert command[:2] == ([uv, "pip"] if uv else [sys.executable, "-m"])
+    assert command[-1] == "cohere"
+    assert (python, script) == (tmp_path / "cohere/bin/python", ROOT / JOBS["cohere"].script)
