@@ -7,7 +7,7 @@ with its block. The first one, `make serve`, stays until the end, as the README 
 CI runs it. Only pip's cache is shared with the home of who calls this.
 
     .ci/walk.py            # of the last commit
-    .ci/walk.py --quick    # leaves out what installs many packages and is tested elsewhere
+    .ci/walk.py --quick    # leaves out recipes and clients, which tests run
     .ci/walk.py --keep     # leaves the folder for a look
     .ci/walk.py --packages build/core    # installs vlmserve alone: the rest is in this environment
 """
@@ -36,7 +36,14 @@ INSTALL_TIMEOUT = 900.0
 BLOCK_TIMEOUT = 180.0
 SERVER = re.compile(r"(make serve|\.venv/bin/vlmserve (serve|cluster up))\b.*")
 LEFT_OUT = {"make test": "CI runs it"}
+RECIPES = (
+    "mkdir -p build && .venv/bin/python examples/captions.py", ".venv/bin/python examples/fields.py",
+    ".venv/bin/python examples/pages.py", ".venv/bin/python examples/find_in_video.py", "mkdir -p build/photos",
+    ".venv/bin/python examples/agent.py", ".venv/bin/vlmserve serve pixie --port 8002",
+    ".venv/bin/python examples/shared_image.py", ".venv/bin/python examples/slo.py",
+)  # fmt: skip
 TESTED_ELSEWHERE = {
+    **dict.fromkeys(RECIPES, "tests/test_examples.py"),
     ".venv/bin/python -m pip install --quiet 'vlmserve[ray]'": "tests/scaleout/test_ray.py",
     ".venv/bin/python -m pip install --quiet nbclient": "tests/test_examples.py runs the notebook's cells",
     ".venv/bin/python -m pip install --quiet langchain-openai": "make test-clients",
@@ -44,7 +51,7 @@ TESTED_ELSEWHERE = {
     ".venv/bin/python -m pip install --quiet instructor": "make test-clients",
     ".venv/bin/python -m pip install --quiet 'pydantic-ai-slim[openai]'": "make test-clients",
 }
-"""Blocks that a quick walk leaves out, by how they begin, and what tests the same. Their installs take minutes."""
+"""Blocks that a quick walk leaves out, by how they begin, and what tests the same. Installs of clients take minutes."""
 PAGES = ("README.md", "docs/start.md", "docs/python.md", "docs/serving.md", "examples/README.md")
 """In the order in which they are read."""
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check an installed wheel as a newcomer: kernels, questions on the command line, downloads, the API and the page.
+"""Check an installed wheel as a newcomer: kernels, questions, downloads, JSON from the API, and the page.
 
 Runs with the interpreter into which the wheel was installed, in an empty home and an empty folder. A stand-in replaces
 the hub. The page is checked where Playwright and Chromium are installed.
@@ -23,9 +23,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 QUESTION = "What colour is the circle?"
+SHAPES = {("red", "circle"), ("blue", "square"), ("yellow", "triangle")}
+"""Colours and shapes in `examples/shapes.png`."""
 TIMEOUT = 120.0
 LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -91,24 +95,41 @@ def run(home: Path, *words: str, typed: str = "", **variables: str) -> str:
 
 
 def check_serve(home: Path, image: Path) -> None:
-    encoded = base64.b64encode(image.read_bytes()).decode()
-    parts = [
-        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}},
-        {"type": "text", "text": QUESTION},
-    ]
-    body = {"model": "pixie", "temperature": 0, "messages": [{"role": "user", "content": parts}]}
     with serving(home) as url:
-        request = urllib.request.Request(
-            f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with LOCAL.open(request, timeout=TIMEOUT) as response:
-            answer = json.load(response)["choices"][0]["message"]["content"]
+        check_answer("vlmserve serve", complete(url, image, QUESTION))
+        check_json(url, image)
         with LOCAL.open(url, timeout=TIMEOUT) as response:
             document = response.read()
-        check_answer("vlmserve serve", answer)
         if b"<script" not in document:
             sys.exit(f"the server's page is not in the wheel: {document[:200]!r}")
         check_page(url, image)
+
+
+def check_json(url: str, image: Path) -> None:
+    """A drawing becomes JSON that fits a schema and has all shapes."""
+    words = {name: {"type": "string"} for name in ("colour", "shape")}
+    one = {"type": "object", "properties": words, "required": [*words]}
+    shapes = {"type": "object", "properties": {"shapes": {"type": "array", "items": one}}, "required": ["shapes"]}
+    form = {"type": "json_schema", "json_schema": {"name": "shapes", "schema": shapes}}
+    answer = complete(url, image, "Which shapes are there?", response_format=form)
+    print(f"Shapes as JSON: {answer}", flush=True)
+    if {(shape["colour"], shape["shape"]) for shape in json.loads(answer)["shapes"]} != SHAPES:
+        sys.exit(f"the shapes are {SHAPES}")
+
+
+def complete(url: str, image: Path, question: str, **fields: Any) -> str:
+    """Ask a server a question about an image."""
+    encoded = base64.b64encode(image.read_bytes()).decode()
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}},
+        {"type": "text", "text": question},
+    ]
+    body = {"model": "pixie", "temperature": 0, "messages": [{"role": "user", "content": parts}], **fields}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with LOCAL.open(request, timeout=TIMEOUT) as response:
+        return str(json.load(response)["choices"][0]["message"]["content"])
 
 
 @contextmanager
@@ -156,7 +177,9 @@ def environment(home: Path) -> dict[str, str]:
 
 def main() -> None:
     image = Path(sys.argv[1]).resolve()
-    sys.path.append(str(ROOT))  # for helpers of the tests that need nothing but the standard library
+    # Helpers of the tests need nothing but the standard library and Playwright. Other packages have a module `tests`.
+    sys.modules["tests"] = tests = ModuleType("tests")
+    tests.__path__ = [str(ROOT / "tests")]
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)

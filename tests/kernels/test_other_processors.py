@@ -31,7 +31,7 @@ X86_ISAS = ("avx512_bf16", "avx512", "avx2_vnni")
 """avx512_vnni has no line that the first two do not have between them."""
 PRODUCTS_ONLY = ("neon_dot", "avx2_vnni")
 """Only their products by bytes differ from the kernels of "neon" and of "avx2"."""
-EMULATED_ISAS = ("avx2_vnni", *(("avx512_bf16", "avx512_vnni") if os.environ.get("VLMSERVE_ALL_ISAS") else ()))
+EMULATED_ISAS = ("avx2_vnni", *(("avx512_bf16", "avx512_vnni") if os.environ.get("VLMSERVE_ALL_ISAS") == "1" else ()))
 """Those with vectors of 16 floats take minutes to compile without AVX-512."""
 EMULATED = MAIN.with_name("emulated_x86.h")
 PRODUCTS = MAIN.with_name("products_only.cpp")
