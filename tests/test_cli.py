@@ -451,7 +451,7 @@ def test_eval_names_an_unknown_task():
 
 
 def test_version_is_the_packages():
-    assert run("version").stdout == vlmserve.__version__ + "\n"
+    assert {run(word).stdout for word in ("version", "--version", "-v")} == {vlmserve.__version__ + "\n"}
 
 
 def test_the_package_runs_as_a_module():

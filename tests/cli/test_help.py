@@ -118,6 +118,11 @@ def test_help_shows_common_flags_and_names_the_rest(command, common):
     assert "more flags" not in whole
 
 
+def test_help_of_a_command_may_come_first():
+    assert run("help").stdout == run("--help").stdout
+    assert run("help", "keys", "add").stdout == run("keys", "add", "--help").stdout
+
+
 # Errors
 
 
@@ -126,6 +131,12 @@ def test_help_shows_common_flags_and_names_the_rest(command, common):
     [
         ("sevre", "no such command 'sevre'; did you mean 'serve'? See vlmserve --help"),
         ("ps", "there is no command ps: each server serves one model; vlmserve list shows downloaded models"),
+        ("bench serve --model x", "there is no command bench serve: type vlmserve loadtest URL"),
+        ("collect-env", "there is no command collect-env: vlmserve doctor describes this machine"),
+        ("qwen3-vl:2b", "there is no command qwen3-vl:2b: to use the model, type vlmserve serve qwen3-vl:2b or "),
+        ("pixie", "there is no command pixie: to use the model, type vlmserve serve pixie or vlmserve run pixie"),
+        ("ask --image a.png -p hello", "vlmserve has no --image. Images and the question are arguments: vlmserve ask "),
+        ("serve -ngl many", "the layers on the GPU are a whole number, all or auto, not many"),
         ("keys ad", "no such command 'ad'; did you mean 'add'? See vlmserve keys --help"),
         ("serve --prot 3", "there is no flag --prot; did you mean --port? See vlmserve serve --help"),
         ("serve --no-acess-log",

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from tests.blip import make_blip
 from tests.checkpoints import change_config, make_llava, make_text_model
-from vlmserve.cli.verify import run_verify
+from vlmserve.cli.verify import read_images, run_verify
 from vlmserve.errors import ConfigurationError, UnsupportedModelError
 from vlmserve.settings.base import read_settings
 from vlmserve.settings.config import EngineConfig
@@ -80,6 +80,18 @@ def test_a_checkpoint_that_sees_agrees_with_transformers(tmp_path: Path, capsys:
     Image.new("RGB", (50, 30), "red").save(tmp_path / "images" / "red.png")
     assert run_verify(settings(folder), tmp_path / "images", 5)
     assert "red.png" in capsys.readouterr().out
+
+
+def test_images_of_all_formats_are_read_upright(tmp_path: Path) -> None:
+    wide = Image.new("RGB", (40, 30), "red")
+    wide.save(tmp_path / "a.png")
+    wide.save(tmp_path / "b.avif")
+    turned = Image.Exif()
+    turned[ExifTags.Base.Orientation] = 6
+    wide.save(tmp_path / "c.jpg", exif=turned)
+    (tmp_path / "notes.txt").write_text("no image")
+    sizes = {name: image.size for name, image in read_images(tmp_path).items()}
+    assert sizes == {"a.png": (40, 30), "b.avif": (40, 30), "c.jpg": (30, 40)}
 
 
 def test_another_checkpoint_is_told_from_this_one(tmp_path: Path) -> None:

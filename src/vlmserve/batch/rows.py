@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import csv
 import glob
-import mimetypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,15 +16,13 @@ from blake3 import blake3
 
 from vlmserve.errors import ConfigurationError, InvalidRequestError
 from vlmserve.folders import expanded
-from vlmserve.frontend.wire import DOCUMENT_ENDINGS, URL_SCHEMES, medium_part
+from vlmserve.frontend.wire import DOCUMENT_ENDINGS, URL_SCHEMES, is_image_name, medium_part
 from vlmserve.server.schema.batches import BatchLine, read_line
 from vlmserve.settings.config import MediaConfig
 
 IMAGE_COLUMNS = ("image", "images")
 """Names of columns with a row's images, in lower case."""
 _ID_COLUMNS = ("id", "custom_id")
-_MORE_ENDINGS = (".heic", ".heif", ".avif", ".webp")
-"""Image suffixes that some systems do not know."""
 _FIELDS = Formatter()
 
 
@@ -76,9 +73,7 @@ def read_rows(source: str) -> list[Row]:
 
 
 def _is_shown(path: Path) -> bool:
-    kind = mimetypes.guess_type(path.name)[0] or ""
-    known = kind.startswith("image/") and kind != "image/svg+xml"
-    known = known or path.suffix.lower() in (*DOCUMENT_ENDINGS, *_MORE_ENDINGS)
+    known = is_image_name(path.name) or path.suffix.lower() in DOCUMENT_ENDINGS
     return path.is_file() and known and not path.name.startswith(".")
 
 

@@ -38,7 +38,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+        bool, typer.Option("--version", "-v", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
     """Serve vision-language models over an OpenAI-compatible API."""

@@ -15,6 +15,7 @@ import typer.core
 from pydantic import ValidationError
 
 from vlmserve.cli.messages import WRONG_USE, report
+from vlmserve.settings.config import BUILT_IN_MODEL
 from vlmserve.settings.validation import did_you_mean, problem_text, value_text
 
 SHOW_ALL = "vlmserve.show_all"
@@ -35,6 +36,12 @@ OTHER_VERBS = {
     "remove": "type vlmserve rm NAME",
     "run-batch": "type vlmserve batch requests.jsonl --output results.jsonl",
     "complete": "type vlmserve ask",
+    "generate": "type vlmserve ask",
+    "collect-env": "vlmserve doctor describes this machine",
+    "search": "vlmserve models lists short names; any Hugging Face id works too",
+    "bench serve": "type vlmserve loadtest URL",
+    "bench latency": "type vlmserve bench MODEL",
+    "bench throughput": "type vlmserve bench MODEL",
 }
 """Commands of Ollama, vLLM and other programs, with vlmserve's command."""
 
@@ -151,17 +158,29 @@ class HelpfulGroup(typer.core.TyperGroup):
     """Shows commands with whole sentences."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Exits with status 2 for a wrong line."""
+        """Exits with status 2 for a wrong line. ``help COMMAND`` means ``COMMAND --help``."""
+        if ctx.parent is None and args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
         with usage_errors(ctx):
             return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Exits with status 2 for an unknown command."""
-        if ctx.parent is None and args[0] not in self.commands and args[0] in OTHER_VERBS:
-            report(f"there is no command {args[0]}: {OTHER_VERBS[args[0]]}")
+        if ctx.parent is None and (text := self._correction(args)):
+            report(text)
             raise typer.Exit(WRONG_USE)
         with usage_errors(ctx):
             return super().resolve_command(ctx, args)
+
+    def _correction(self, args: Sequence[str]) -> str:
+        """For another program's command, and a model in the place of a command; else empty."""
+        for verb in (" ".join(args[:2]), args[0]):
+            if verb in OTHER_VERBS and verb not in self.commands:
+                return f"there is no command {verb}: {OTHER_VERBS[verb]}"
+        word = args[0]
+        if word == BUILT_IN_MODEL or any(sign in word for sign in "/:."):
+            return f"there is no command {word}: to use the model, type vlmserve serve {word} or vlmserve run {word}"
+        return ""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write each command with its first paragraph."""

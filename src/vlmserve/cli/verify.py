@@ -10,11 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from vlmserve.errors import ConfigurationError
+from vlmserve.frontend.wire import is_image_name
+from vlmserve.media.images import decode_image
 from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.drawing import draw_scene
 from vlmserve.pixie.scenes import sample_scene
 from vlmserve.prompt.tokenizer import Tokenizer
-from vlmserve.settings.config import EngineConfig
+from vlmserve.settings.base import read_settings
+from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.tools.verify import TOLERANCE, Comparison, Conversation, Ours, Theirs, compare, supports_images
 
 QUESTIONS: Final = ("What is in the image?", "Describe the image.", "What colours do you see?")
@@ -25,7 +28,6 @@ TEXTS: Final = (
     f"Continue: {'Every morning the captain looked at the sea and wrote down what he saw. ' * 4}",
 )
 MOST_IMAGES: Final = 8
-ENDINGS: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 VERDICTS: Final = {
     "same": "[green]the same tokens[/]",
     "near tie": "[green]the same[/] up to a near tie",
@@ -100,7 +102,7 @@ def _conversations(folder: Path | None, *, takes_images: bool) -> dict[str, Conv
     conversations: dict[str, Conversation] = {text[:24]: [{"role": "user", "content": text}] for text in TEXTS}
     if not takes_images:
         return conversations
-    images = _drawn() if folder is None else _read(folder)
+    images = _drawn() if folder is None else read_images(folder)
     asked: dict[str, Conversation] = {}
     for number, (name, image) in enumerate(images.items()):
         asked[name] = _question([image], QUESTIONS[number % len(QUESTIONS)])
@@ -120,14 +122,12 @@ def _drawn() -> dict[str, Image.Image]:
     return {name: draw_scene(sample_scene(number)).resize(size) for number, (name, size) in enumerate(sizes.items())}
 
 
-def _read(folder: Path) -> dict[str, Image.Image]:
+def read_images(folder: Path) -> dict[str, Image.Image]:
+    """Decode the first images of a folder, by name. Raises ConfigurationError if there are none."""
     if not folder.is_dir():
         raise ConfigurationError(f"--images {folder}: there is no such folder")
-    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in ENDINGS)[:MOST_IMAGES]
+    files = sorted(path for path in folder.iterdir() if path.is_file() and is_image_name(path.name))[:MOST_IMAGES]
     if not files:
-        raise ConfigurationError(f"--images {folder}: holds no images ({', '.join(ENDINGS)})")
-    images = {}
-    for path in files:
-        with Image.open(path) as image:
-            images[path.name] = image.convert("RGB")
-    return images
+        raise ConfigurationError(f"--images {folder}: holds no images, such as PNG, JPEG, WebP, AVIF or HEIC")
+    limits = read_settings(MediaConfig, {})
+    return {path.name: decode_image(path.read_bytes(), limits).image.convert("RGB") for path in files}

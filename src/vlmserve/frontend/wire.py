@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 DOCUMENT_ENDINGS = (".pdf", ".tif", ".tiff")
 """Name endings of files with pages."""
+_RARE_IMAGE_ENDINGS = (".heic", ".heif", ".avif", ".webp")
+"""Image suffixes that some systems do not know."""
 URL_SCHEMES = ("http://", "https://", "data:")
 KEY_VARIABLE = "VLMSERVE_API_KEY"
 REPLY_TIMEOUT = 600.0
@@ -65,6 +67,12 @@ def medium_part(place: str, pages: str | None = None) -> dict[str, Any]:
     if not path.is_file():
         raise InvalidImageError(f"there is no image or document {place!r}; give the path of a file or a URL")
     return {"type": "document", "document": path, **chosen} if _is_document(place) else {"type": "image", "image": path}
+
+
+def is_image_name(name: str) -> bool:
+    """True if the suffix belongs to images that a model reads: not for SVG."""
+    kind = mimetypes.guess_type(name)[0] or ""
+    return (kind.startswith("image/") and kind != "image/svg+xml") or name.lower().endswith(_RARE_IMAGE_ENDINGS)
 
 
 def _is_document(place: str) -> bool:

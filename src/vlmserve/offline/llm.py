@@ -254,16 +254,16 @@ def _progress(total: int | None, enabled: bool) -> Iterator[Callable[[int, int],
         TextColumn("Answering"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[tokens]} tokens"),
+        TextColumn("{task.fields[tokens]}"),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=total, tokens=0)
+        task = progress.add_task("", total=total, tokens="0 tokens")
         tokens = 0
 
         def advance(num_finished: int, num_tokens: int) -> None:
             nonlocal tokens
             tokens += num_tokens
-            progress.update(task, advance=num_finished, tokens=tokens)
+            progress.update(task, advance=num_finished, tokens=f"{tokens:,} token{'' if tokens == 1 else 's'}")
 
         yield advance

@@ -23,6 +23,8 @@ def _context(text: str) -> Mapping[str, str]:
 
 def _gpu_layers(text: str) -> Mapping[str, str]:
     """0 means no GPU. Other numbers have no effect: all layers run on one device."""
+    if not text.isdecimal() and text not in ("all", "auto"):
+        raise ConfigurationError(f"the layers on the GPU are a whole number, all or auto, not {text}")
     return {"device": "cpu"} if text == "0" else {}
 
 
@@ -62,6 +64,9 @@ _ENTRIES: Mapping[tuple[str, ...], Entry] = {
         "Every model serves /v1/embeddings and /v1/rerank.", is_switch=True
     ),
     ("--top-k", "--top-p", "--min-p", "--repeat-penalty"): Missing(_SAMPLING),
+    ("--image", "-p", "--prompt"): Missing(
+        'Images and the question are arguments: vlmserve ask photo.png "What is this?"'
+    ),
     ("-mu", "--model-url"): Missing("Give a Hugging Face id like owner/name:Q4_K_M, or a downloaded file."),
     ("-hff", "--hf-file"): Missing("Name the file after the repository: owner/name:Q4_K_M or owner/name/file.gguf."),
     ("-md", "--model-draft", "--draft-max", "--spec-type"): Missing(
