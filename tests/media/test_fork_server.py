@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,10 +32,10 @@ while os.read(0, 64):
 
 def test_late_answer_is_never_read_as_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "COMMAND", [sys.executable, "-c", _LATE])
+    monkeypatch.setattr(fork_server, "TIMEOUT", 0.1)
     server = ForkServer("pdf")
     try:
         time.sleep(0.3)  # it has read its settings
-        server._socket.settimeout(0.1)
         assert server.end(1) == -9
         time.sleep(0.5)  # the answer is there by now
         reading, writing = os.pipe()
@@ -46,21 +47,33 @@ def test_late_answer_is_never_read_as_the_next(monkeypatch: pytest.MonkeyPatch) 
         server.close()
 
 
-def test_last_owner_ends_a_server_without_a_lock(tmp_path: Path) -> None:
+def test_last_owner_ends_a_server_without_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Engines of other tests may still own a server for the model's own folder.
     folder = Path(shutil.copytree(resolve_model("pixie"), tmp_path / "pixie"))
     fork_server.end_servers()
-    first, second = GrammarTrials(folder, EngineConfig()), GrammarTrials(folder, EngineConfig())
+    first, second = GrammarTrials(folder, EngineConfig()), [GrammarTrials(folder, EngineConfig())]
     first.check(Grammar.json('{"type": "integer"}'))
     servers = fork_servers()
     assert len(servers) == 1
     del first
-    second.check(Grammar.json('{"type": "boolean"}'))
+    second[0].check(Grammar.json('{"type": "boolean"}'))
     assert fork_servers() == servers
-    with fork_server._lock:  # as where a collection begins while a server starts
-        del second
+
+    class Collecting(ForkServer):
+        def __init__(self, *args: Any) -> None:
+            second.clear()  # as where a collection begins while a server starts
+            super().__init__(*args)
+
+    monkeypatch.setattr(fork_server, "ForkServer", Collecting)
+    other = GrammarTrials(Path(shutil.copytree(folder, tmp_path / "other")), EngineConfig())
+    other.check(Grammar.json('{"type": "null"}'))
+    assert second == []
+    assert len(fork_servers()) == 2
     fork_server.end_disowned()  # as before the next process is forked
-    assert fork_servers() == []
+    [server] = fork_servers()
+    assert server not in servers
+    del other
+    fork_server.end_disowned()
 
 
 @pytest.mark.parametrize("call", ["socket.socketpair", "subprocess.Popen"])

@@ -23,6 +23,7 @@ from tests.prompt.tokenizers_for_tests import CORPUS, byte_level, sentencepiece
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.frontend.defaults import default_sampling
 from vlmserve.prompt.checkpoint import read_prompt_files
+from vlmserve.prompt.gguf import read_tokenizer
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.types import SamplingParams
 
@@ -145,8 +146,7 @@ def test_digits_are_single_for_such_models(tmp_path: Path) -> None:
 
 
 def pieces(pre: str, text: str, path: Path) -> list[str]:
-    tokenizer = read(write(path, **fields_of(byte_level(300), pre=pre)))
-    steps = tokenizer._backend.pre_tokenizer
+    steps = read_tokenizer(write(path, **fields_of(byte_level(300), pre=pre))).pre_tokenizer
     return [text[start:end] for _, (start, end) in steps.pre_tokenize_str(text)]
 
 
@@ -250,17 +250,18 @@ def test_pieces_merge_in_score_order(tmp_path: Path, prefix: bool) -> None:
 @pytest.mark.parametrize(("prefix", "tokenizer_class"), [(True, LlamaTokenizer), (False, GemmaTokenizer)])
 def test_sentence_pieces_are_those_of_transformers(tmp_path: Path, prefix: bool, tokenizer_class: Any) -> None:
     fields = sentence_fields(add_space_prefix=prefix)
-    actual = read(write(tmp_path / "model.gguf", **fields))
+    path = write(tmp_path / "model.gguf", **fields)
+    actual, merges = read(path), model_of(read_tokenizer(path))[1]
     vocab = {token: id_ for id_, token in enumerate(fields["tokens"])}
-    expected = tokenizer_class(vocab=vocab, merges=model_of(actual._backend)[1])
+    expected = tokenizer_class(vocab=vocab, merges=merges)
     # Whether a space is put before one, Llama's tokenizers disagree.
     assert_alike(actual, expected, [text for text in TEXTS if not text.startswith(" ")])
 
 
 def test_spaces_are_those_of_llama_2(tmp_path: Path) -> None:
     fields = sentence_fields()
-    actual = read(write(tmp_path / "model.gguf", **fields))
-    merges = model_of(actual._backend)[1]
+    path = write(tmp_path / "model.gguf", **fields)
+    actual, merges = read(path), model_of(read_tokenizer(path))[1]
     vocab = {token: id_ for id_, token in enumerate(fields["tokens"])}
     llama_2 = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     llama_2.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

@@ -152,17 +152,20 @@ def test_slow_probe_of_an_assistant_first_is_reported(monkeypatch):
 
 
 def test_timeouts_of_many_clients_are_forgotten(monkeypatch):
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(template_limits, "REDUCED_SECONDS", 0.05)
     monkeypatch.setattr(template_limits, "MAX_CLIENTS", 2)
-    limits = template_limits.TemplateLimits()
+    template = ChatTemplate(WHEN_LONG, {}, None)
     token = cancellation.client.set("first")
     try:
-        for name in ("first", "second", "third"):
+        for name, seconds in (("first", 0.1), ("second", 0.1), ("third", 0.1), ("second", 0.05), ("third", 0.05)):
             cancellation.client.set(name)
-            with pytest.raises(template_limits.TemplateTimeError), limits.apply():
-                raise template_limits.TemplateTimeError
+            for _ in range(3):
+                assert_times_out(template, seconds)
+        cancellation.client.set("first")
+        assert_times_out(template, 0.1)
     finally:
         cancellation.client.reset(token)
-    assert list(limits._timeouts) == ["second", "third"]
 
 
 def test_slow_rendering_stops_for_a_client_that_left(monkeypatch):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
@@ -60,12 +62,17 @@ def test_quadratic_time_is_noticed(monkeypatch: pytest.MonkeyPatch, quadratic: f
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer with a published pattern that is quadratic in runs of digits."""
     backend = byte_level()
     split = pre_tokenizers.Split(Regex(PUBLISHED["SuperBPE"]), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(use_regex=False)])
-    return Tokenizer.from_folder(write_checkpoint(tmp_path_factory.mktemp("digits"), backend))
+    return Path(write_checkpoint(tmp_path_factory.mktemp("digits"), backend))
+
+
+@pytest.fixture(scope="module")
+def digits(folder: Path) -> Tokenizer:
+    return Tokenizer.from_folder(folder)
 
 
 @pytest.mark.parametrize("how", ["whole", "counted"])
@@ -79,11 +86,14 @@ def test_long_run_of_digits_is_rejected(digits: Tokenizer, how: str, monkeypatch
         tokenize(text)
 
 
-def test_ordinary_long_text_has_the_same_tokens(digits: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_long_text_has_the_same_tokens(
+    folder: Path, digits: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = "In 2024, 1234567 people paid 89.90 for it. " * 500
     checked: list[Any] = []
     monkeypatch.setattr(
         "vlmserve.prompt.tokenizer.check_time", lambda *arguments: checked.append(check_time(*arguments))
     )
-    assert digits.encode(text, add_special_tokens=False) == digits._backend.encode(text, add_special_tokens=False).ids
+    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert digits.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False).ids
     assert checked

@@ -19,7 +19,7 @@ from vlmserve import cancellation
 from vlmserve.cancellation import run_in_thread
 from vlmserve.errors import CancelledWorkError, ModelLoadError, PromptTooLongError, UnsupportedModelError
 from vlmserve.prompt.tokenizer import Tokenizer
-from vlmserve.prompt.untrusted import Quotation
+from vlmserve.prompt.untrusted import ControlTokens, Quotation
 
 KINDS: dict[str, Callable[[], Backend]] = {
     "byte-level": byte_level,
@@ -61,9 +61,8 @@ def test_a_beginning_token_is_not_doubled(pair) -> None:
 def test_quoting_leaves_other_ids_unchanged(pair, before: str, after: str) -> None:
     # "zz" is quoted though it is no control token, so all else must come out as if nothing was quoted.
     ours, _ = pair
-    quotation = Quotation(ours.control_tokens)
-    quotation._quoted.append("zz")
-    code = Quotation(ours.control_tokens).quote("<image>")
+    quotation = Quotation(ControlTokens(["zz"]))
+    code = quotation.quote("zz")
     assert ours.encode_quoted(before + code + after, quotation) == ours.encode(
         before + "zz" + after, add_special_tokens=False
     )

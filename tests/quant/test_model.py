@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import change_tensors, make_llama, make_llava
 from tests.paged import PagedRun
+from vlmserve.devices.device import Device
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.extension import supported_isas
-from vlmserve.layers.linear import Linear, TiedEmbedding
+from vlmserve.kernels.operations import AnyWeight, Product, Table
+from vlmserve.layers.linear import Linear, TiedEmbedding, Weight
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.quant.methods.rtn import round_to_nearest
@@ -96,12 +98,24 @@ def test_head_gets_8_bits_and_tower_none() -> None:
 
 
 def test_heads_keep_finer_inputs_than_layers_of_w8a8() -> None:
-    model = small_model()
+    class Noting(Device):
+        """What kernels would multiply."""
+
+        def linear(self, weight: AnyWeight, *args: Any) -> Product:
+            self.weight = weight
+            return super().linear(weight, *args)
+
+        def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
+            self.weight = weight
+            return super().table(weight, dtype)
+
+    model, device, kinds = small_model(), Noting(CPU), {}
     quantize(model, QuantizationConfig(scheme="w8a8", layers=("*.layers.1.*=int4",)))
-    weights = {
-        name: module._quantized for name, module in model.named_modules() if isinstance(module, Linear | TiedEmbedding)
-    }
-    kinds = {name: (weight.bits, weight.input_bits) for name, weight in weights.items() if weight is not None}
+    for name, module in model.named_modules():
+        if isinstance(module, Weight):
+            module.arrange(device)
+            if not isinstance(device.weight, torch.Tensor):
+                kinds[name] = device.weight.bits, device.weight.input_bits
     assert kinds == dict.fromkeys(LAYERS[:2], (8, 8)) | dict.fromkeys(LAYERS[2:], (4, 8)) | {TABLE: (8, 16)}
 
 

@@ -108,14 +108,17 @@ async def test_cancelled_caller_frees_its_thread(folder, monkeypatch):
         await asyncio.wait_for(run_in_thread(pool, lambda: None), 10)
 
 
-def test_verdict_is_kept_without_its_source(folder):
+def test_verdict_is_kept_without_its_source(folder, monkeypatch):
+    def start(*_):
+        raise AssertionError("the second verdict needs no process")
+
     tried = trials(folder)
     broken = Grammar("regex", "(", source="guided_regex")
     for grammar in (broken, Grammar("regex", "(", source="structured_outputs.regex")):
         with pytest.raises(InvalidRequestError, match=rf"^{grammar.source}: (.|\n)*unclosed group") as refusal:
             tried.check(grammar)
         assert refusal.value.param == grammar.source
-        tried._folder = "/nowhere"  # the second verdict needs no process
+        monkeypatch.setattr("vlmserve.sampling.trials.IsolatedProcess", start)
 
 
 def test_requests_wait_for_their_grammars_only(folder):

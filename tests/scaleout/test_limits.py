@@ -183,15 +183,23 @@ async def test_concurrent_arrivals_respect_the_key_limit(gateways):
         assert first.pair.num_running + second.pair.num_running == sum(begun)
 
 
-async def test_slots_of_a_gone_gateway_return(gateways):
+async def test_slots_of_a_gone_gateway_return(gateways, monkeypatch):
     first, second, clock = gateways
+    writing, is_gone, hold = threading.Lock(), threading.Event(), first.store.limits.hold
+
+    def hold_until_gone(*args):
+        with writing:
+            if is_gone.is_set():
+                raise StorageError("gone")
+            return hold(*args)
+
+    monkeypatch.setattr(first.store.limits, "hold", hold_until_gone)
     with contextlib.ExitStack() as lost, contextlib.ExitStack() as stack:
         assert await first.begin(lost)
         assert await first.begin(lost)
         assert not await second.begin(stack)
-        telling = first.limits._telling
-        telling.cancel()  # it renews nothing, once it has written what it was writing
-        await asyncio.wait((telling,))
+        with writing:
+            is_gone.set()
         clock.now += 16
         assert await second.begin(stack)
         assert await second.begin(stack)
@@ -226,33 +234,30 @@ async def test_slots_are_per_gateway_without_the_database(gateways, monkeypatch)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_usage_is_reported_once_despite_cancellation(gateways, monkeypatch, fails):
-    first, second, _ = gateways
+async def test_usage_is_reported_once_despite_cancellation(gateways, url, monkeypatch, fails):
+    _, second, clock = gateways
+    leaving = Gateway(url, clock)
     writing, released = threading.Event(), threading.Event()
-    take = first.store.limits.take
+    take = leaving.store.limits.take
 
     def slow(taken):
+        is_first = not writing.is_set()
         writing.set()
         released.wait(60)
-        if fails:
+        if fails and is_first:
             raise StorageError("away")
         return take(taken)
 
-    first.account.charge(10)
-    with first.account.admit():
-        pass
-    first.limits._wanted[first.account.owner] = first.account
-    with monkeypatch.context() as patched, contextlib.ExitStack() as stack:
+    await leaving.limits.refresh(leaving.account)
+    monkeypatch.setattr(leaving.store.limits, "take", slow)
+    leaving.account.charge(10)
+    with leaving.account.admit(), contextlib.ExitStack() as stack:
         stack.callback(released.set)
-        patched.setattr(first.store.limits, "take", slow)
-        telling = asyncio.ensure_future(first.limits.tell())
         await until(writing.is_set)
-        telling.cancel()
+        closing = asyncio.ensure_future(leaving.limits.close())  # it cancels what writes
         await asyncio.sleep(0)
         released.set()
-        with pytest.raises(asyncio.CancelledError):
-            await telling
-    await first.limits.tell()
+        await closing
     await second.written(1, 10)
 
 

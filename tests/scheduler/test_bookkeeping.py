@@ -242,7 +242,7 @@ def test_no_block_leaks_or_holds_foreign_content(
         assert planned.makes_progress, "an engine with work must always make progress"
     assert not open_requests
     assert (s.pool.num_used, s.images.cache.num_pinned, len(s)) == (0, 0, 0)
-    assert not s.memory._computing
+    assert not s.memory.computing
     assert {*unfinished} <= {*s.images.dropped} <= {*unfinished} | embeddings
     assert not s.images.unfinished
     assert not s.images.awaiting_image

@@ -464,7 +464,7 @@ def test_states_and_blocks_hold_what_requests_need(
     proposed = itertools.cycle(drafts)
     s.propose_drafts = lambda request: next(proposed)
     memory: StateMemory = s.memory
-    states, contents = request_states(), Contents()
+    states, contents, most_working = request_states(), Contents(), memory.num_places
 
     def step(kind: str = "step", number: int = 0) -> None:
         planned = s.schedule()
@@ -495,7 +495,8 @@ def test_states_and_blocks_hold_what_requests_need(
                 one for one in output.token_ids.get(scheduled.state.request_id, []) if one != END
             ]
         working = [slot for one in s.running for slot in one.state.slots]
-        assert len({*working}) == len(working) == memory._num_working
+        assert len({*working}) == len(working)
+        assert memory.num_places == min(most_working - len(working), memory.states.num_free)
         assert memory.states.num_used >= len(working)
 
     for place, (operation, value) in enumerate(operations):
@@ -518,7 +519,8 @@ def test_states_and_blocks_hold_what_requests_need(
             break
         step()
     assert len(s) == 0
-    assert (s.pool.num_used, memory.states.num_used, memory._num_working, len(memory.planned)) == (0, 0, 0, 0)
+    assert (s.pool.num_used, memory.states.num_used, len(memory.planned)) == (0, 0, 0)
+    assert memory.num_places == most_working
     assert len(memory.draft_places) == places
 
 

@@ -18,6 +18,7 @@ from tests.adapters.test_serving import write_adapter
 from tests.checkpoints import make_llama
 from tests.server.live import QUESTION, LiveServer
 from tests.waiting import wait_until
+from vlmserve.frontend.engine_calls import EngineCalls
 from vlmserve.server.keys import add_key
 from vlmserve.types import AdapterInfo
 
@@ -155,12 +156,10 @@ def test_an_adapter_with_links_to_outside_is_rejected(served, name):
 
 def test_failed_load_is_retried_only_for_new_files(served):
     """Reading files takes the engine's time, and every request may name them."""
-    reads = []
-    adapters = served.live.service.adapters
+    reads, load = [], EngineCalls.load_adapter
     broken = served.folder / "broken" / "adapter_config.json"
-    original = type(adapters)._check_files
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(adapters), "_check_files", lambda self, *args: (reads.append(1), original(self, *args)))
+        patch.setattr(EngineCalls, "load_adapter", lambda *args: (reads.append(1), load(*args))[1])
         for _ in range(3):
             assert served.post("/v1/chat/completions", model="broken", messages=QUESTION).status_code == 400
         assert len(reads) <= 1

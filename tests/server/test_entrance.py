@@ -133,7 +133,7 @@ def test_many_connections_are_accepted_at_once() -> None:
         with contextlib.ExitStack() as stack:
             for _ in range(count):
                 stack.enter_context(socket.create_connection((url.hostname, url.port)))
-            while len(server._server.server_state.connections) < count:
+            while server.num_connections < count:
                 await asyncio.sleep(0)
                 num_iterations += 1
         await server.leave(0)
@@ -164,7 +164,7 @@ def test_requests_of_clients_that_left_start_no_task(monkeypatch: pytest.MonkeyP
         health[1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (await health[0].readline()).split()[1] == b"200"
         left[1].transport.abort()
-        await until(lambda: len(server._server.server_state.connections) < 3)
+        await until(lambda: server.num_connections < 3)
         assert called == ["/health"]
         entrance.per_round = 1
         assert (await stays[0].readline()).split()[1] == b"200"

@@ -275,11 +275,12 @@ def test_an_engine_whose_step_never_ends_is_killed(monkeypatch):
     async def supervise(step_seconds: float, step_timeout: float) -> str:
         client = Hanging(step_seconds)
         service = SimpleNamespace(
-            config=ServerConfig(step_timeout=step_timeout), metrics=SimpleNamespace(num_served=0), back_at=None
-        )
+            config=ServerConfig(step_timeout=step_timeout), metrics=SimpleNamespace(num_served=0), back_at=None,
+            phase="closing",
+        )  # fmt: skip
         supervisor = Supervisor(service, client, None)  # type: ignore[arg-type]
         asyncio.get_running_loop().call_later(0.2, client.died.set)
-        await supervisor._wait_until_dead()
+        await supervisor.run()
         return client.reason
 
     monkeypatch.setattr(supervision, "INTERVAL", 0.01)

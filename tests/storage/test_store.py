@@ -364,8 +364,7 @@ def test_all_is_there_after_closing_and_opening_again(open_store):
 
 
 def test_tables_of_another_version_are_refused(store, url, open_store):
-    with store.database._engine.begin() as connection:
-        connection.execute(schema_version.update().values(version=99))
+    store.database.write(lambda connection: connection.execute(schema_version.update().values(version=99)))
     with pytest.raises(ConfigurationError, match=r"another vlmserve .*--storage-url"):
         open_store()
 

@@ -26,7 +26,7 @@ _INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
 """Environment variables that the processes get. Keys and passwords are not among them."""
 _OWN = {"MALLOC_ARENA_MAX": "1"}
 """Otherwise each thread reserves address space, which is limited."""
-_TIMEOUT = 60.0
+TIMEOUT = 60.0
 """Seconds until a server counts as hung. The first answer includes the import of the library."""
 _LAST_TIMEOUT = 5.0
 """Seconds to end."""
@@ -47,7 +47,7 @@ class ForkServer:
         with contextlib.ExitStack() as ours:
             try:
                 self._socket, theirs = socket.socketpair()
-                ours.enter_context(self._socket).settimeout(_TIMEOUT)
+                ours.enter_context(self._socket).settimeout(TIMEOUT)
                 with theirs:
                     self._process = subprocess.Popen(
                         COMMAND,

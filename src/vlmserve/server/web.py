@@ -89,6 +89,10 @@ class WebServer:
         self._listeners += [self._listeners[0].dup() for _ in range(_ACCEPTED - 1)]
         self._task = asyncio.ensure_future(self._server.serve(self._listeners))
 
+    @property
+    def num_connections(self) -> int:
+        return len(self._server.server_state.connections)
+
     async def leave(self, grace: float) -> None:
         """Accept no more connections, and wait at most `grace` seconds until clients close theirs."""
         for server in self._server.servers:
@@ -97,7 +101,7 @@ class WebServer:
             listener.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
-                while self._server.server_state.connections:
+                while self.num_connections:
                     await asyncio.sleep(_LOOK)
 
     async def stop(self) -> None:

@@ -112,8 +112,8 @@ class KVMemory(Resource):
             for window in dict.fromkeys(windows)
             if window is not None
         ]
-        # by block key
-        self._computing: dict[bytes, Request] = {}
+        self.computing: dict[bytes, Request] = {}
+        """Running requests that compute blocks, by block key."""
         self._not_finite: list[int] = []
         # the last request passed to `ready`
         self._found: tuple[Request | None, Found] = None, _NOTHING
@@ -131,7 +131,7 @@ class KVMemory(Resource):
         found = self.find(request)
         self._found = request, found
         keys, end = found.chains[0].keys, found.end
-        while end < len(keys) and keys[end] in self._computing:
+        while end < len(keys) and keys[end] in self.computing:
             end += 1
         missing = len(request.token_ids) - found.num_tokens
         return end == found.end or 2 * (end * self._size - found.num_tokens) < missing
@@ -207,7 +207,7 @@ class KVMemory(Resource):
         self._note_growth(request)
         request.num_computed = found.num_tokens
         for key in found.chains[0].keys[found.end :]:
-            self._computing.setdefault(key, request)
+            self.computing.setdefault(key, request)
         if request.num_cached is None:
             request.num_cached = request.num_computed
             self.queried_tokens += request.num_prompt_tokens
@@ -285,7 +285,7 @@ class KVMemory(Resource):
                 if self.stores is not None and is_proven:
                     self.stores += [(table.blocks[index], column.key(keys[index])) for index in range(start, end)]
             for key in keys[start:end]:
-                self._computing.pop(key, None)
+                self.computing.pop(key, None)
 
     def _register_tail(self, request: Request, num_tokens: int, stores: list[tuple[int, bytes]] | None = None) -> None:
         """The partly filled block after `num_tokens` computed tokens.
@@ -346,8 +346,8 @@ class KVMemory(Resource):
             self.pool.release(reversed(table.held))
         request.drop_blocks()
         for key in request.chains[0].keys:
-            if self._computing.get(key) is request:
-                del self._computing[key]
+            if self.computing.get(key) is request:
+                del self.computing[key]
 
 
 def _num_growing(running: Sequence[Request]) -> int:

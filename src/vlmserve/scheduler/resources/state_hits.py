@@ -32,7 +32,7 @@ class StateHits(KVMemory):
 
     def _awaited(self, request: Request, found: Found) -> int:
         """Tokens after which a running request will leave a checkpoint."""
-        leader, shared = leader_of(request, found.reach, self._computing, self._size)
+        leader, shared = leader_of(request, found.reach, self.computing, self._size)
         places = {*request.boundaries}
         if leader is not None and leader.state is not None:
             places.update(number for number in leader.state.leaving if number <= shared)
@@ -43,7 +43,7 @@ class StateHits(KVMemory):
         """Let a request with the same tokens leave a checkpoint where they part."""
         if not self._shares(request) or not self.states.spare_room:
             return
-        leader, shared = leader_of(request, self.find(request).reach, self._computing, self._size)
+        leader, shared = leader_of(request, self.find(request).reach, self.computing, self._size)
         parting = shared // CHUNK * CHUNK
         if leader is None or leader.state is None:
             return

@@ -82,7 +82,7 @@ class StateMemory(StateHits):
         if not self._prefix_caching:
             return
         for key in request.keys_of_full_blocks(request.chains[0], end // self._size, self._size)[start // self._size :]:
-            self._computing.setdefault(key, request)
+            self.computing.setdefault(key, request)
         # each checkpoint keeps a window's blocks
         least = max([CHUNK, *(column.window for column in self.columns if column.window is not None)])
         between = intervals(request, start, self.states.spare_room // 2, least)
