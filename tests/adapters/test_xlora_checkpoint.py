@@ -179,8 +179,9 @@ def test_checkpoints_come_and_go_while_requests_run(base, tmp_path):
     oracle, folder, engine = base
     make_xlora(text_oracle(folder).model, tmp_path / "other", ADAPTERS, seed=9, xlora_depth=2, scaling_pass_value=0.5)
     prompt = oracle.prompt(4, 20)
-    known = {*engine.adapter_store._scaling_passes}
-    engine.adapter_store.load("name", tmp_path / "other")
+    store = engine.adapter_store
+    other = store.load("name", tmp_path / "other")
+    assert store.scaling_pass(other) is not None
     [second] = answers(engine, [("name", prompt)])
     engine.adapter_store.load("name", folder / "good")
     [first] = answers(engine, [("name", prompt)])
@@ -199,4 +200,5 @@ def test_checkpoints_come_and_go_while_requests_run(base, tmp_path):
             found[output.request_id] += output.token_ids
     assert found == {"before": first, "after": second}
     assert engine.stats().kv_blocks_used == 0
-    assert {*engine.adapter_store._scaling_passes} == known, "of what is served no more nothing is kept"
+    assert store.scaling_pass(other) is None, "of what is served no more nothing is kept"
+    assert store.scaling_pass(store["good"]) is not None

@@ -70,7 +70,7 @@ def test_decodes_beside_prompts_are_captured(
 ) -> None:
     """Any number of them by one graph."""
     decodes: dict[Hashable, set[int]] = {}
-    key_of = graphs._key
+    key_of = graphs.graph_key
 
     def noted(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable:
         key = key_of(x, caches, step)
@@ -78,7 +78,7 @@ def test_decodes_beside_prompts_are_captured(
             decodes.setdefault(key, set()).add(step.metadata.num_decodes)
         return key
 
-    monkeypatch.setattr(graphs, "_key", noted)
+    monkeypatch.setattr(graphs, "graph_key", noted)
     engine = engine_for(llama, block_size=64)
     prompts = [llama.prompt(seed, [length]) for seed, length in enumerate((25, 29, 30, 24, 27, 28, 26, 25, 23))]
     waiting = [

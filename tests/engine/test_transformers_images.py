@@ -14,7 +14,7 @@ import torch
 import transformers
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, VipLlavaModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
@@ -346,15 +346,15 @@ def test_pixels_for_another_implementation_are_rejected(tmp_path: Path) -> None:
 def test_a_bad_image_ends_its_own_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle = Oracle.of(make_vip_llava(tmp_path))
     llm = oracle.llm()
-    look = llm.engine.runner.model.vision._model.get_image_features
+    look = VipLlavaModel.get_image_features
     dark = make_image(1, 28, 28).point(lambda _: 0)
 
-    def get_image_features(pixel_values: torch.Tensor, **further: Any) -> Any:
+    def get_image_features(self: VipLlavaModel, pixel_values: torch.Tensor, **further: Any) -> Any:
         if pixel_values.std(dim=(2, 3)).max() < 1e-6:
             raise RuntimeError("too dark")
-        return look(pixel_values=pixel_values, **further)
+        return look(self, pixel_values=pixel_values, **further)
 
-    monkeypatch.setattr(llm.engine.runner.model.vision._model, "get_image_features", get_image_features)
+    monkeypatch.setattr(VipLlavaModel, "get_image_features", get_image_features)
     conversations = [conversation(images) for images in ([dark], *IMAGES)]
     results = llm.chat(conversations, GREEDY, use_tqdm=False)
     assert results[0].outputs[0].finish_reason == "error"

@@ -363,7 +363,7 @@ def test_the_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_extension_falls_back_to_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(extension, "_native", None)
+    monkeypatch.setattr(extension, "native", None)
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     with caplog.at_level(logging.INFO):
         assert not choose_kernels("auto", torch.float32)

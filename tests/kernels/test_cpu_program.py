@@ -257,10 +257,10 @@ def test_wrong_twins_of_the_record_are_rejected(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fields: Any
 ) -> None:
     assert mismatch(extension.extension()) is None
-    assert extension._load() is not None
+    assert extension.load() is not None
     twin = type("Twin", (ctypes.Structure,), {"_fields_": fields})
     monkeypatch.setattr(extension, "mismatch", partial(mismatch, record=twin))
-    assert extension._load() is None
+    assert extension.load() is None
     assert "Operation has" in caplog.text
 
 

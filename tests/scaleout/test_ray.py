@@ -265,12 +265,19 @@ def test_the_files_for_deployments_describe_applications():
     assert {"head", "first", "second", "database"} == compose["services"].keys()
 
 
-def test_workers_may_start_before_their_predecessors_stop():
-    from vlmserve.scaleout.ray.deployments import workers
+def test_workers_may_start_before_their_predecessors_stop(monkeypatch):
+    from vlmserve.scaleout.ray import deployments
 
+    made, make = [], deployments.serve.deployment
+
+    def note(*args, **options):
+        made.append(options)
+        return make(*args, **options)
+
+    monkeypatch.setattr(deployments.serve, "deployment", note)
     for args, percent in (({}, 0), ({"max_surge_percent": 100}, 100)):
-        deployment = workers({"storage_url": "none", **args})._bound_deployment
-        assert deployment._deployment_config.max_surge_percent == percent
+        assert deployments.workers({"storage_url": "none", **args}) is not None
+        assert made[-1]["max_surge_percent"] == percent
 
 
 @pytest.mark.parametrize("arguments", [("gateway",), ("worker",), ("cluster", "up")])

@@ -184,7 +184,7 @@ class GraphExecutor:
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
         """The result is valid until the next step."""
         is_prompt = step.metadata.num_decodes < len(x)
-        key = None if is_prompt and not self._captures.repeats else _key(x, caches, step)
+        key = None if is_prompt and not self._captures.repeats else graph_key(x, caches, step)
         if key is None:
             return layers(x, caches, step)
         graph = self._kept.get(key) or self._repeated(key, layers, x, caches, step)
@@ -297,7 +297,8 @@ class TowerGraphs:
         return None if repeat is None else (own, repeat)
 
 
-def _key(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable:
+def graph_key(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable:
+    """Steps with equal keys can share a graph. None: the step cannot be captured."""
     plan_key = step.plan.capture_key if isinstance(step.plan, CapturablePlan) else None
     metadata, adapters = step.metadata, step.adapters
     if plan_key is None or step.query_scale is not None or metadata.cross:

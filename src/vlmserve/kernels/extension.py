@@ -16,29 +16,30 @@ INTERFACE = 10
 """Version of the functions' arguments, equal to csrc/module.cpp."""
 
 
-def _load() -> ModuleType | None:
+def load() -> ModuleType | None:
+    """Import the kernels. None: they were not built, or for another version."""
     try:
-        native = importlib.import_module("vlmserve.kernels._native")
+        module = importlib.import_module("vlmserve.kernels._native")
     except ImportError:
         return None
-    version = getattr(native, "interface", None)
-    reason = mismatch(native) if version == INTERFACE else f"interface {version}, not {INTERFACE}"
+    version = getattr(module, "interface", None)
+    reason = mismatch(module) if version == INTERFACE else f"interface {version}, not {INTERFACE}"
     if reason is not None:
         logger.warning(
             "ignoring outdated native kernels (%s); rebuild them: python setup.py build_ext --inplace", reason
         )
         return None
-    return native
+    return module
 
 
-_native = _load()
+native = load()
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 def supported_isas() -> tuple[str, ...]:
     """Best first. Empty without the extension."""
-    return () if _native is None else tuple(_native.supported_isas())
+    return () if native is None else tuple(native.supported_isas())
 
 
 def selected_isa() -> str:
@@ -47,6 +48,6 @@ def selected_isa() -> str:
 
 
 def extension() -> ModuleType:
-    if _native is None:
+    if native is None:
         raise RuntimeError("the native kernels were not built: run python setup.py build_ext --inplace")
-    return _native
+    return native
