@@ -24,6 +24,10 @@ COUNTS = ROOT / ".ci/habits.json"
 MAX_NAME_WORDS = 8
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_fields_", "_exit", "_getframe"}
 """Documented names of the standard library."""
+ACCESSORS = (
+    "setattr getattr delattr hasattr getattr_static attrgetter methodcaller object patch __getattribute__"
+).split()
+"""Functions that take names of attributes; `object` is that of `mock.patch`."""
 
 
 def habits(text: str) -> Counter[str]:
@@ -37,11 +41,11 @@ def habits(text: str) -> Counter[str]:
             found["long name"] += node.name.startswith("test_") and len(words) > MAX_NAME_WORDS
         elif isinstance(node, ast.Call):
             found["sleep"] += sleeps(node)
-            found["private attribute"] += sum(is_private(name) and name not in own for name in patched(node))
-        elif isinstance(node, ast.Attribute):
-            found["private attribute"] += is_private(node.attr) and node.attr not in own and not of_itself(node)
         elif isinstance(node, ast.ImportFrom):
             found["private attribute"] += sum(is_private(alias.name) for alias in node.names)
+        found["private attribute"] += sum(
+            is_private(name) and (name not in own or is_inherited(node)) for name in accessed(node)
+        )
     return +found
 
 
@@ -50,14 +54,14 @@ def defined(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
-        elif isinstance(node, ast.Attribute) and of_itself(node):
+        elif isinstance(node, ast.Attribute) and of_itself(node) and isinstance(node.ctx, ast.Store):
             yield node.attr
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
 
 
 def is_private(name: str) -> bool:
-    return bool(re.match(r"_[a-zA-Z]", name))
+    return bool(re.match(r"__?[a-zA-Z]", name)) and not name.endswith("__")
 
 
 def of_itself(node: ast.Attribute) -> bool:
@@ -70,12 +74,28 @@ def sleeps(call: ast.Call) -> bool:
     return name in ("time.sleep", "asyncio.sleep", "sleep") and ast.unparse(call)[len(name) :] != "(0)"
 
 
-def patched(call: ast.Call) -> Iterator[str]:
-    """Names of attributes that a call gets or sets: `setattr(thing, "_name", ...)`, `setattr("module._name", ...)`."""
-    if ast.unparse(call.func).rpartition(".")[2] in ("setattr", "getattr", "delattr", "hasattr"):
-        for argument in call.args[:2]:
-            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-                yield argument.value.rpartition(".")[2]
+def accessed(node: ast.AST) -> Iterator[str]:
+    """Names of attributes that code gets or sets, also by `setattr("module._name", ...)` or `vars(thing)["_name"]`."""
+    if isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.Subscript):
+        mapping = ast.unparse(node.value)
+        if mapping.startswith("vars(") or mapping.endswith(".__dict__"):
+            yield from named(node.slice)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ACCESSORS:
+        for argument in node.args:
+            yield from named(argument)
+
+
+def named(argument: ast.expr) -> Iterator[str]:
+    """The attribute that a string names."""
+    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+        yield argument.value.rpartition(".")[2]
+
+
+def is_inherited(node: ast.AST) -> bool:
+    """Whether it is an attribute of `super()`."""
+    return isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()"
 
 
 def in_tests() -> dict[str, int]:

@@ -32,8 +32,12 @@ class BaseImageProcessor:
     def __call__(self, images: Any, **options: Any) -> BatchFeature:
         flat = [images] if isinstance(images, Image.Image) else [image for some in images for image in _listed(some)]
         pixels = [torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) for image in flat]
-        own = {name: getattr(self, name) for name in signature(self._preprocess).parameters if hasattr(self, name)}  # type: ignore[attr-defined]
-        return self._preprocess(pixels, **{"return_tensors": "pt", "disable_grouping": None, **own, **options})  # type: ignore[attr-defined, no-any-return]
+        own = {name: getattr(self, name) for name in signature(self._preprocess).parameters if hasattr(self, name)}
+        return self._preprocess(pixels, **{"return_tensors": "pt", "disable_grouping": None, **own, **options})
+
+    def _preprocess(self, images: list[torch.Tensor], **options: Any) -> BatchFeature:
+        """Subclasses do the work."""
+        raise NotImplementedError
 
     def fetch_images(self, images: Any) -> Any:
         return images

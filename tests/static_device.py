@@ -146,20 +146,20 @@ def run_and_repeat(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 class StaticGraphs(GraphExecutor):
     """What is captured reads rows' adapters where they lay then."""
 
-    def _captured(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Any:
-        graph, adapters = super()._captured(layers, x, caches, step), step.adapters
-        if graph is None or adapters is None:
-            return graph
+    def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
+        adapters = step.adapters
+        if adapters is None:
+            return super().run(layers, x, caches, step)
         captured = adapters.rows, adapters.scalings
 
-        def repeat() -> Tensor:
+        def as_captured(*args: Any) -> Tensor:
             rows, scalings = adapters.rows, adapters.scalings
             adapters.rows, adapters.scalings = captured
-            result = graph.repeat()
+            result = layers(*args)
             adapters.rows, adapters.scalings = rows, scalings
             return result
 
-        return graph._replace(repeat=repeat)
+        return super().run(as_captured, x, caches, step)
 
 
 class StaticDraw:
@@ -228,7 +228,7 @@ class StaticDevice(CpuDevice):
     def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype, levels: Levels | None = None) -> Tensor:
         """See `Device.upload_pixels`."""
         uploaded = self._pixels.upload(pixels)
-        return uploaded.to(dtype) if levels is None else self._normalize(uploaded, levels, dtype)
+        return uploaded.to(dtype) if levels is None else self.normalize(uploaded, levels, dtype)
 
     def host_blocks(self, layers: Sequence[Blocks], count: int, allocate: AllocateBlocks) -> HostBlocks:
         """See `Device.host_blocks`."""

@@ -19,6 +19,14 @@ HABITS = load("habits")
         ("monkeypatch.setattr(Engine, '_step', None)", "private attribute"),
         ("monkeypatch.setattr('vlmserve.engine._step', None)", "private attribute"),
         ("from vlmserve.engine import _step", "private attribute"),
+        ("assert attrgetter('runner._step')(engine)", "private attribute"),
+        ("mock.patch.object(engine, '_step')", "private attribute"),
+        ("assert vars(engine)['_step']", "private attribute"),
+        ("assert engine.__dict__['_step']", "private attribute"),
+        ("assert engine._Engine__step", "private attribute"),
+        ("assert engine.__step", "private attribute"),
+        ("class Fake(Engine):\n    def step(self):\n        return self._step", "private attribute"),
+        ("class Fake(Engine):\n    def _step(self):\n        return super()._step", "private attribute"),
     ],
 )
 def test_each_habit_is_counted(text: str, habit: str) -> None:

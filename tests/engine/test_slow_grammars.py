@@ -174,8 +174,8 @@ def test_exceptions_of_a_grammar_fail_its_request(
 
     def fail(self: Matcher, *values: Any, **options: Any) -> Any:
         nonlocal num_calls
-        num_calls += self._closes
-        if num_calls >= 6 and self._closes:
+        num_calls += self.closes
+        if num_calls >= 6 and self.closes:
             raise MemoryError
         return run_method(self, *values, **options)
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 
 from tests.engine_thread import run_engines_in_threads
 from tests.forking import ForkedProcess
@@ -36,9 +34,8 @@ class ForkedMember(MemberProcess):
     """One that has imported everything already."""
 
     def __init__(self, launch: Launch, patience: float, in_threads: bool) -> None:
-        self._process = ForkedProcess(run_member, patience, in_threads, text=False)
-        self._lock = threading.Lock()
-        self._write(msgspec.json.encode(launch))
+        process: Any = ForkedProcess(run_member, patience, in_threads, text=False)
+        super().__init__(launch, process)
 
 
 class Cluster:

@@ -186,7 +186,7 @@ class CudaDevice(Device):
         if self._pixels is None:
             self._pixels = PixelRing(self._copies)
         uploaded = self._pixels.upload(pixels)
-        return uploaded.to(dtype) if levels is None else self._normalize(uploaded, levels, dtype)
+        return uploaded.to(dtype) if levels is None else self.normalize(uploaded, levels, dtype)
 
     def host_blocks(self, layers: Sequence[Blocks], count: int, allocate: AllocateBlocks) -> HostBlocks:
         memory = allocate_zeros((count, block_bytes(layers)), torch.uint8, torch.device("cpu"))

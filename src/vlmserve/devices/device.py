@@ -123,7 +123,7 @@ class Device(Operations):
     def __init__(self, torch_device: torch.device) -> None:
         """torch_device: holds the tensors."""
         self.torch_device = torch_device
-        self._normalize = Normalizer(torch_device)
+        self.normalize = Normalizer(torch_device)
 
     def __str__(self) -> str:
         return str(self.torch_device)
@@ -173,7 +173,7 @@ class Device(Operations):
         # from_numpy warns about read-only arrays, such as shared pixels
         if levels is None:
             return torch.tensor(pixels, device=self.torch_device, dtype=dtype)
-        return self._normalize(torch.tensor(pixels, device=self.torch_device), levels, dtype)
+        return self.normalize(torch.tensor(pixels, device=self.torch_device), levels, dtype)
 
     def host_blocks(self, layers: Sequence[Blocks], count: int, allocate: AllocateBlocks) -> HostBlocks:
         """Make host memory for copies of blocks, or state slots."""

@@ -164,7 +164,7 @@ class Matcher:
         """Why no token fits the grammar."""
         self.cut = False
         """True if the answer had to be closed early."""
-        self._closes = closes
+        self.closes = closes
         self._left = 0
         self._end: list[int] | None = None
         """Tokens that complete the answer from here, near the limit."""
@@ -186,7 +186,7 @@ class Matcher:
 
     def shortest(self) -> int:
         """Tokens of a short answer from here, or 0 unless `closes`."""
-        return len(self._vocabulary.closing.path(self._matcher, _LONGEST_END) or ()) if self._closes else 0
+        return len(self._vocabulary.closing.path(self._matcher, _LONGEST_END) or ()) if self.closes else 0
 
     def allowed(self, end_token_ids: frozenset[int], *, may_end: bool, left: int | None = None) -> Allowed:
         """Return the mask of the next token, ``[vocabulary]``; empty if the answer is finished or `error` is set.
@@ -195,7 +195,7 @@ class Matcher:
         left.
         """
         vocabulary = self._vocabulary
-        if self._closes and left is not None:
+        if self.closes and left is not None:
             self._find_end(left)
             if self._end and len(self._end) >= left:
                 self.cut = True
@@ -285,7 +285,7 @@ class Matcher:
 
     def search_is_due(self, left: int | None) -> bool:
         """Return True near the limit, and every `_CHECK_EVERY` tokens."""
-        if not self._closes or left is None or self.cut or self._end is not None:
+        if not self.closes or left is None or self.cut or self._end is not None:
             return False
         near = left <= 4 * self.longest_end + _NEAR
         return self._unseen >= (_CHECK_EVERY if not near else _CHECK_AGAIN_AFTER if self._has_none else 0)
