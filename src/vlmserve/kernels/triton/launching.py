@@ -28,7 +28,7 @@ class Kernel:
         self.function = function
         # the interpreter does not compile
         self._is_compiled = isinstance(function, JITFunction)
-        self._compiled: dict[Hashable, tuple[Any, list[Any]]] = {}
+        self._compiled: dict[Hashable, tuple[Any, list[Any], Callable[[int], int]]] = {}
         parameters = function.params if self._is_compiled else []
         self._unspecialized = [index for index, one in enumerate(parameters) if one.do_not_specialize]
         self._defaults = {one.name: one.default for one in parameters if one.has_default}
@@ -50,11 +50,11 @@ class Kernel:
                 compiled = self.function[grid](*arguments, **constants)
                 constants = {**self._defaults, **constants}
                 further = [constants[name] for name in self.function.arg_names[len(arguments) :]]
-                self._compiled[key] = compiled, further
+                self._compiled[key] = compiled, further, driver.active.get_current_stream
                 return
-            compiled, further = known
+            compiled, further, stream_of = known
             x, y, z = (*grid, 1, 1)[:3]
-            stream = driver.active.get_current_stream(device)
+            stream = stream_of(device)
             compiled.run(
                 x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *further
             )
