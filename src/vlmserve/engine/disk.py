@@ -34,7 +34,7 @@ class DiskCache:
         if isinstance(memory, StateMemory):
             memory.states.stored = self._fetches.contents
         if config.tensor_parallel_size > 1:
-            logger.info("Disk cache: image embeddings only, since each rank holds a share of every KV block")
+            logger.warning("disk cache: no KV blocks or states, since each rank holds a share of them")
         elif config.enable_prefix_caching:
             memory.stores = []
             tier.prepare(runner.blocks.populate)
