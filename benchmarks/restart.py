@@ -3,8 +3,8 @@
     .venv/bin/python -m benchmarks.restart                  # SmolVLM2-500M's shape, random weights
     .venv/bin/python -m benchmarks.restart --model pixie
 
-The first server answers each question once, then it is killed. The second server reads the answers' prompts from disk
-in its first pass, and finds them in memory in later passes. Both first answer a question about another image.
+The first server answers each question once, then it is killed. The second server reads each question's prompt from
+disk, and finds it in memory when the question is repeated at once. Both first answer a question about another image.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Client:
                         text += delta["content"]
         return first or time.perf_counter() - started, text
 
-    def ask_all(self) -> tuple[list[float], list[str]]:
-        found = [self.ask(number) for number in range(self._count)]
-        return [seconds for seconds, _ in found], [text for _, text in found]
+    def ask_all(self, repeats: int = 0) -> list[list[tuple[float, str]]]:
+        """By question, the first answer and its repetitions."""
+        return [[self.ask(number) for _ in range(1 + repeats)] for number in range(self._count)]
 
 
 @contextmanager
@@ -92,13 +92,13 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict
         disk = options.disk or Path(place)
         if not options.prepared:
             with server(options, folder, disk) as client:
-                times["cold"], _ = client.ask_all()
+                times["cold"] = [seconds for [(seconds, _)] in client.ask_all()]
             console.print(f"{sum(file.stat().st_size for file in disk.iterdir()) / 1e6:.0f} MB on disk")
         with server(options, folder, disk) as client:
-            times["after kill -9"], answers = client.ask_all()
-            passes = [client.ask_all() for _ in range(options.repeats)]
-    times["in memory"] = [seconds for one, _ in passes for seconds in one]
-    wrong = sum(one != other for _, texts in passes for one, other in zip(texts, answers, strict=True))
+            found = client.ask_all(options.repeats)
+    times["after kill -9"] = [first for (first, _), *_ in found]
+    times["in memory"] = [seconds for _, *again in found for seconds, _ in again]
+    wrong = sum(text != answer for (_, answer), *again in found for _, text in again)
     warm = statistics.median(times["in memory"])
     rows = [
         [name, 1000 * statistics.median(one), 1000 * max(one), statistics.median(one) / warm]
@@ -126,7 +126,7 @@ def save_random_smolvlm(folder: Path) -> Path:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = model_parser("benchmarks.restart", __doc__, "SmolVLM2-500M's shape with random weights")
     parser.add_argument("--questions", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=3, help="passes with all in memory")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions of each question in memory")
     parser.add_argument("--image-side", type=int, default=480, help="pixels of an image's side")
     parser.add_argument("--disk", type=Path, help="folder of the disk cache (default: temporary)")
     parser.add_argument("--prepared", action="store_true", help="an earlier run with --disk has asked the questions")
