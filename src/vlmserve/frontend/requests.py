@@ -31,7 +31,6 @@ from vlmserve.frontend.processors import (
     video_processor,
     videos_as_images,
 )
-from vlmserve.frontend.stored_images import StoredImages
 from vlmserve.media.documents import DocumentReader
 from vlmserve.media.sources import ImageSource
 from vlmserve.media.video_frames import FrameReader
@@ -93,7 +92,9 @@ class RequestPreparer:
         # before the template: it adds the placeholder that the processor reads
         processor = choose(folder, self.tokenizer, media) if supports_images else None
         self.media = MediaPreparer(media, processor, engine.encoder_cache_memory, in_one_file=folder.is_file())
-        if supports_images:
+        if supports_images and engine.disk_cache:
+            from vlmserve.frontend.stored_images import StoredImages
+
             self.media.image_cache.stored = StoredImages.open(engine)
         self.media.check_cache(least_embedding_bytes(engine, folder))
         self._template = None if template is None else _compile(template, self.tokenizer)
