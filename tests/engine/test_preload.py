@@ -15,7 +15,7 @@ from tests.waiting import wait_until
 from vlmserve.engine.preload import ForkedProcess, Preloader, fork_children_from
 from vlmserve.errors import ModelLoadError
 from vlmserve.scaleout.launch import MODULE, MemberProcess
-from vlmserve.scaleout.member import GatewayLaunch, WorkerLaunch
+from vlmserve.scaleout.member_messages import GatewayLaunch, WorkerLaunch
 from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

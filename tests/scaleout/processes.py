@@ -14,7 +14,8 @@ from tests.forking import ForkedProcess
 from tests.waiting import wait_until
 from vlmserve.scaleout import absence
 from vlmserve.scaleout.launch import MemberProcess
-from vlmserve.scaleout.member import GatewayLaunch, Launch, WorkerLaunch, main
+from vlmserve.scaleout.member import main
+from vlmserve.scaleout.member_messages import GatewayLaunch, Launch, WorkerLaunch
 from vlmserve.scaleout.settings import GatewayConfig
 from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 

@@ -28,7 +28,7 @@ from tests.server.test_hostile_grammars import ENDLESS
 from tests.server.test_streams import PATHS, num_pings, stream
 from tests.waiting import wait_until
 from vlmserve.scaleout.door import BEAT
-from vlmserve.scaleout.member import GatewayLaunch
+from vlmserve.scaleout.member_messages import GatewayLaunch
 from vlmserve.scaleout.settings import GatewayConfig
 from vlmserve.server.keys import add_key
 from vlmserve.settings.config import ServerConfig

@@ -13,7 +13,7 @@ from tests.scaleout.test_faults import Stream, ask
 from tests.waiting import until
 from vlmserve.errors import ConfigurationError
 from vlmserve.scaleout.launch import MemberProcess
-from vlmserve.scaleout.member import HANDED_OVER, GatewayLaunch
+from vlmserve.scaleout.member_messages import HANDED_OVER, GatewayLaunch
 from vlmserve.scaleout.settings import GatewayConfig
 from vlmserve.settings.config import ServerConfig
 

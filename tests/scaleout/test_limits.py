@@ -15,7 +15,7 @@ from tests.waiting import until, wait_until
 from vlmserve.errors import StorageError
 from vlmserve.scaleout import limits as limits_module
 from vlmserve.scaleout.limits import ClusterLimits
-from vlmserve.scaleout.member import GatewayLaunch
+from vlmserve.scaleout.member_messages import GatewayLaunch
 from vlmserve.scaleout.settings import GatewayConfig
 from vlmserve.server.accounts import Account
 from vlmserve.server.errors import RefusedError

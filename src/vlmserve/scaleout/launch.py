@@ -12,7 +12,7 @@ import msgspec
 from vlmserve import errors
 from vlmserve.engine.preload import Process, start_module
 from vlmserve.errors import ModelLoadError, VLMServeError
-from vlmserve.scaleout.member import HANDED_OVER, Failed, Launch, News, Up
+from vlmserve.scaleout.member_messages import HANDED_OVER, Failed, Launch, News, Up
 
 MODULE = "vlmserve.scaleout.member"
 """The module that member processes run."""

@@ -17,7 +17,7 @@ from tests.scaleout.processes import ForkedMember
 from tests.waiting import until
 from vlmserve.scaleout.app import create_app
 from vlmserve.scaleout.gateway import Gateway
-from vlmserve.scaleout.member import WorkerLaunch
+from vlmserve.scaleout.member_messages import WorkerLaunch
 from vlmserve.scaleout.ondemand.catalogue import Listed
 from vlmserve.scaleout.ondemand.host import Host
 from vlmserve.scaleout.ondemand.host import create_app as create_host_app

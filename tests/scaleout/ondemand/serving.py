@@ -10,7 +10,7 @@ import httpx
 
 from tests.mock_checkpoint import make_mock_checkpoint
 from tests.scaleout.processes import ForkedMember
-from vlmserve.scaleout.member import WorkerLaunch
+from vlmserve.scaleout.member_messages import WorkerLaunch
 from vlmserve.scaleout.ondemand.app import create_app
 from vlmserve.scaleout.ondemand.catalogue import Listed, find_models
 from vlmserve.scaleout.ondemand.gateway import OnDemandGateway

@@ -26,7 +26,7 @@ from vlmserve.garbage import freeze_loaded_objects
 from vlmserve.scaleout.door import BEAT, is_of_gateway, strangers_response
 from vlmserve.scaleout.feed import follow
 from vlmserve.scaleout.launch import MemberProcess
-from vlmserve.scaleout.member import HostLaunch, News, Up, WorkerLaunch
+from vlmserve.scaleout.member_messages import HostLaunch, News, Up, WorkerLaunch
 from vlmserve.scaleout.messages import (
     FEED_PATH,
     MODELS_PATH,

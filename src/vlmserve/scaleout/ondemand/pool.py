@@ -19,7 +19,7 @@ from vlmserve.errors import UnavailableError, VLMServeError
 from vlmserve.folders import expanded
 from vlmserve.models.footprint import loads_into_main_memory
 from vlmserve.scaleout.launch import MemberProcess
-from vlmserve.scaleout.member import Failed, Loading, News, Up, WorkerLaunch
+from vlmserve.scaleout.member_messages import Failed, Loading, News, Up, WorkerLaunch
 from vlmserve.scaleout.ondemand.catalogue import Expected, Listed, expect
 from vlmserve.scaleout.ondemand.shelf import Admit, Load, Shelf, Slot, Unload
 

@@ -13,7 +13,7 @@ from vlmserve.engine.preload import Preloader, fork_children_from
 from vlmserve.garbage import freeze_loaded_objects
 from vlmserve.logs import level_number, set_up_logging
 from vlmserve.scaleout.launch import MemberProcess
-from vlmserve.scaleout.member import WorkerLaunch
+from vlmserve.scaleout.member_messages import WorkerLaunch
 from vlmserve.scaleout.ondemand.app import create_app
 from vlmserve.scaleout.ondemand.catalogue import Listed, budget_of, check_names
 from vlmserve.scaleout.ondemand.gateway import OnDemandGateway

@@ -25,7 +25,7 @@ from vlmserve.cores import usable_cores
 from vlmserve.engine.preload import Preloader
 from vlmserve.errors import ConfigurationError, ModelLoadError
 from vlmserve.logs import level_number, set_up_logging
-from vlmserve.scaleout.member import GatewayLaunch, HostLaunch, ModelLaunch, WorkerLaunch
+from vlmserve.scaleout.member_messages import GatewayLaunch, HostLaunch, ModelLaunch, WorkerLaunch
 from vlmserve.scaleout.ondemand.catalogue import Listed
 from vlmserve.scaleout.ray import head
 from vlmserve.scaleout.ray.deployments import gateway_application, own_server, worker_application, worker_launch

@@ -19,7 +19,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 
 from vlmserve.engine.preload import fork_children_from
 from vlmserve.errors import VLMServeError
-from vlmserve.scaleout.member import GatewayLaunch, Launch, WorkerLaunch
+from vlmserve.scaleout.member_messages import GatewayLaunch, Launch, WorkerLaunch
 from vlmserve.scaleout.messages import LOAD_PATH, TOKEN_HEADER, Load
 from vlmserve.scaleout.ray.directory import Kind
 from vlmserve.scaleout.ray.membership import Membership

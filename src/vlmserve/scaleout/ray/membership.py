@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from vlmserve.scaleout.launch import MemberProcess
-from vlmserve.scaleout.member import Launch
+from vlmserve.scaleout.member_messages import Launch
 from vlmserve.scaleout.ray.directory import BEAT, Kind, open_directory
 
 logger = logging.getLogger(__name__)
