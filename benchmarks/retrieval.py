@@ -215,6 +215,15 @@ def _vlm(name: str, folder: Path) -> str:
     return str(folder / name)
 
 
+def _models(names: Sequence[str]) -> dict[str, str]:
+    """Fields of a report."""
+    are_random = [name in SHAPES or name in RANDOM_MODELS for name in names]
+    if not any(are_random):
+        return {"model": ", ".join(names), "weights": "published"}
+    marked = [name if one else f"{name} (published weights)" for name, one in zip(names, are_random, strict=True)]
+    return {"model": ", ".join(marked), "weights": "random"}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and show a table."""
     parser = argparse.ArgumentParser(
@@ -248,8 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = {
         "title": "Embeddings and decisions" if options.texts else "Decisions",
         "command": " ".join(["python -m benchmarks.retrieval", *(arguments or sys.argv[1:])]),
-        "model": ", ".join([options.shape] * (options.texts > 0) + options.vlm),
-        "weights": "random",
+        **_models([options.shape] * (options.texts > 0) + options.vlm),
         "versions": {package: version(package) for package in ("vlmserve", "torch")},
         "columns": list(COLUMNS),
         "rows": [["" if cell is None else cell for cell in row] for row in rows],

@@ -14,6 +14,7 @@ def test_embeddings_and_decisions_are_compared(tmp_path: Path) -> None:
     main([*sizes, "--turns", "1", "--json", str(path)])
     report = json.loads(path.read_text())
     embeddings, *decided = (dict(zip(report["columns"], row, strict=True)) for row in report["rows"])
+    assert (report["model"], report["weights"]) == ("tiny, pixie (published weights)", "random")
     assert (embeddings["work"], embeddings["requests"]) == ("embeddings", 2)
     assert embeddings["of prefill"] > 0
     ways = ("decisions", "decisions, server")
