@@ -8,9 +8,9 @@ Embeddings run on SmolLM2-135M's shape with random weights. "Of prefill" divides
 prompts with answers of one token. Nothing is cached. Decisions are predicates about one new image. "Of chats together"
 divides the time of as many chats with a JSON schema, all at once, by the time of the decisions. "Of chats in turn"
 divides the time of these chats one after the other. Each way gets an image of its own, and its questions share the
-prefix cache. In rows with a cached image, a chat about the image came before, and its time does not count. Rows of the
-server send JPEG files to `/v1/decisions` and `/v1/chat/completions`, over connections that stay open. Figures are
-medians of the turns' ratios. Store a report in `benchmarks/results/server/MACHINE`.
+prefix cache. A chat comes before, whose time does not count: about another image, or in rows with a cached image about
+the same one. Rows of the server send JPEG files to `/v1/decisions` and `/v1/chat/completions`, over connections that
+stay open. Figures are medians of the turns' ratios. Store a report in `benchmarks/results/server/MACHINE`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from vlmserve.types import Grammar
 NOTES = (
     "Of prefill: tokens/s of embeddings divided by those of the same prompts with answers of one token. "
     "Of chats: time of chats with a JSON schema divided by the time of decisions. Cached image: a chat about it came "
-    "before and does not count. Server: over HTTP, images as JPEG files. Medians of interleaved turns."
+    "before. Server: over HTTP, images as JPEG files. Medians of interleaved turns."
 )
 COLUMNS = ("work", "model", "requests", "seconds", "of prefill", "of chats together", "of chats in turn")
 IMAGES = ("new", "cached")
@@ -157,15 +157,20 @@ def asked(statement: str) -> str:
 
 
 def decision_row(ways: Ways, statements: Sequence[str], size: int, turns: int, *, cached: bool) -> list[Any]:
-    """Predicates about a square image: seconds and ratios. size: its width. cached: a chat about it comes before."""
+    """Predicates about a square image: seconds and ratios.
+
+    size: its width. cached: a chat about it comes before, else one about another image, so that threads are awake.
+    """
     seeds = itertools.count()
     shown: list[Any] = []
 
-    def prepare() -> None:
+    def show() -> Any:
         coarse = np.random.default_rng(next(seeds)).integers(0, 256, (24, 24, 3), np.uint8)
-        shown[:] = [ways.show(Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC))]
-        if cached:
-            ways.see(shown[0])
+        return ways.show(Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC))
+
+    def prepare() -> None:
+        shown[:] = [show()]
+        ways.see(shown[0] if cached else show())
 
     def in_turn() -> None:
         for one in statements:
