@@ -195,7 +195,7 @@ def _fuzz(model: Model, num_requests: int, seed: int, tally: Tally, ranks: int) 
     choice = crowd.chance.choice
     block = bytes_of_4(model.oracle.folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafting, "time_rows", lambda *_: choice(COSTS))
+        patch.setattr(drafting, "known_costs", lambda *_: choice(COSTS))
         patch.setattr(vlmserve.engine.ranks, "RankProcesses", RankThreads)
         busy = model.engine(
             speculation="auto",

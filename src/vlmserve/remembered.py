@@ -14,7 +14,7 @@ from vlmserve.folders import cache_folder
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T", bool, float)
+T = TypeVar("T")
 MAX_FACTS = 256
 """Maximum facts of a file, which drops the oldest."""
 
@@ -31,32 +31,45 @@ class Remembered(Generic[T]):
         if (known := self.facts.get(key)) is not None:
             return known
         value = measure()
-        facts = self.facts
-        if (known := facts.get(key)) is not None:
+        if (known := self.facts.get(key)) is not None:
             return known
-        facts[key] = value
-        self._write(dict(list(facts.items())[-MAX_FACTS:]))
+        self.put(key, value)
         return value
+
+    def put(self, key: str, value: T) -> None:
+        """Store a fact, or replace it."""
+        facts = self.facts
+        facts.pop(key, None)
+        self._write(dict([*facts.items(), (key, value)][-MAX_FACTS:]))
+
+    def clear(self) -> int:
+        """Remove all facts. Returns the bytes of their file. Raises OSError."""
+        try:
+            removed = self.file.stat().st_size
+        except FileNotFoundError:
+            return 0
+        self.file.unlink(missing_ok=True)
+        return removed
 
     @property
     def facts(self) -> dict[str, T]:
         try:
-            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, self._kind])  # type: ignore[name-defined]
+            return msgspec.json.decode(self.file.read_bytes(), type=dict[str, self._kind])  # type: ignore[name-defined]
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.DecodeError) as error:
-            logger.warning("%s cannot be read (%s): vlmserve measures again", self._file, error)
+            logger.warning("%s cannot be read (%s): vlmserve measures again", self.file, error)
             return {}
 
     @property
-    def _file(self) -> Path:
+    def file(self) -> Path:
         return cache_folder() / self._name
 
     def _write(self, facts: dict[str, T]) -> None:
-        unfinished = self._file.with_suffix(f".{os.getpid()}")
+        unfinished = self.file.with_suffix(f".{os.getpid()}")
         try:
             unfinished.parent.mkdir(parents=True, exist_ok=True)
             unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(facts)))
-            unfinished.replace(self._file)
+            unfinished.replace(self.file)
         except OSError as error:
             logger.info("%s is not remembered: %s", self._name, error)

@@ -19,7 +19,7 @@ from vlmserve.types import EngineRequest, Prompt, SamplingParams
 def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
     folder: Path = make_llama(tmp_path_factory.mktemp("llama"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafting, "time_rows", lambda *_: [(1, 1.0), (32, 1.3)])
+        patch.setattr(drafting, "known_costs", lambda *_: [(1, 1.0), (32, 1.3)])
         return engine_of(folder, speculation="off"), engine_of(folder, speculation="auto")
 
 

@@ -355,7 +355,7 @@ def cache(
         Literal["stats", "clear"], typer.Argument(metavar="[stats|clear]", help="Show or remove cached files.")
     ] = "stats",
 ) -> None:
-    """Show or remove cached files: packed weights and the disk cache.
+    """Show or remove cached files: packed weights, the disk cache and the step times of drafts.
 
     Example: vlmserve cache stats
     """

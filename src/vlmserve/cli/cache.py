@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vlmserve.cache.tiers import Entries
+from vlmserve.engine.draft_costs import COSTS
 from vlmserve.errors import ConfigurationError
 from vlmserve.models.weights_cache import WeightsCache
 from vlmserve.settings.config import EngineConfig
@@ -35,6 +36,8 @@ def show_cache(engine: EngineConfig) -> None:
         console.print(f"{size} of the disk cache in {entries.folder} (limit {_mb(entries.limit)})", soft_wrap=True)
         if found:
             console.print(f"last used from {_date(found[-1].used)} to {_date(found[0].used)}")
+    known = len(COSTS.facts)
+    console.print(f"draft costs of {known} model{'s' * (known != 1)} in {COSTS.file}", soft_wrap=True)
     console.print("vlmserve cache clear removes them all.")
 
 
@@ -43,15 +46,15 @@ def clear_cache(engine: EngineConfig) -> None:
     caches: list[WeightsCache | Entries] = [WeightsCache.at(engine.weights_cache, engine.weights_cache_size)]
     if engine.disk_cache:
         caches.append(Entries.at(engine.disk_cache, engine.disk_cache_memory))
-    for cache in caches:
+    for place, clear in [*((cache.folder, cache.clear) for cache in caches), (COSTS.file, COSTS.clear)]:
         try:
-            removed = cache.clear()
+            removed = clear()
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConfigurationError(
-                f"cannot remove {error.filename or cache.folder}: {reason}; make the folder writable"
+                f"cannot remove {error.filename or place}: {reason}; make the folder writable"
             ) from error
-        Console(highlight=False).print(f"{_mb(removed)} removed from {cache.folder}", soft_wrap=True)
+        Console(highlight=False).print(f"{_mb(removed)} removed from {place}", soft_wrap=True)
 
 
 def _mb(num_bytes: int) -> str:

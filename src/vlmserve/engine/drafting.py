@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
+from vlmserve.engine.draft_costs import known_costs
 from vlmserve.engine.loading import CacheSizes, may_draft
+from vlmserve.kernels.trials import machine
 from vlmserve.runner.runner import ModelRunner
-from vlmserve.runner.warm_up import time_rows
+from vlmserve.runner.warm_up import ROWS_OF_DRAFTS, time_rows
 from vlmserve.scheduler.drafts.costs import StepCosts
 from vlmserve.scheduler.drafts.drafter import Drafter
 from vlmserve.scheduler.scheduler import Scheduler
@@ -16,16 +19,21 @@ logger = logging.getLogger(__name__)
 
 
 def start_drafting(
-    config: EngineConfig, scheduler: Scheduler, runner: ModelRunner, sizes: CacheSizes
+    config: EngineConfig, scheduler: Scheduler, runner: ModelRunner, sizes: CacheSizes, identity: bytes
 ) -> Drafter | None:
-    """Let a scheduler propose as many drafts as measurements justify. None: no drafts."""
+    """Let a scheduler propose as many drafts as measurements justify. None: no drafts.
+
+    identity: of the model and its settings.
+    """
     if not may_draft(config, runner.model):
         return None
-    measured = time_rows(runner, min(config.max_num_batched_tokens, sizes.max_model_len))
+    most = min(config.max_num_batched_tokens, sizes.max_model_len, 1 + ROWS_OF_DRAFTS[-1])
+    key = f"{identity.hex()[:16]} {runner.model.device.kernels} {runner.model.dtype} {most} {machine()}"
+    measured = known_costs(key, partial(time_rows, runner, most))
     if len(measured) < 2:
         return None
-    (_, one), (most, seconds) = measured[0], measured[-1]
-    logger.info("Speculation: a step of %d tokens takes %.1f times as long as a step of one", most, seconds / one)
+    (_, one), (rows, seconds) = measured[0], measured[-1]
+    logger.info("Speculation: a step of %d tokens takes %.1f times as long as a step of one", rows, seconds / one)
     drafter = Drafter(StepCosts(measured))
     scheduler.propose_drafts = drafter.propose
     return drafter

@@ -176,7 +176,7 @@ class Engine(BaseEngine):
                 max_model_len=max_model_len,
                 seconds=config.max_warm_up_seconds,
             )
-        self._drafter = start_drafting(config, self.scheduler, self.runner, sizes)
+        self._drafter = start_drafting(config, self.scheduler, self.runner, sizes, identity)
         self._info = _model_info(config, model, intake, sizes, warm_up)
 
     @property
