@@ -13,9 +13,13 @@ import httpx
 import pytest
 
 from tests.scaleout.ondemand.hosting import Hosting
-from tests.scaleout.ondemand.serving import SIZE, list_models, make_models
+from tests.scaleout.ondemand.serving import SIZE, TOKEN, list_models, make_models
+from tests.scaleout.processes import ForkedMember
 from tests.waiting import until
+from vlmserve.scaleout.member_messages import HostLaunch, ModelLaunch
+from vlmserve.scaleout.settings import ModelsConfig
 from vlmserve.server import streams
+from vlmserve.settings.config import ServerConfig
 
 NAMES = ("a", "b", "c")
 
@@ -191,6 +195,27 @@ async def test_workers_load_for_gateways_alone(folder):
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_a_gateway")
         assert (await client.get(f"{cluster.workers[0].url}/health")).status_code == 200
         assert not cluster.workers[0].started
+
+
+async def test_worker_process_drains_on_sigterm(folder):
+    listed = [
+        ModelLaunch(one.name, one.engine.model_dump_json(), one.media.model_dump_json(), one.server.model_dump_json())
+        for one in list_models(folder, mock_tpot=0.02)
+    ]
+    own, models = ServerConfig(port=0), ModelsConfig(models_memory=2**34)
+    launch = HostLaunch("worker", TOKEN, listed, own.model_dump_json(), models.model_dump_json())
+    process = ForkedMember(launch, patience=10.0, in_threads=False)
+    async with Hosting([], rooms=()) as cluster:
+        cluster.gateway.set_workers([await asyncio.to_thread(process.wait_until_up)])
+        await until(lambda: cluster.gateway.hosts.models)
+        body = {"model": "a", "prompt": "What is", "max_tokens": 50, "stream": True}
+        async with cluster.client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            await anext(line async for line in lines if line.startswith("data: "))
+            process.terminate()
+            assert [line async for line in lines if line][-1] == "data: [DONE]"
+        assert await asyncio.to_thread(process.wait, 60) == 0
+    process.close()
 
 
 async def test_random_requests_never_fail(folder):
