@@ -5,10 +5,23 @@ from __future__ import annotations
 import codecs
 
 import msgspec
+import pytest
 
-from vlmserve.server.batches.requests import read_requests
+from vlmserve.server.batches.requests import WrongInputError, read_requests
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m"}}
+
+
+def test_rows_of_each_model_stay_together():
+    bodies = [{"model": "b"}, {"model": "a"}, {}, {"model": "b"}, {"model": "a"}, {"model": "b"}]
+    data = b"\n".join(
+        msgspec.json.encode(LINE | {"custom_id": f"{row}", "body": body}) for row, body in enumerate(bodies)
+    )
+    requests = read_requests(data, "/v1/chat/completions", 10, several_models=True)
+    assert requests.by_model() == [0, 3, 5, 1, 4, 2]
+    assert requests.model is None
+    with pytest.raises(WrongInputError, match="mismatched_model"):
+        read_requests(data, "/v1/chat/completions", 10)
 
 
 def test_a_byte_order_mark_belongs_to_no_request():

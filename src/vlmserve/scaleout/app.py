@@ -34,8 +34,10 @@ def create_app(gateway: Gateway) -> Starlette:
     return app_of(gateway, own, offered)
 
 
-def app_of(gateway: Gateway, own: Mapping[str, Endpoint], offered: Iterable[Operation]) -> Starlette:
-    """own: endpoints by path that answer here, besides those of all gateways."""
+def app_of(
+    gateway: Gateway, own: Mapping[str, Endpoint], offered: Iterable[Operation], more: Iterable[Route] = ()
+) -> Starlette:
+    """own: endpoints by path that answer here, besides the ones of all gateways. more: routes, also answered here."""
     own = {
         "/v1/load_lora_adapter": load_adapter,
         "/v1/unload_lora_adapter": unload_adapter,
@@ -47,6 +49,7 @@ def app_of(gateway: Gateway, own: Mapping[str, Endpoint], offered: Iterable[Oper
         **own,
     }
     served = [Route(one.path, own.get(one.path, forward), methods=[one.method]) for one in offered]
+    served += more
     app = assemble(gateway, served)
     app.state.gateway = gateway
     app.state.view = ClusterView(gateway)

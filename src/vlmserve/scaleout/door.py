@@ -22,6 +22,7 @@ from vlmserve.scaleout.fleet import tag_of
 from vlmserve.scaleout.lost import store_lost
 from vlmserve.scaleout.messages import (
     ADAPTERS_PATH,
+    BACKGROUND_HEADER,
     CLIENT_HEADER,
     FEED_PATH,
     LOAD_PATH,
@@ -53,6 +54,7 @@ from vlmserve.server.guard import TENANT
 from vlmserve.server.history import OWNER
 from vlmserve.server.hop import Hop, set_hop
 from vlmserve.server.routes.adapters import load, unload
+from vlmserve.server.routes.answering import BACKGROUND
 from vlmserve.server.schema.models import LoadAdapterRequest, UnloadAdapterRequest
 from vlmserve.server.service import Service
 
@@ -125,6 +127,7 @@ class Door:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         scope[OWNER] = headers.get(OWNER_HEADER, "")
+        scope[BACKGROUND] = BACKGROUND_HEADER in headers
         if address := headers.get(CLIENT_HEADER):
             scope["client"] = address, 0
         if tenant := headers.get(TENANT_HEADER):

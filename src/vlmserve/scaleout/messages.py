@@ -72,6 +72,8 @@ ROUTE_HEADER = "x-vlmserve-route"
 PROMPT_HEADER = "x-vlmserve-prompt"
 """The gateway's hexadecimal digests of the prompt's last segment and its images, joined by commas."""
 OWNER_HEADER, TENANT_HEADER, SEED_HEADER = "x-vlmserve-owner", "x-vlmserve-tenant", "x-vlmserve-seed"
+BACKGROUND_HEADER = "x-vlmserve-background"
+"""Marks requests of batches."""
 CLIENT_HEADER = "x-vlmserve-client"
 """The IP address of the client."""
 

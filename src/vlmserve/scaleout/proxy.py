@@ -19,6 +19,7 @@ from vlmserve.errors import OverloadedError, UnavailableError
 from vlmserve.scaleout.gateway import Gateway
 from vlmserve.scaleout.keys import RequestKey, request_key
 from vlmserve.scaleout.messages import (
+    BACKGROUND_HEADER,
     CLIENT_HEADER,
     OWNER_HEADER,
     PROMPT_HEADER,
@@ -41,6 +42,7 @@ from vlmserve.server.errors import error_body, messages_error_body
 from vlmserve.server.guard import TENANT, account_of
 from vlmserve.server.history import owner_of
 from vlmserve.server.paths import OLLAMA
+from vlmserve.server.routes.answering import BACKGROUND
 from vlmserve.server.routes.events import event, named_event
 from vlmserve.server.streams import LINES, begin_in_time
 
@@ -264,6 +266,8 @@ class Proxy:
         headers = [(name, given[name]) for name in _PASSED_ON if name in given]
         headers += [("x-request-id", request_id_of(self._request)), (ROUTE_HEADER, f"{self.gateway.id}.{number}")]
         headers += [(SEED_HEADER, str(self._seed)), (OWNER_HEADER, owner_of(self._request))]
+        if self._request.scope.get(BACKGROUND):
+            headers.append((BACKGROUND_HEADER, "1"))
         if client := self._request.client:
             headers.append((CLIENT_HEADER, client.host))
         if tenant := self._request.scope.get(TENANT):

@@ -94,7 +94,8 @@ class Service:
         self._closing = False
         self.demand = Demand(is_lazy=engine.load == "lazy")
         self.batch_news = asyncio.Event()
-        """Set when a batch was created, was cancelled or has ended, and when the model has loaded."""
+        """See `BatchHost`."""
+        self.serves_several = False
         self.background_preparation = asyncio.Semaphore(max(1, media.threads // 2))
         """Held while a batch's prompt is prepared, so that other requests find free threads."""
         self.load_progress = ""

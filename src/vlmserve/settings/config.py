@@ -470,7 +470,7 @@ class ServerConfig(Settings):
         128 * 1024**2, description="Maximum size of an uploaded file, and of a batch's answers."
     )
     max_batches: int = Field(
-        16, ge=0, description="Maximum number of unfinished batches per key, or of a server without keys."
+        16, ge=0, description="Maximum number of unfinished batches per key, or of a server without keys; 0: run none."
     )
     max_batch_rows: int = Field(50_000, ge=1, description="Maximum number of requests in a batch.")
     batch_concurrency: int = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import msgspec
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -16,8 +17,11 @@ from vlmserve.scaleout.app import app_of
 from vlmserve.scaleout.metrics import exposition
 from vlmserve.scaleout.ondemand.gateway import OnDemandGateway
 from vlmserve.scaleout.ondemand.pool import Model, Pool
+from vlmserve.scaleout.proxy import forward
 from vlmserve.server.app import operations
 from vlmserve.server.errors import json_response
+from vlmserve.server.openapi import routes
+from vlmserve.server.routes.files import upload_file
 from vlmserve.server.routes.models import is_for_anthropic
 from vlmserve.server.routes.ollama import local_model, ollama_version
 from vlmserve.server.schema.cards import ModelCard, model_card, model_list
@@ -33,7 +37,16 @@ def create_app(gateway: OnDemandGateway) -> Starlette:
         "/api/version": ollama_version,
         "/metrics": show_metrics,
     }
-    return app_of(gateway, own, operations(gateway.config))
+    offered = operations(gateway.config)
+    kept = [one for one in offered if one.path.startswith(_STORED)] if gateway.store is not None else []
+    answered = [replace(one, endpoint=upload) if one.endpoint is upload_file else one for one in kept]
+    app = app_of(gateway, own, [one for one in offered if one not in kept], routes(answered))
+    app.state.service = gateway
+    return app
+
+
+_STORED = ("/v1/batches", "/v1/files")
+"""Paths that the server itself answers if it has a database."""
 
 
 def _gateway(request: Request) -> OnDemandGateway:
@@ -55,6 +68,12 @@ def _cards(request: Request) -> Iterator[ModelCard]:
             card = model_card(adapter, gateway.created, abilities, for_anthropic=for_anthropic)
             card.parent, card.root, card.state = name, about.root or msgspec.UNSET, model.state
             yield card
+
+
+async def upload(request: Request) -> Response:
+    """Store a file. Without a loaded model, only requests of a batch are stored."""
+    is_loaded = _gateway(request).pool.most_recent() is not None
+    return await forward(request) if is_loaded else await upload_file(request)
 
 
 async def list_models(request: Request) -> Response:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Collection
+from typing import NoReturn
 
 from vlmserve.errors import UnavailableError, VLMServeError
 from vlmserve.scaleout.gateway import Gateway
@@ -14,11 +15,18 @@ from vlmserve.scaleout.messages import ModelFacts
 from vlmserve.scaleout.ondemand.pool import Pool
 from vlmserve.scaleout.router import Router
 from vlmserve.scaleout.settings import GatewayConfig
+from vlmserve.server.schema.base import BodyLimits
 from vlmserve.settings.base import read_settings
 from vlmserve.settings.config import ServerConfig
+from vlmserve.storage.store import open_store
 
 _ATTEMPTS = 2
 """Workers to try for a request: the second one after a crash."""
+
+
+def keeps_batches(server: ServerConfig) -> bool:
+    """Return whether the user has named a database, which the server and its models share."""
+    return server.storage_path is not None or server.storage_url not in (None, "none", "memory")
 
 
 class OnDemandGateway(Gateway):
@@ -30,6 +38,10 @@ class OnDemandGateway(Gateway):
         self.pool: Pool
         self.facts: dict[str, ModelFacts] = {}
         """Facts about each model that was loaded once, by name."""
+        self.store = open_store(server) if keeps_batches(server) else None
+        self.batch_news = asyncio.Event()
+        self.serves_several = True
+        self.body_limits = BodyLimits(server.max_body_values, server.max_messages)
         self._fixed: dict[str, str] = {}
         """Models by the names in their settings. A loaded model's other names never replace these."""
         self._learned: dict[str, str] = {}
@@ -47,6 +59,23 @@ class OnDemandGateway(Gateway):
     def known_models(self) -> Collection[str]:
         return self.pool.models.keys()
 
+    @property
+    def preparation(self) -> NoReturn:
+        """Raises UnavailableError: only loaded models read images, videos and documents."""
+        raise self._nothing_loaded()
+
+    def _nothing_loaded(self) -> UnavailableError:
+        return UnavailableError("No model is loaded; a request to one loads it")
+
+    def check_serving(self) -> None:
+        if (problem := self.problem()) is not None:
+            raise problem
+
+    async def close(self) -> None:
+        await super().close()
+        if self.store is not None:
+            await asyncio.to_thread(self.store.close)
+
     def problem(self) -> VLMServeError | None:
         return UnavailableError("The server is shutting down") if self.phase == "closing" else None
 
@@ -59,7 +88,7 @@ class OnDemandGateway(Gateway):
     def any_model(self) -> tuple[str, Router]:
         own = self.pool.most_recent()
         if own is None:
-            raise UnavailableError("No model is loaded; a request to one loads it")
+            raise self._nothing_loaded()
         return self.model(own)
 
     async def await_worker(self, name: object, held: contextlib.ExitStack) -> None:

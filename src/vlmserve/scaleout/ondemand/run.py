@@ -19,7 +19,10 @@ from vlmserve.scaleout.ondemand.catalogue import Listed, budget_of, check_names
 from vlmserve.scaleout.ondemand.gateway import OnDemandGateway
 from vlmserve.scaleout.ondemand.pool import Pool
 from vlmserve.scaleout.ondemand.shelf import Shelf
+from vlmserve.scaleout.proxy import forward
 from vlmserve.scaleout.settings import ModelsConfig
+from vlmserve.server.batches.rows import OWN_ENDPOINTS
+from vlmserve.server.batches.runner import batches_running
 from vlmserve.server.run import (
     bind,
     event_loop_factory,
@@ -78,7 +81,8 @@ async def run(
     names = ", ".join(pool.models)
     print(f"vlmserve listens on {web.url}; models load when requests name them: {names}", flush=True)
     try:
-        await stop.wait()
+        async with batches_running(gateway, dict.fromkeys(OWN_ENDPOINTS, forward)):
+            await stop.wait()
         await gateway.drain(gateway.config.shutdown_grace)
         if gateway.num_in_flight:
             logger.warning("%d requests are not finished and fail now", gateway.num_in_flight)

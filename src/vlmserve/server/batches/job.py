@@ -15,9 +15,9 @@ import msgspec
 
 from vlmserve.errors import OverloadedError, StorageError
 from vlmserve.server.accounts import Account
+from vlmserve.server.batches.host import BatchHost
 from vlmserve.server.batches.requests import Requests, WrongInputError, read_requests, unanswered
 from vlmserve.server.batches.rows import RowAnswer, Rows
-from vlmserve.server.service import Service
 from vlmserve.storage.batches import Batch, BatchResult, Outcome, Status
 from vlmserve.storage.store import Store
 
@@ -48,7 +48,9 @@ class _Answered(msgspec.Struct):
 class Job:
     """A batch that this server runs. slots: shared by the rows of all batches."""
 
-    def __init__(self, service: Service, store: Store, rows: Rows, batch: Batch, holder: str, slots: asyncio.Semaphore):
+    def __init__(
+        self, service: BatchHost, store: Store, rows: Rows, batch: Batch, holder: str, slots: asyncio.Semaphore
+    ):
         self._service, self._store, self._rows = service, store, rows
         self._batch, self._holder, self._slots = batch, holder, slots
         self._stopped = asyncio.Event()
@@ -74,17 +76,17 @@ class Job:
         with self._service.bodies.share() as share:
             data = await store.run(store.batches.requests, batch)
             share.need(len(data))
+            service = self._service
+            limits = service.config.max_batch_rows, service.serves_several
             try:
-                requests = await asyncio.to_thread(
-                    read_requests, data, batch.endpoint, self._service.config.max_batch_rows
-                )
+                requests = await asyncio.to_thread(read_requests, data, batch.endpoint, *limits)
             except WrongInputError as error:
                 await store.run(store.batches.end, self._holder, batch.id, "failed", _file_id, errors=error.errors)
                 return
             self.heed(await store.run(store.batches.begin, self._holder, batch.id, len(requests), requests.model))
             done = await store.run(store.batches.rows_done, batch.id)
             async with self._writing():
-                await self._answer([row for row in range(len(requests)) if row not in done], requests)
+                await self._answer([row for row in requests.by_model() if row not in done], requests)
             if self._outcome is not None:
                 await self._end(self._outcome, requests)
 

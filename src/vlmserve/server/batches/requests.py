@@ -47,8 +47,20 @@ class Requests:
     data: bytes
     spans: list[tuple[int, int]]
     """Start and end of each line."""
-    model: str | None
-    """The model that all requests name."""
+    models: list[str | None]
+    """The model that each request names."""
+
+    @property
+    def model(self) -> str | None:
+        """The model that all requests name."""
+        return self.models[0] if len({*self.models}) == 1 else None
+
+    def by_model(self) -> list[int]:
+        """All rows, each model's together, so that a server of several models loads each once."""
+        first: dict[str | None, int] = {}
+        for row, model in enumerate(self.models):
+            first.setdefault(model, row)
+        return sorted(range(len(self)), key=lambda row: first[self.models[row]])
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -58,15 +70,15 @@ class Requests:
         return _REQUEST.decode(memoryview(self.data)[start:end])
 
 
-def read_requests(data: bytes, endpoint: str, most: int) -> Requests:
-    """Parse at most `most` requests, all to `endpoint` and to one model.
+def read_requests(data: bytes, endpoint: str, most: int, several_models: bool = False) -> Requests:
+    """Parse at most `most` requests, all to `endpoint`, and to one model unless `several_models`.
 
     Raises WrongInputError. Call it in a thread.
     """
     errors: list[dict[str, Any]] = []
     spans: list[tuple[int, int]] = []
     ids: set[str] = set()
-    models: set[str | None] = set()
+    models: list[str | None] = []
 
     def wrong(code: str, message: str, line: int | None = None, param: str | None = None) -> None:
         errors.append({"code": code, "message": message, "param": param, "line": line})
@@ -92,15 +104,15 @@ def read_requests(data: bytes, endpoint: str, most: int) -> Requests:
         if line.body.stream:
             wrong("invalid_request", "Answers of a batch are not streamed; leave out stream", number, "body.stream")
         ids.add(line.custom_id)
-        models.add(line.body.model)
-    if len(models) > 1:
-        names = ", ".join(sorted(f"{name!r:.100}" for name in models))
+        models.append(line.body.model)
+    if len({*models}) > 1 and not several_models:
+        names = ", ".join(sorted(f"{name!r:.100}" for name in {*models}))
         wrong("mismatched_model", f"All requests of a batch must name the same model; this one has {names}")
     if not spans:
         wrong("empty_file", "The file has no requests")
     if errors:
         raise WrongInputError(errors)
-    return Requests(data, spans, models.pop())
+    return Requests(data, spans, models)
 
 
 def _lines(data: bytes) -> Iterator[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -10,6 +11,8 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message
 
@@ -17,6 +20,7 @@ from vlmserve.cancellation import client
 from vlmserve.errors import VLMServeError
 from vlmserve.server.accounts import Account
 from vlmserve.server.app import count_and_handle_error
+from vlmserve.server.batches.host import BatchHost
 from vlmserve.server.connection import RequestLog
 from vlmserve.server.guard import ACCOUNT, TENANT
 from vlmserve.server.history import OWNER
@@ -25,8 +29,9 @@ from vlmserve.server.routes.chat import chat_completions
 from vlmserve.server.routes.completions import completions
 from vlmserve.server.routes.embeddings import embeddings
 from vlmserve.server.routes.responses import create_response
-from vlmserve.server.service import Service
 from vlmserve.storage.batches import Batch
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 ATTEMPTS = 6
 """Maximum tries of a request that is rejected for load."""
@@ -36,6 +41,14 @@ FIRST_PAUSE, _LAST_PAUSE = 0.5, 30.0
 _LOOK = 0.5
 """Seconds between checks whether the engine is back."""
 _AGAIN = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
+
+
+OWN_ENDPOINTS: Mapping[str, Endpoint] = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/completions": completions,
+    "/v1/responses": create_response,
+    "/v1/embeddings": embeddings,
+}
 
 
 @dataclass(frozen=True)
@@ -57,21 +70,17 @@ class RowAnswer:
 class Rows:
     """Answers with the server's own routes, below keys and rate limits."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: BatchHost, endpoints: Mapping[str, Endpoint] = OWN_ENDPOINTS) -> None:
+        """endpoints: by path."""
         self._service = service
         # after an engine death, one at a time, so that none is blamed for another
         self._suspects = asyncio.Lock()
         self._app = Starlette(
-            routes=[
-                Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-                Route("/v1/completions", completions, methods=["POST"]),
-                Route("/v1/responses", create_response, methods=["POST"]),
-                Route("/v1/embeddings", embeddings, methods=["POST"]),
-            ],
+            routes=[Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()],
             middleware=[Middleware(RequestLog, service=service)],
             exception_handlers={VLMServeError: count_and_handle_error},
         )
-        self._app.state.service = self._app.state.front = service
+        self._app.state.service = self._app.state.front = self._app.state.gateway = service
 
     async def answer(self, batch: Batch, account: Account | None, body: bytes) -> RowAnswer:
         """Answer a request, with retries where they may help."""

@@ -7,12 +7,12 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 
 from vlmserve.errors import VLMServeError
+from vlmserve.server.batches.host import BatchHost
 from vlmserve.server.batches.job import Job
-from vlmserve.server.batches.rows import Rows
-from vlmserve.server.service import Service
+from vlmserve.server.batches.rows import OWN_ENDPOINTS, Endpoint, Rows
 from vlmserve.storage.batches import Batch
 from vlmserve.storage.store import Store
 
@@ -27,12 +27,14 @@ _PAUSE = 30.0
 
 
 @contextlib.asynccontextmanager
-async def batches_running(service: Service) -> AsyncGenerator[None, None]:
-    """Run batches during the block. Afterwards other servers may continue them."""
-    if service.store is None:
+async def batches_running(
+    service: BatchHost, endpoints: Mapping[str, Endpoint] = OWN_ENDPOINTS
+) -> AsyncGenerator[None, None]:
+    """Run batches during the block. Afterwards other servers may continue them. endpoints: answer the requests."""
+    if service.store is None or not service.config.max_batches:
         yield
         return
-    runner = BatchRunner(service, service.store)
+    runner = BatchRunner(service, service.store, Rows(service, endpoints))
     running = asyncio.ensure_future(runner.run())
     try:
         yield
@@ -44,9 +46,8 @@ async def batches_running(service: Service) -> AsyncGenerator[None, None]:
 class BatchRunner:
     """Holds the batches that it runs, so that no other server takes them."""
 
-    def __init__(self, service: Service, store: Store) -> None:
-        self._service, self._store = service, store
-        self._rows = Rows(service)
+    def __init__(self, service: BatchHost, store: Store, rows: Rows) -> None:
+        self._service, self._store, self._rows = service, store, rows
         self._slots = asyncio.Semaphore(service.config.batch_concurrency)
         self._holder = secrets.token_hex(8)
         self._jobs: dict[str, tuple[Job, asyncio.Future[None]]] = {}
