@@ -2,13 +2,14 @@
 
     python -m benchmarks.drafts
     python -m benchmarks.drafts --streams 1 16 --turns 10 --json report.json
+    python -m benchmarks.drafts --family qwen3.5 --hidden 1024 --layers 8
 
 Both engines share one model with random weights. Answers of "repeat", "JSON" and "copy" are scripted: each script token
 gets the highest logit, after the model has computed all logits. "repeat": the same prompt again. "JSON": another list
 of the same schema, after three others. "copy": passages of 24 tokens from the prompt, each followed by 4 new ones.
-"random": tokens sampled at temperature 1 after a new prompt. "Speedup" divides the time of requests without drafts by
-the time with them, prompts included. Figures are medians of the turns' ratios. Store a report in
-`benchmarks/results/caches/MACHINE`.
+"random": tokens sampled at temperature 1 after a new prompt. "repeats": several such requests again, with their seeds.
+"Speedup" divides the time of requests without drafts by the time with them, prompts included. Figures are medians of
+the turns' ratios. Store a report in `benchmarks/results/caches/MACHINE`.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ _ITEM = {
     "additionalProperties": False,
 }
 _LIST = Grammar.json({"type": "array", "items": _ITEM})
+FAMILIES = {"llama": "Llama", "qwen3.5": "Qwen3.5", "lfm2": "LFM2"}
+KINDS = "repeat", "JSON", "copy"
 _BEST = 1e4
 """Logit of the scripted token."""
 
@@ -66,14 +69,17 @@ class Tasks:
         self._tokenizer, self._vocab_size, self._length = tokenizer, vocab_size, length
         self._random = random.Random(0)
         self._repeated = Task(self._tokens(64), self._tokens(length))
+        self._prompts: dict[int, list[int]] = {}
 
     def _tokens(self, count: int) -> list[int]:
         return self._random.choices(range(10, self._vocab_size - 10), k=count)
 
-    def make(self, kind: str) -> Task:
+    def make(self, kind: str, stream: int = 0) -> Task:
         """Return the next task of a kind."""
         if kind == "repeat":
             return self._repeated
+        if kind == "repeats":
+            return Task(self._prompts.setdefault(stream, self._tokens(64)), None)
         if kind == "random":
             return Task(self._tokens(64), None)
         if kind == "copy":
@@ -138,7 +144,7 @@ def row(kind: str, streams: int, engines: Sequence[Scripted], tasks: Tasks, leng
     before = drafting.engine.stats()
     ratios, of_token = [], []
     for turn in range(turns):
-        asked = [tasks.make(kind) for _ in range(streams)]
+        asked = [tasks.make(kind, stream) for stream in range(streams)]
         taken = {}
         for one in engines if turn % 2 else engines[::-1]:
             taken[one], answers = one.answer(asked, length)
@@ -153,36 +159,58 @@ def row(kind: str, streams: int, engines: Sequence[Scripted], tasks: Tasks, leng
     return [kind, streams, *(None if figure is None else float(f"{figure:.3g}") for figure in figures)]
 
 
-def write_checkpoint(folder: Path, layers: int, hidden: int) -> None:
-    """Write a Llama with random weights and pixie's tokenizer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _config(family: str, vocab_size: int, layers: int, hidden: int) -> Any:
+    """Sizes of SmolLM2-135M's, Qwen3.5-0.8B's and LFM2-1.2B's layers at hidden sizes of 576, 1024 and 2048."""
+    from transformers import Lfm2Config, LlamaConfig, Qwen3_5TextConfig
+
+    sizes = {"vocab_size": vocab_size, "hidden_size": hidden, "num_hidden_layers": layers}
+    sizes |= {"max_position_embeddings": 2048}
+    if family == "qwen3.5":
+        return Qwen3_5TextConfig(
+            **sizes, intermediate_size=7 * hidden // 2, num_attention_heads=hidden // 128,
+            num_key_value_heads=max(1, hidden // 512), head_dim=256, linear_num_key_heads=hidden // 64,
+            linear_num_value_heads=hidden // 64,
+        )  # fmt: skip
+    if family == "lfm2":
+        return Lfm2Config(
+            **sizes, intermediate_size=6 * hidden, num_attention_heads=hidden // 64, num_key_value_heads=hidden // 256,
+            layer_types=["full_attention" if number % 3 == 2 else "conv" for number in range(layers)],
+        )  # fmt: skip
+    return LlamaConfig(
+        **sizes, intermediate_size=8 * hidden // 3 // 64 * 64, num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 192),
+    )  # fmt: skip
+
+
+def write_checkpoint(folder: Path, family: str, layers: int, hidden: int) -> None:
+    """Write a model with random weights and pixie's tokenizer."""
+    from transformers import AutoModelForCausalLM
 
     pixie = resolve_model("pixie")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(pixie / name, folder / name)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=Tokenizer.from_folder(pixie).vocab_size, hidden_size=hidden, num_hidden_layers=layers,
-        intermediate_size=8 * hidden // 3 // 64 * 64, num_attention_heads=hidden // 64,
-        num_key_value_heads=max(1, hidden // 192), max_position_embeddings=2048,
-    )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    config = _config(family, Tokenizer.from_folder(pixie).vocab_size, layers, hidden)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and show a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.drafts", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--family", choices=FAMILIES, default="llama", help="kind of layers (default llama)")
     parser.add_argument("--layers", type=int, default=30, help="layers of the model (default 30)")
     parser.add_argument("--hidden", type=int, default=576, help="hidden size of the model (default 576)")
     parser.add_argument("--quantize", default="none", help="weights as of vlmserve serve (default none: bfloat16)")
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="kinds of answers (default: all)")
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 16], help="streams of random answers")
+    parser.add_argument("--crowds", type=int, nargs="*", default=[4], help="streams of repeated requests (default 4)")
     parser.add_argument("--length", type=int, default=128, help="tokens of an answer (default 128)")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="vlmserve-drafts-") as place:
         folder = Path(place)
-        write_checkpoint(folder, options.layers, options.hidden)
+        write_checkpoint(folder, options.family, options.layers, options.hidden)
         config = EngineConfig(
             model=place, dtype="bfloat16", quantize=options.quantize, kv_cache_memory="256MiB", weights_cache_size=0
         )
@@ -192,12 +220,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for way in ("off", "auto")
         ]
         tasks = Tasks(Tokenizer.from_folder(folder), engines[0].engine.info.vocab_size, options.length)
-        kinds = [("repeat", 1), ("JSON", 1), ("copy", 1), *(("random", streams) for streams in options.streams)]
+        kinds = [(kind, 1) for kind in options.kinds] + [("random", streams) for streams in options.streams]
+        kinds += [("repeats", streams) for streams in options.crowds]
         rows = [row(kind, streams, engines, tasks, options.length, options.turns) for kind, streams in kinds]
     report = {
         "title": "Drafts without a draft model",
         "command": " ".join(["python -m benchmarks.drafts", *(arguments or sys.argv[1:])]),
-        "model": f"Llama with {options.layers} layers of {options.hidden} values",
+        "model": f"{FAMILIES[options.family]} with {options.layers} layers of {options.hidden} values",
         "weights": "random, bfloat16" if options.quantize == "none" else f"random, {options.quantize}",
         "versions": {package: version(package) for package in ("vlmserve", "torch")},
         "columns": list(COLUMNS),

@@ -30,14 +30,13 @@ from tests.peft_adapters import make_adapter
 from tests.ranks import RankThreads
 from vlmserve.engine import drafting, loading
 from vlmserve.engine.engine import Engine
-from vlmserve.scheduler.drafts import drafter
 from vlmserve.types import BeamSearch, EngineOutput, EngineRequest, Grammar, Prompt, SamplingParams, Thoughts
 
 MAX_LEN = 160
 """Tokens of a prompt and its answer. The KV cache holds little more."""
 NEAR = 1e-3
 """Difference of two logprobs that the shape of a batch may make."""
-COSTS = ([(1, 1.0), (32, 1.3)], [(1, 1.0), (8, 2.0), (32, 6.0)])
+COSTS = ([(1, 1.0), (32, 1.001)], [(1, 1.0), (32, 1.3)], [(1, 1.0), (8, 2.0), (32, 6.0)])
 """Assumed times of steps by their rows."""
 GRAMMARS = (None, None, None, Grammar.json(PERSON), Grammar.regex("(ab|cd|ef){1,20}!"), Grammar.choice(["left", "up"]))
 PENALTIES: tuple[dict[str, Any], ...] = (
@@ -184,18 +183,12 @@ def differs(actual: list[EngineOutput], expected: list[EngineOutput]) -> bool:
 
 def fuzz(model: Model, num_requests: int, seed: int, tally: Tally, *, ranks: int = 1) -> None:
     """Send requests to one engine that drafts, and compare every answer."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafter, "MAX_REQUESTS", 1000)
-        patch.setattr(loading, "MAX_REQUESTS", random.Random(seed).choice([2, 1000]))
-        _fuzz(model, num_requests, seed, tally, ranks)
-
-
-def _fuzz(model: Model, num_requests: int, seed: int, tally: Tally, ranks: int) -> None:
     crowd = Crowd(model, seed)
     choice = crowd.chance.choice
     block = bytes_of_4(model.oracle.folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafting, "known_costs", lambda *_: choice(COSTS))
+        patch.setattr(loading, "MAX_DRAFT_PLACES", choice([2, 8]))
         patch.setattr(vlmserve.engine.ranks, "RankProcesses", RankThreads)
         busy = model.engine(
             speculation="auto",

@@ -5,14 +5,31 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.drafts import COLUMNS, main
 
 
 def test_drafts_are_measured(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    tiny = ["--layers", "1", "--hidden", "64", "--length", "32", "--turns", "1", "--streams", "2"]
+    tiny = ["--layers", "1", "--hidden", "64", "--length", "32", "--turns", "1", "--streams", "2", "--crowds", "2"]
     main([*tiny, "--json", str(path)])
     report = json.loads(path.read_text())
     assert report["columns"] == list(COLUMNS)
-    assert [row[:2] for row in report["rows"]] == [["repeat", 1], ["JSON", 1], ["copy", 1], ["random", 2]]
+    assert [row[:2] for row in report["rows"]] == [
+        ["repeat", 1],
+        ["JSON", 1],
+        ["copy", 1],
+        ["random", 2],
+        ["repeats", 2],
+    ]
     assert all(row[2] > 0 and row[3] > 0 for row in report["rows"])
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2"])
+def test_states_are_measured(tmp_path: Path, family: str) -> None:
+    path = tmp_path / "report.json"
+    tiny = ["--family", family, "--layers", "4", "--hidden", "256", "--length", "32", "--turns", "1"]
+    main([*tiny, "--kinds", "repeat", "--streams", "--crowds", "--json", str(path)])
+    [row] = json.loads(path.read_text())["rows"]
+    assert row[4] > 0, "drafts were accepted"

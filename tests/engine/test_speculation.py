@@ -81,12 +81,12 @@ def test_aborted_answers_are_kept(engines: tuple[Engine, Engine]) -> None:
     assert steps_of(drafter, request) < 40
 
 
-def test_requests_beside_others_have_no_drafts(engines: tuple[Engine, Engine]) -> None:
+def test_requests_beside_others_have_drafts(engines: tuple[Engine, Engine]) -> None:
     plain, drafter = engines
     requests = [request_of(name, prompt_of(number)) for name, number in (("a", 5), ("b", 6))]
     run(drafter, requests)
     before = drafter.stats().drafted_tokens
     found, expected = run(drafter, requests), run(plain, requests)
     assert [tokens(found[name]) for name in "ab"] == [tokens(expected[name]) for name in "ab"]
-    assert drafter.stats().drafted_tokens == before
+    assert drafter.stats().drafted_tokens > before
     assert steps_of(drafter, requests[0]) < 12, "answers beside others are kept"

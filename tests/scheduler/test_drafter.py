@@ -123,6 +123,22 @@ def test_wrong_drafts_cost_two_percent(measured: list[tuple[int, float]], num_de
     assert plain < spent < 1.02 * plain + 2.5 * costs.seconds(1)
 
 
+@pytest.mark.parametrize(("num_decodes", "share"), [(1, 0.02), (16, 0.005)])
+def test_searches_are_limited_and_leave_room_for_drafts(num_decodes: int, share: float) -> None:
+    costs = StepCosts(FLAT)
+    account, searches = Account(costs), 0
+    for _ in range(1000):
+        account.begin_step(num_decodes, 0)
+        for _ in range(num_decodes):
+            if account.affords_search:
+                account.spend(0.01)
+                searches += 1
+    steps = 1000 * costs.seconds(num_decodes)
+    assert 0.01 * searches < share * steps + 2.5 * costs.seconds(1)
+    account.begin_step(num_decodes, 0)
+    assert account.best_count([0.99] * MAX_DRAFTS) > 0
+
+
 def decoding(name: str, *token_ids: int, **params: Any) -> Request:
     one = request(name, 4, token=50, max_tokens=200, **params)
     one.token_ids += token_ids

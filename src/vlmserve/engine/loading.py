@@ -34,7 +34,6 @@ from vlmserve.runner.memory import (
     run_largest_step,
     run_longest_step,
 )
-from vlmserve.scheduler.drafts.drafter import MAX_REQUESTS
 from vlmserve.settings.config import EngineConfig
 from vlmserve.settings.quantization import QuantizationConfig
 
@@ -44,6 +43,8 @@ SLOTS_OF_A_REQUEST = 4
 """State slots per request, if memory allows: its state and three checkpoints."""
 SUMS_OF_ADAPTERS = 4
 """Bytes of float32 sums per byte of a gated linear's 16-bit results, for adapters."""
+MAX_DRAFT_PLACES = 8
+"""Maximum requests with drafts at once, if layers have states. A place of Qwen3.5-4B takes 12 MB."""
 KV_TO_CHECKPOINTS = 10
 """Bytes of KV cache per byte of checkpoints at intervals."""
 
@@ -134,7 +135,7 @@ def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
     budget = _cache_budget(config, model, max_model_len)
     state_bytes = _state_bytes(model)
     slots = state_slots(config, state_bytes, budget)
-    draft_places = min(MAX_REQUESTS, config.max_num_seqs) if slots and may_draft(config, model) else 0
+    draft_places = min(MAX_DRAFT_PLACES, config.max_num_seqs) if slots and may_draft(config, model) else 0
     if not config.kv_cache_memory:
         budget -= (1 + slots) * state_bytes + draft_places * _draft_place_bytes(model)
     pages = num_pages(

@@ -7,7 +7,11 @@ from collections.abc import Sequence
 
 MAX_DRAFTS = 32
 _SHARE = 0.02
-"""Maximum cost of wrong drafts, as a share of the time of steps."""
+"""Maximum cost of wrong drafts and searches, as a share of the time of steps."""
+_SHARE_OF_CROWDS = 0.005
+"""The same for steps of several requests, whose times are measured less closely."""
+_RESERVE = 0.5
+"""Balance that searches of several requests leave for drafts, in steps of one row."""
 _FIRST_STEPS, _MOST_STEPS = 2.0, 8.0
 """Initial and maximum balance of `Account`, in steps of one row."""
 
@@ -28,19 +32,27 @@ class StepCosts:
 
 
 class Account:
-    """Seconds that drafts may cost: a share of all steps, plus the time saved by drafts."""
+    """Seconds that drafts and searches for them may cost: a share of all steps, plus the time saved by drafts."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self._step = costs.seconds(1)
         self._left = _FIRST_STEPS * self._step
         self._rows, self._value = 1, self._step
+        self._reserve = 0.0
+
+    @property
+    def affords_search(self) -> bool:
+        return self._left > self._reserve
 
     def begin_step(self, num_decodes: int, num_prompt_tokens: int) -> None:
         self._rows = num_decodes + num_prompt_tokens
         seconds = self._costs.seconds(max(1, num_decodes))
         self._value = seconds / max(1, num_decodes)
-        self._add(_SHARE * seconds if num_decodes else 0.0)
+        share, self._reserve = _SHARE, 0.0
+        if num_decodes > 1:
+            share, self._reserve = _SHARE_OF_CROWDS, _RESERVE * self._step
+        self._add(share * seconds if num_decodes else 0.0)
 
     def _add(self, seconds: float) -> None:
         self._left = min(self._left + seconds, _MOST_STEPS * self._step)
@@ -64,6 +76,10 @@ class Account:
         before = self._costs.seconds(self._rows)
         self._rows += count
         self._left -= self._costs.seconds(self._rows) - before
+
+    def spend(self, seconds: float) -> None:
+        """Pay for a search."""
+        self._left -= seconds
 
     def earn(self, num_accepted: int) -> None:
         self._add(num_accepted * self._value)

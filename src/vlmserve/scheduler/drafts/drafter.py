@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,8 +15,6 @@ from vlmserve.scheduler.request import Request
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 from vlmserve.tasks import GENERATE
 
-MAX_REQUESTS = 1
-"""Maximum running requests with drafts. With more, steps of small models became up to a third slower."""
 MAX_KEPT_TOKENS = 1 << 18
 """Maximum tokens of earlier answers, about 60 MB."""
 _ORDER: tuple[Source, ...] = ("repeat", "grammar", "prediction", "own", "image", "schema")
@@ -47,7 +46,6 @@ class Drafter:
     def __init__(self, costs: StepCosts) -> None:
         self.num_drafted = self.num_accepted = 0
         self._account = Account(costs)
-        self._drafts = False
         self._forced: Mapping[str, list[int]] = {}
         """Tokens that grammars force after the last step, by request."""
         self._answers = Answers(MAX_KEPT_TOKENS, _MAX_KEPT_OF_KEY)
@@ -58,19 +56,22 @@ class Drafter:
         }
 
     def begin_step(self, running: Sequence[Request]) -> bool:
-        """Return whether requests get drafts."""
-        self._drafts = len(running) <= MAX_REQUESTS
-        if not self._drafts:
-            return False
+        """Return whether forced tokens are wanted. Finding them takes time, which only a lone request saves again."""
         left = [request.num_uncomputed for request in running]
         num_decodes = left.count(1)
         self._account.begin_step(num_decodes, min(sum(left) - num_decodes, _MAX_PROMPT_ROWS))
-        return True
+        return len(running) == 1
 
     def propose(self, request: Request) -> Sequence[int]:
         """Empty if drafts would cost more than they save."""
-        if not self._drafts or request.task != GENERATE:
+        if not self._account.affords_search or request.task != GENERATE:
             return ()
+        started = time.thread_time()  # other processes do not count
+        drafts = self._search(request)
+        self._account.spend(time.thread_time() - started)
+        return drafts
+
+    def _search(self, request: Request) -> Sequence[int]:
         drafting = request.drafting = request.drafting or self._start(request)
         drafting.proposed = []
         most = min(MAX_DRAFTS, request.max_len - len(request.token_ids) - 1)
