@@ -42,6 +42,10 @@ def image_part():
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(IMAGE).decode()}"}}
 
 
+def text_part(text):
+    return {"type": "text", "text": text}
+
+
 def test_answers_equal_those_of_openais_api(live, client):
     answer = client.chat("tiny", HI, options=LONG)
     assert answer.message.content == openais(live, "Hi").message.content
@@ -153,11 +157,33 @@ def test_results_of_tools_are_read(live, client, monkeypatch):
 
 def test_model_is_listed_and_shown(client):
     [listed] = client.list().models
-    assert (listed.model, len(listed.digest)) == ("tiny", 64)
-    assert [model.model for model in client.ps().models] == ["tiny"]
+    assert (listed.model, len(listed.digest)) == ("tiny:latest", 64)
+    assert [model.model for model in client.ps().models] == ["tiny:latest"]
     shown = client.show("tiny")
     assert "vision" in shown.capabilities
     assert shown.modelinfo["vlmserve.context_length"] > 0
+
+
+def test_open_webui_connects_lists_and_chats(live):
+    """Open WebUI asks for these paths. It adds a tag to a name without one, and looks for it among the listed names."""
+    with httpx.Client(base_url=live.url, timeout=60) as webui:
+        assert webui.get("/api/version").json()["version"].count(".") == 2
+        [listed] = webui.get("/api/tags").json()["models"]
+        [loaded] = webui.get("/api/ps").json()["models"]
+        assert {"name", "model", "digest", "details", "size", "modified_at"} <= listed.keys() & loaded.keys()
+        assert ("tiny:latest", listed["name"]) == (listed["model"], loaded["name"])
+        model = {"model": listed["model"]}
+        assert "vision" in webui.post("/api/show", json=model).json()["capabilities"]
+        message = {**HI[0], "images": [base64.b64encode(IMAGE).decode()]}
+        body = {**model, "messages": [message], "options": LONG, "stream": True, "keep_alive": "5m"}
+        lines = [json.loads(line) for line in webui.post("/api/chat", json=body).text.splitlines()]
+        text = "".join(line["message"]["content"] for line in lines)
+        assert (text, lines[-1]["done"]) == (openais(live, [image_part(), text_part("Hi")]).message.content, True)
+        same = {**model, "messages": HI, "max_tokens": 12, "temperature": 0}
+        answer = webui.post("/v1/chat/completions", json=same).json()
+        assert answer["choices"][0]["message"]["content"] == openais(live, "Hi").message.content
+        unload = {**model, "prompt": "", "keep_alive": 0}
+        assert webui.post("/api/generate", json=unload).json()["done_reason"] == "load"
 
 
 @pytest.mark.parametrize(

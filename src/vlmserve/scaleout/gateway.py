@@ -42,6 +42,7 @@ from vlmserve.scaleout.settings import GatewayConfig
 from vlmserve.scaleout.upstream import Upstream, UpstreamError
 from vlmserve.server.accounts import Account, KeyRing
 from vlmserve.server.body import BodyMemory
+from vlmserve.server.schema.ollama import LATEST
 from vlmserve.server.service import open_tracing
 from vlmserve.settings.config import ServerConfig
 
@@ -174,6 +175,10 @@ class Gateway:
         if own not in self.models:
             raise UnavailableError(f"{own} is not loaded; a request to it loads it")
         return own, self.models[own].router
+
+    def untagged(self, name: object) -> object:
+        """Remove Ollama's default tag, unless a model's name has it."""
+        return name.removesuffix(LATEST) if isinstance(name, str) and name not in self._names else name
 
     def own_name(self, name: object) -> str:
         """The model that a request means. Raises UnavailableError, UnknownModelError or InvalidRequestError."""

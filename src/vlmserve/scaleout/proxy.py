@@ -123,7 +123,8 @@ class Proxy:
         self._is_of_a_model = self._fields is not None and self._path in _OF_A_MODEL
         has_events = self._path in GENERATING and not self._path.startswith(OLLAMA)
         self.streams = self._fields is not None and has_events and self._fields.get("stream") is True
-        self._name = _named(self._fields) if self._fields is not None and self._is_of_a_model else None
+        if self._fields is not None and self._is_of_a_model:
+            self._name = self.gateway.untagged(_named(self._fields))
         self._read_seconds = time.perf_counter() - began
 
     def _see(self) -> None:

@@ -31,6 +31,7 @@ from vlmserve.server.metrics import ServerMetrics
 from vlmserve.server.preparation import Preparation
 from vlmserve.server.schema.base import BodyLimits
 from vlmserve.server.schema.cards import Abilities, Input
+from vlmserve.server.schema.ollama import LATEST
 from vlmserve.settings.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.storage.store import open_store
 from vlmserve.types import AdapterInfo, EngineStats, ModelInfo, SamplingParams
@@ -302,14 +303,14 @@ class ServedNames:
         return tuple(dict.fromkeys((*self.own, *sorted(self._aliases), *adapters)))
 
     def check(self, name: str | None) -> None:
-        if name is not None and name not in self._aliases and not self._adapters.knows(self._client(), name):
+        if not self.is_own(name) and not self._adapters.knows(self._client(), str(name)):
             adapters = [adapter for adapter, _ in itertools.islice(self.adapter_infos(), _MOST_SHOWN)]
             known = ", ".join(map(repr, [*self.own, *adapters]))
             raise UnknownModelError(f"There is no model {name!r:.100} here, only {known}", param="model")
 
     def is_own(self, name: str | None) -> bool:
         """True for the model itself, False for an adapter."""
-        return name is None or name in self._aliases
+        return name is None or not self._aliases.isdisjoint((name, name.removesuffix(LATEST), f"{name}{LATEST}"))
 
     def adapter_infos(self) -> Iterator[tuple[str, AdapterInfo | None]]:
         return self._adapters.infos(self._client())
@@ -319,7 +320,7 @@ class ServedNames:
 
         Raises UnknownModelError or AdapterError.
         """
-        if name is None or name in self._aliases:
+        if name is None or self.is_own(name):
             return ""
         await self._adapters.resolve(client, name)
         return name

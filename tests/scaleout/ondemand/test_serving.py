@@ -76,10 +76,10 @@ async def test_every_api_loads_models(folder):
         assert chat.json()["type"] == "message"
         answer = await serving.ask("b", "/v1/responses", input="What is", max_output_tokens=2)
         assert answer.json()["object"] == "response"
-        lines = (await serving.ask("c", "/api/chat", messages=MESSAGES)).text.splitlines()
+        lines = (await serving.ask("c:latest", "/api/chat", messages=MESSAGES)).text.splitlines()
         assert json.loads(lines[-1])["done"]
         loaded = (await serving.client.get("/api/ps")).json()["models"]
-        assert {one["name"] for one in loaded} == {*NAMES}
+        assert {one["name"] for one in loaded} == {f"{name}:latest" for name in NAMES}
 
 
 async def test_waiting_stream_tells_the_state(folder, monkeypatch):

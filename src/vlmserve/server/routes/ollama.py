@@ -28,6 +28,7 @@ from vlmserve.server.schema.cards import Abilities, model_card
 from vlmserve.server.schema.chat import ChatRequest
 from vlmserve.server.schema.embeddings import EmbeddingRequest
 from vlmserve.server.schema.ollama import (
+    LATEST,
     AnsweredCall,
     AnsweredFunction,
     AnsweredMessage,
@@ -255,4 +256,5 @@ def local_model(name: str, created: int, abilities: Abilities | None) -> LocalMo
     card = model_card(name, created, abilities)
     listed = card.capabilities if isinstance(card.capabilities, list) else ["completion"]
     digest = hashlib.sha256(name.encode()).hexdigest()
-    return LocalModel(name, name, card.created_at, 0, digest, ModelDetails(), listed)
+    tagged = name if ":" in name else f"{name}{LATEST}"
+    return LocalModel(tagged, tagged, card.created_at, 0, digest, ModelDetails(), listed)

@@ -14,7 +14,8 @@ from vlmserve.server.schema.chat import ChatRequest
 from vlmserve.server.schema.embeddings import EmbeddingRequest
 from vlmserve.server.schema.structured import Schema
 
-_LATEST = ":latest"
+LATEST = ":latest"
+"""The default tag. Ollama's clients expect a tag in each listed name."""
 _UNLIMITED = (0, -1, -2)
 """Values of num_predict without a limit: 0 and -1, and -2 (until the context is full)."""
 
@@ -86,7 +87,7 @@ class OllamaRequest(RequestModel):
     cache_salt: str | None = None
 
     def _fields(self) -> dict[str, Any]:
-        fields = {"model": self.model.removesuffix(_LATEST), "stream": self.stream, **self.options.as_chat()}
+        fields = {"model": self.model.removesuffix(LATEST), "stream": self.stream, **self.options.as_chat()}
         if self.cache_salt is not None:
             fields["cache_salt"] = self.cache_salt
         if self.format == "json":
@@ -156,7 +157,7 @@ class ShowRequest(RequestModel):
 
     @property
     def wanted(self) -> str:
-        return (self.model or self.name).removesuffix(_LATEST)
+        return (self.model or self.name).removesuffix(LATEST)
 
 
 def _content(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
@@ -211,7 +212,7 @@ class _EmbedRequest(RequestModel):
 
     def as_embedding(self) -> EmbeddingRequest:
         """Convert to embeddings. Raises InvalidRequestError, naming the field there."""
-        fields: dict[str, Any] = {"model": self.model.removesuffix(_LATEST), "input": self.texts}
+        fields: dict[str, Any] = {"model": self.model.removesuffix(LATEST), "input": self.texts}
         if self.dimensions:
             fields["dimensions"] = self.dimensions
         if self.cache_salt is not None:
