@@ -83,7 +83,7 @@ def of_triton(module: str, kind: str, **switch: bool) -> AbstractContextManager[
 DECODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "": nullcontext,
     BEHIND: partial(of_triton, "launching", "Kernel", overlaps=False),
-    LAUNCHED_NORMS: partial(of_triton, "products", "TritonProduct", defers_norms=False),
+    LAUNCHED_NORMS: partial(of_triton, "products", "TritonLinearKernel", defers_norms=False),
     LAYER_BY_LAYER: nullcontext,
 }
 """How streams are decoded, and what has them decoded so: no kernel is launched before the one before it has ended, see

@@ -17,7 +17,7 @@ import triton
 from benchmarks.gpu_stages import Measured, Sizes, layer_products, weight_of
 from benchmarks.gpu_timing import copies, per_launch
 from vlmserve.kernels.triton.norm import TritonNorm
-from vlmserve.kernels.triton.products import MOST_PLAIN_ROWS, PROGRAMS, TritonProduct
+from vlmserve.kernels.triton.products import MOST_PLAIN_ROWS, PROGRAMS, TritonLinearKernel
 from vlmserve.kernels.triton.stored import block_of, unsupported_reason
 from vlmserve.kernels.triton.tuned import LARGE_BLOCK, Shape, Tiling
 
@@ -63,7 +63,7 @@ def candidates(rule: Tiling, shape: Shape, rows: int) -> Iterator[Tiling]:
 
 
 def search(
-    products: Sequence[TritonProduct], x: torch.Tensor, residual: torch.Tensor | None, deadline: float
+    products: Sequence[TritonLinearKernel], x: torch.Tensor, residual: torch.Tensor | None, deadline: float
 ) -> dict[str, Any] | None:
     """The fastest of the tilings for some rows which give the rule's results within rounding, beside the library where
     rows are many. None if time ran out before any was tried beside the rule's.
@@ -115,7 +115,7 @@ def search(
 
 
 def _by_library(
-    products: Sequence[TritonProduct], x: torch.Tensor, residual: torch.Tensor | None
+    products: Sequence[TritonLinearKernel], x: torch.Tensor, residual: torch.Tensor | None
 ) -> list[Callable[[], object]]:
     if residual is None:
         return [partial(one.many, x) for one in products]
@@ -123,11 +123,11 @@ def _by_library(
     return [partial(_normed_sum, one, x, residual, norm) for one in products]
 
 
-def _normed_sum(product: TritonProduct, x: torch.Tensor, residual: torch.Tensor, norm: TritonNorm) -> object:
+def _normed_sum(product: TritonLinearKernel, x: torch.Tensor, residual: torch.Tensor, norm: TritonNorm) -> object:
     return norm.of_sum(product.many(x), residual)
 
 
-def line(product: TritonProduct, rows: int, found: dict[str, Any]) -> tuple[Shape, Tiling | None] | None:
+def line(product: TritonLinearKernel, rows: int, found: dict[str, Any]) -> tuple[Shape, Tiling | None] | None:
     """What `tuned.py` is to say of a product; None: what is taken without a line is as fast."""
     library, best = found["library_microseconds"] or math.inf, found["microseconds"]
     taken = found["rule_microseconds"] if product.are_few(rows) else library
@@ -170,7 +170,9 @@ def tiles(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
             if (reason := unsupported_reason(weight, epilogue.activation)) is not None:
                 left_out.append(f"{label}: {reason}")
                 continue
-            product = TritonProduct(weight, dtype=sizes.dtype, activation=epilogue.activation, gated=epilogue.gated)
+            product = TritonLinearKernel(
+                weight, dtype=sizes.dtype, activation=epilogue.activation, gated=epilogue.gated
+            )
             x = torch.randn(rows, inputs, device=device, dtype=sizes.dtype)
             residual = torch.randn(rows, outputs, device=device, dtype=sizes.dtype) if name in SUMMED else None
             result = search(copies(product, product.num_bytes, device), x, residual, deadline)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from vlmserve.kernels.adapters import Change, LinearAdapters, PreparedChange
-from vlmserve.kernels.operations import Product
+from vlmserve.kernels.operations import LinearKernel
 
 
 class StaticChange:
@@ -55,12 +55,12 @@ class Found:
         return output
 
 
-class StaticProduct:
-    """A product by torch whose adapters are found by addresses. A `Product` that packs changes."""
+class StaticLinearKernel:
+    """A product by torch whose adapters are found by addresses. A `LinearKernel` that packs changes."""
 
     change_words = 1
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: LinearKernel) -> None:
         self._product = product
 
     @property
@@ -82,6 +82,6 @@ class StaticProduct:
         out: Tensor | None = None,
         adapters: LinearAdapters | None = None,
     ) -> Tensor:
-        """See `Product`."""
+        """See `LinearKernel`."""
         found: Any = Found(adapters) if adapters is not None and adapters.active else None
         return self._product(x, residual, out, found)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.lazy_stream import LazyStream
-from tests.static_adapters import StaticProduct
+from tests.static_adapters import StaticLinearKernel
 from tests.static_ranges import StaticRanges
 from vlmserve.devices import choice
 from vlmserve.devices.cpu import CpuDevice
@@ -36,7 +36,7 @@ from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
 from vlmserve.kernels.attention import AttentionBackend, AttentionContext, BatchMetadata, LayerCache, RotaryRows
 from vlmserve.kernels.blocks import Blocks
-from vlmserve.kernels.operations import Epilogue, Product
+from vlmserve.kernels.operations import Epilogue, LinearKernel
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.torch_cache import write
@@ -201,9 +201,9 @@ class StaticDevice(CpuDevice):
 
     def linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
-    ) -> Product:
+    ) -> LinearKernel:
         """See `Operations.linear`."""
-        return StaticProduct(super().linear(weight, bias, epilogue, dtype))
+        return StaticLinearKernel(super().linear(weight, bias, epilogue, dtype))
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """See `Device.upload`."""

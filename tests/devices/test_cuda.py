@@ -20,7 +20,7 @@ from vlmserve.kernels.operations import NO_EPILOGUE
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_float8 import Float8Product
 from vlmserve.kernels.torch_int4 import Int4Product
-from vlmserve.kernels.torch_products import QuantizedProduct, TorchProduct
+from vlmserve.kernels.torch_products import QuantizedLinearKernel, TorchLinearKernel
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layer_specs import AttentionSpec
 
@@ -145,20 +145,20 @@ def test_what_triton_cannot_do_is_torchs(monkeypatch: pytest.MonkeyPatch, caplog
     assert "attention: torch, without CUDA graphs (a head of 1024 elements is larger than 512)" in caplog.text
     groups = torch.ones(4, 3)
     odd = QuantizedWeight(4, 16, torch.zeros(4, 48, dtype=torch.uint8), groups, groups)
-    assert isinstance(device.linear(odd, None, NO_EPILOGUE, torch.bfloat16), QuantizedProduct)
+    assert isinstance(device.linear(odd, None, NO_EPILOGUE, torch.bfloat16), QuantizedLinearKernel)
     assert "linear of (4, 48): torch" in caplog.text
     assert "dequantized in each step (torch's 4-bit matmul does not support 4-bit groups of 16)" in caplog.text
     values, groups = torch.zeros(16, 64, dtype=torch.uint8), torch.ones(16, 2)
     even, huge = (QuantizedWeight(4, 32, values, scale * groups, groups) for scale in (1.0, 1e6))
-    assert not isinstance(device.linear(even, None, NO_EPILOGUE, torch.bfloat16), TorchProduct)
+    assert not isinstance(device.linear(even, None, NO_EPILOGUE, torch.bfloat16), TorchLinearKernel)
     assert isinstance(device.linear(huge, None, NO_EPILOGUE, torch.bfloat16), Int4Product)
     assert "linear of (16, 64): torch's 4-bit matmul" in caplog.text
-    assert isinstance(device.linear(huge, None, NO_EPILOGUE, torch.float16), QuantizedProduct)
+    assert isinstance(device.linear(huge, None, NO_EPILOGUE, torch.float16), QuantizedLinearKernel)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert isinstance(CudaDevice(GPU).linear(even, None, NO_EPILOGUE, torch.bfloat16), QuantizedProduct)
+    assert isinstance(CudaDevice(GPU).linear(even, None, NO_EPILOGUE, torch.bfloat16), QuantizedLinearKernel)
     plain = torch.zeros(4, 48, dtype=torch.bfloat16)
-    assert not isinstance(device.linear(plain, None, NO_EPILOGUE, torch.bfloat16), TorchProduct)
-    assert isinstance(device.table(odd, torch.bfloat16), QuantizedProduct)
+    assert not isinstance(device.linear(plain, None, NO_EPILOGUE, torch.bfloat16), TorchLinearKernel)
+    assert isinstance(device.table(odd, torch.bfloat16), QuantizedLinearKernel)
     assert device.norm(torch.ones(64), None, 1e-6) is not None
     assert device.norm(torch.ones(2**15), None, 1e-6) is None
     assert device.norm(torch.ones(64), None, 1e-6, 1.0) is not None

@@ -18,7 +18,7 @@ from tests.engine.test_overlap import answers
 from tests.engine.test_overlap import request as asked
 from tests.engine.test_structured import engine_of, run
 from tests.models.test_families import make
-from tests.static_adapters import StaticProduct
+from tests.static_adapters import StaticLinearKernel
 from tests.static_device import StaticAttention, StaticDevice, StaticDraw, static_devices  # noqa: F401
 from vlmserve.devices.offload import STAGED_BYTES
 from vlmserve.engine.engine import Engine
@@ -97,18 +97,18 @@ def test_warm_up_changes_logits_and_adapts_prompts(folder: Path, monkeypatch: py
     """Kernels of penalties, and of adapters in prompts, although no adapter is loaded yet."""
     changed: list[int] = []
     adapted: list[int] = []
-    launch, product = StaticDraw.launch, StaticProduct.__call__
+    launch, product = StaticDraw.launch, StaticLinearKernel.__call__
 
     def launched(self: StaticDraw, logits: Tensor, uploaded: Sequence[Tensor]) -> Tensor:
         changed.append(uploaded[5].shape[1])
         return launch(self, logits, uploaded)
 
-    def counted(self: StaticProduct, x: Tensor, *rest: Any) -> Tensor:
+    def counted(self: StaticLinearKernel, x: Tensor, *rest: Any) -> Tensor:
         adapted.extend(len(x) for one in rest if isinstance(one, LinearAdapters) and one.active)
         return product(self, x, *rest)
 
     monkeypatch.setattr(StaticDraw, "launch", launched)
-    monkeypatch.setattr(StaticProduct, "__call__", counted)
+    monkeypatch.setattr(StaticLinearKernel, "__call__", counted)
     warmed(folder, enable_lora=True)
     assert 16 in adapted, "no batch of decodes is as large"
     assert any(changed)

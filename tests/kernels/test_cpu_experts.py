@@ -18,7 +18,7 @@ from vlmserve.families.spec import ExpertsSpec, NormSpec
 from vlmserve.kernels.cpu_experts import NativeExperts, unsupported_reason
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.extension import extension
-from vlmserve.kernels.operations import ExpertProducts, RouterWeights
+from vlmserve.kernels.operations import ExpertKernels, RouterWeights
 from vlmserve.quant.methods.rtn import round_to_nearest
 
 pytestmark = [built, pytest.mark.usefixtures("isa")]
@@ -49,7 +49,7 @@ class NativeMixture(Mixture):
     def __init__(self, spec: ExpertsSpec, dtype: torch.dtype, form: dict[str, Any], missing: int | None = None) -> None:
         """missing: an expert that another rank has."""
         super().__init__(spec, SIZE)
-        packed: dict[int, ExpertProducts] = {}
+        packed: dict[int, ExpertKernels] = {}
         for number in range(spec.count):
             up, wide_up = pack(torch.randn(2 * spec.inner_size, SIZE) / 4, dtype, form, activation="silu", gated=True)
             down, wide_down = pack(torch.randn(SIZE, spec.inner_size) / 4, dtype, form)

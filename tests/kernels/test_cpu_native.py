@@ -35,7 +35,7 @@ def assert_close(actual: Tensor, expected: Tensor, magnitude: Tensor) -> None:
     assert (excess <= 0).all(), (actual.dtype, excess.max())
 
 
-class Product(NamedTuple):
+class LinearKernel(NamedTuple):
     """The sizes of a product and what its numbers are drawn from."""
 
     rows: int
@@ -54,7 +54,7 @@ class Product(NamedTuple):
 
 
 products = st.builds(
-    Product,
+    LinearKernel,
     st.integers(1, 40),
     st.integers(1, 100).map(lambda pairs: 2 * pairs),
     st.integers(1, 100),
@@ -67,7 +67,7 @@ products = st.builds(
 @given(products, st.sampled_from([None, *ACTIVATIONS]))
 @settings(max_examples=60, deadline=None)
 @pytest.mark.usefixtures("isa")
-def test_products_are_those_of_float64(product: Product, act: str | None) -> None:
+def test_products_are_those_of_float64(product: LinearKernel, act: str | None) -> None:
     x, weight, bias, residual = product.tensors()
     expected = F.linear(x.double(), weight.double(), bias.double())
     expected = (expected if act is None else ACTIVATIONS[act](expected)) + residual.double()
@@ -79,7 +79,7 @@ def test_products_are_those_of_float64(product: Product, act: str | None) -> Non
 @given(products, st.booleans())
 @settings(max_examples=40, deadline=None)
 @pytest.mark.usefixtures("isa")
-def test_gated_products_are_those_of_float64(product: Product, biased: bool) -> None:
+def test_gated_products_are_those_of_float64(product: LinearKernel, biased: bool) -> None:
     x, weight, bias, residual = product.tensors()
     weight = torch.cat((weight, weight.flip(0)))
     bias = torch.cat((bias, 1 - bias.flip(0))) if biased else torch.zeros(len(weight), dtype=product.dtype)
@@ -94,7 +94,7 @@ def test_gated_products_are_those_of_float64(product: Product, biased: bool) -> 
 @pytest.mark.usefixtures("isa")
 def test_wide_inputs_are_multiplied_in_chunks(dtype: torch.dtype) -> None:
     """More inputs than a chunk has, more rows than are cached, and as few as are multiplied in another way."""
-    x, weight, bias, residual = Product(101, 1030, 70, dtype, 0).tensors()
+    x, weight, bias, residual = LinearKernel(101, 1030, 70, dtype, 0).tensors()
     packed = PackedLinear(weight, bias)
     magnitude = F.linear(x.double().abs(), weight.double().abs())
     expected = F.linear(x.double(), weight.double(), bias.double()) + residual.double()
@@ -112,7 +112,7 @@ def test_wide_inputs_are_multiplied_in_chunks(dtype: torch.dtype) -> None:
 
 @built
 def test_a_product_goes_where_it_is_told_to() -> None:
-    x, weight, bias, residual = Product(3, 10, 7, torch.float32, 0).tensors()
+    x, weight, bias, residual = LinearKernel(3, 10, 7, torch.float32, 0).tensors()
     packed, out = PackedLinear(weight, bias), torch.empty(3, 7)
     assert packed(x, residual, out) is out
     assert torch.equal(out, packed(x, residual))
@@ -125,7 +125,7 @@ def test_a_product_goes_where_it_is_told_to() -> None:
 @given(products)
 @settings(max_examples=20, deadline=None)
 @pytest.mark.usefixtures("isa")
-def test_packed_weight_rows_equal_the_original(product: Product) -> None:
+def test_packed_weight_rows_equal_the_original(product: LinearKernel) -> None:
     _, weight, _, _ = product.tensors()
     ids = torch.arange(len(weight)).flip(0)
     assert torch.equal(PackedLinear(weight).rows(ids), weight[ids])
@@ -166,7 +166,7 @@ def largest_error_of_inputs(x: Tensor, weight: QuantizedWeight) -> Tensor:
 @settings(max_examples=60, deadline=None)
 @pytest.mark.usefixtures("isa")
 def test_quantized_products_are_those_of_the_dequantized_weight(
-    product: Product, data: st.DataObject, gated: bool
+    product: LinearKernel, data: st.DataObject, gated: bool
 ) -> None:
     x, _, bias, residual = product.tensors()
     out_features = product.out_features * (2 if gated else 1)
@@ -190,7 +190,7 @@ def test_quantized_products_are_those_of_the_dequantized_weight(
 @given(products, st.data())
 @settings(max_examples=20, deadline=None)
 @pytest.mark.usefixtures("isa")
-def test_quantized_weight_rows_are_dequantized(product: Product, data: st.DataObject) -> None:
+def test_quantized_weight_rows_are_dequantized(product: LinearKernel, data: st.DataObject) -> None:
     weight = data.draw(quantized_weights(product.out_features, product.in_features))
     ids = torch.arange(product.out_features).flip(0)
     rows = PackedLinear(weight, dtype=product.dtype).rows(ids)
@@ -202,7 +202,7 @@ def test_quantized_weight_rows_are_dequantized(product: Product, data: st.DataOb
 @given(products, st.data(), st.booleans())
 @settings(max_examples=40, deadline=None)
 @pytest.mark.usefixtures("isa")
-def test_row_results_do_not_depend_on_the_batch(product: Product, data: st.DataObject, quantized: bool) -> None:
+def test_row_results_do_not_depend_on_the_batch(product: LinearKernel, data: st.DataObject, quantized: bool) -> None:
     x, weight, bias, residual = product.tensors()
     if quantized:
         drawn = data.draw(quantized_weights(product.out_features, product.in_features))

@@ -15,7 +15,7 @@ from vlmserve.devices.cuda import CudaDevice
 from vlmserve.devices.device import Device
 from vlmserve.kernels.adapters import AdapterRows, Change, LowRank
 from vlmserve.kernels.extension import supported_isas
-from vlmserve.kernels.operations import Epilogue, Product
+from vlmserve.kernels.operations import Epilogue, LinearKernel
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.cut import Cut, Share
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear, TiedEmbedding
@@ -138,7 +138,7 @@ class PaddingDevice(Device):
 
     def linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
-    ) -> Product:
+    ) -> LinearKernel:
         """See `Operations.linear`."""
         self.shapes.append(tuple(weight.shape))
         return super().linear(weight, bias, epilogue, dtype)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vlmserve.devices.device import Device
-from vlmserve.kernels.operations import DeferredNorm, NormedRows, Product
+from vlmserve.kernels.operations import DeferredNorm, LinearKernel, NormedRows
 from vlmserve.layers.layer import arrange_layers
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import LayerNorm, Normalization, RMSNorm
@@ -45,9 +45,9 @@ class FusedNorm:
 
 @dataclass
 class DeferringLinear:
-    """A `DeferringProduct`. completed: how many norms were left to it."""
+    """A `DeferringLinearKernel`. completed: how many norms were left to it."""
 
-    product: Product
+    product: LinearKernel
     completed: int = 0
 
     @property
@@ -72,7 +72,7 @@ class DeferringLinear:
 class FusingDevice(Device):
     """Computes norms with sums, and leaves norms to linear layers of fewer than `ROWS` rows."""
 
-    def linear(self, *arguments: Any) -> Product:
+    def linear(self, *arguments: Any) -> LinearKernel:
         return DeferringLinear(super().linear(*arguments))
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Any:

@@ -21,10 +21,10 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 
 from tests.engine.test_transformers_images import make_aya_vision, make_paddleocr, make_paligemma, make_vip_llava
 from tests.media.images_for_tests import encoded, noise, photo
-from tests.media.test_any_size import KINDS as ANY_SIZE_KINDS
-from tests.media.test_any_size import SETTINGS as ANY_SIZE
-from tests.media.test_any_size import of_transformers as any_size_of_transformers
-from tests.media.test_any_size import rows_of
+from tests.media.test_dynamic_resolution import KINDS as ANY_SIZE_KINDS
+from tests.media.test_dynamic_resolution import SETTINGS as ANY_SIZE
+from tests.media.test_dynamic_resolution import of_transformers as reference_processor
+from tests.media.test_dynamic_resolution import rows_of
 from tests.media.test_grids import grid_processor
 from tests.media.test_rows import row_processor
 from tests.media.test_tiles import (
@@ -40,10 +40,10 @@ from tests.media.test_tiles import (
 from tests.normalized import normalized
 from vlmserve.errors import InvalidRequestError
 from vlmserve.media import transformers_budget
-from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.crops import CropProcessor
+from vlmserve.media.dynamic_resolution import DynamicResolutionProcessor
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import FixedSizeProcessor, ImageProcessor
 from vlmserve.media.sources import prepare_image, process_image
@@ -70,8 +70,8 @@ def seen(image: ImageInput) -> ImageSize:
 # Models that take any size
 
 
-def any_size(kind: str = "Qwen2-VL") -> AnySizeProcessor:
-    return AnySizeProcessor.from_settings(ANY_SIZE_KINDS[kind][0])
+def dynamic_resolution(kind: str = "Qwen2-VL") -> DynamicResolutionProcessor:
+    return DynamicResolutionProcessor.from_settings(ANY_SIZE_KINDS[kind][0])
 
 
 @pytest.mark.parametrize("kind", ANY_SIZE_KINDS)
@@ -86,8 +86,8 @@ def any_size(kind: str = "Qwen2-VL") -> AnySizeProcessor:
     ],
     ids=str,
 )
-def test_images_of_any_size_are_those_of_transformers(kind: str, budget: ImageBudget, least: int, most: int) -> None:
-    theirs, count = any_size_of_transformers(kind), 2 if kind == "GLM-OCR" else 1
+def test_dynamic_resolution_matches_transformers(kind: str, budget: ImageBudget, least: int, most: int) -> None:
+    theirs, count = reference_processor(kind), 2 if kind == "GLM-OCR" else 1
 
     def by_transformers(image: Image.Image) -> Any:
         """With the largest lower bound with which it keeps the upper one."""
@@ -99,7 +99,7 @@ def test_images_of_any_size_are_those_of_transformers(kind: str, budget: ImageBu
         return inputs
 
     for width, height in [(24, 24), (63, 65), (200, 90), (90, 200), (60, 40), (17, 16), (5, 3), (90, 40)]:
-        image = prepared(any_size(kind), (width, height), budget)
+        image = prepared(dynamic_resolution(kind), (width, height), budget)
         expected = by_transformers(noise(width, height))
         rows, grid = rows_of(kind, torch.from_numpy(normalized(image)))
         assert grid.tolist() == expected["image_grid_thw"].tolist()
@@ -111,12 +111,12 @@ def test_images_of_any_size_are_those_of_transformers(kind: str, budget: ImageBu
 
 def test_what_cannot_be_made_small_enough_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="max_tokens is 2, but an image of 400 x 20 pixels takes at"):
-        prepared(any_size(), (400, 20), ImageBudget(max_tokens=2))
+        prepared(dynamic_resolution(), (400, 20), ImageBudget(max_tokens=2))
     with pytest.raises(InvalidRequestError, match=r"max_pixels is 128, but .* has at least 48 x 8 for this model"):
-        prepared(any_size(), (400, 20), ImageBudget(max_pixels=128))
+        prepared(dynamic_resolution(), (400, 20), ImageBudget(max_pixels=128))
     with pytest.raises(InvalidRequestError, match=r"min_pixels is 2,000, but .* at most 640 pixels"):
-        prepared(any_size(), (40, 40), ImageBudget(min_pixels=2000, max_tokens=10))
-    never_resized = AnySizeProcessor.from_settings({**ANY_SIZE, "do_resize": False})
+        prepared(dynamic_resolution(), (40, 40), ImageBudget(min_pixels=2000, max_tokens=10))
+    never_resized = DynamicResolutionProcessor.from_settings({**ANY_SIZE, "do_resize": False})
     with pytest.raises(InvalidRequestError, match="keep their size"):
         never_resized.within(ImageBudget(max_tokens=10))
 
@@ -303,7 +303,7 @@ def test_box_tells_the_visible_part_of_an_image(
 @pytest.mark.parametrize(
     "processor",
     [
-        any_size(), next_processor(NEXT), next_processor(NEXT).within(ImageBudget(low_detail=True)),
+        dynamic_resolution(), next_processor(NEXT), next_processor(NEXT).within(ImageBudget(low_detail=True)),
         next_processor({**NEXT, "size": {"shortest_edge": 20}}).within(ImageBudget(low_detail=True)),
         split_processor(SPLIT), grid_processor(), row_processor(), fixed(), fixed(size={"shortest_edge": 24}),
         fixed(image_processor_type="LlavaImageProcessor", do_pad=True),
@@ -372,7 +372,7 @@ def aya_vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=str,
 )
-def test_any_size_by_transformers_code(
+def test_dynamic_resolution_by_transformers_code(
     paddleocr: TransformersProcessor, budget: ImageBudget, least: int, most: int
 ) -> None:
     size = {"shortest_edge": least, "longest_edge": most}
@@ -441,9 +441,7 @@ def test_low_detail_of_tiles_by_transformers_code(aya_vision: Path) -> None:
     assert fine.fingerprint == processor.within(ImageBudget(min_pixels=1000)).fingerprint
 
 
-def test_low_detail_of_any_size_by_transformers_code(
-    paddleocr: TransformersProcessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_low_detail_by_transformers_code(paddleocr: TransformersProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
     low = ImageBudget(low_detail=True)
     assert paddleocr.within(low) is paddleocr, "the checkpoint's images are smaller than that"
     monkeypatch.setattr(transformers_budget, "LOW_DETAIL_PIXELS", 20 * 784)
@@ -497,7 +495,8 @@ def test_settings_span_smallest_image_to_checkpoint_size(processor: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "make", [any_size, lambda: next_processor(NEXT), lambda: split_processor(SPLIT), grid_processor, row_processor]
+    "make",
+    [dynamic_resolution, lambda: next_processor(NEXT), lambda: split_processor(SPLIT), grid_processor, row_processor],
 )
 def test_an_image_of_two_budgets_is_two_images(make: Any) -> None:
     processor, data, cache = make(), encoded(noise(60, 50)), ImageCache(2**20)

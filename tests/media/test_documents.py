@@ -21,16 +21,16 @@ from vlmserve.errors import (
     InvalidImageError,
     InvalidRequestError,
 )
-from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.documents import DocumentReader, Page, PageCounts, count_pages, parse_pages
+from vlmserve.media.dynamic_resolution import DynamicResolutionProcessor
 from vlmserve.media.images import decode_image
 from vlmserve.media.pdf import PDFProcess
 from vlmserve.media.sources import prepare_image
 from vlmserve.settings.config import MediaConfig
 from vlmserve.types import ImageInput
 
-PROCESSOR = AnySizeProcessor.from_settings(
+PROCESSOR = DynamicResolutionProcessor.from_settings(
     {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 256, "longest_edge": 40_000}}, exact_pixels=True
 )
 LIMITS = MediaConfig(page_dpi=36)

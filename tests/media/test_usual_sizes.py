@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.media.images_for_tests import noise
-from tests.media.test_any_size import SETTINGS as ANY_SIZE
 from tests.media.test_cache import PROCESSOR as ONE_SIZE
+from tests.media.test_dynamic_resolution import SETTINGS as ANY_SIZE
 from tests.media.test_grids import grid_processor
 from tests.media.test_rows import row_processor
 from tests.media.test_tiles import NEXT, SPLIT_SETTINGS, next_processor, split_processor
@@ -17,8 +17,8 @@ from tests.media.test_videos import QWEN25, prepare
 from tests.media.test_videos import SETTINGS as VIDEO
 from vlmserve.image_cost import ImageCost
 from vlmserve.media import usual_sizes
-from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
+from vlmserve.media.dynamic_resolution import DynamicResolutionProcessor
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import ImageProcessor
 from vlmserve.media.sources import process_image
@@ -29,7 +29,7 @@ from vlmserve.settings.config import MediaConfig
 COST = ImageCost(0.001, 0.0)
 """A second buys 1,000 pixels."""
 PROCESSORS: dict[str, Callable[[], ImageProcessor]] = {
-    "any size": lambda: AnySizeProcessor.from_settings(ANY_SIZE),
+    "any size": lambda: DynamicResolutionProcessor.from_settings(ANY_SIZE),
     "layouts": lambda: next_processor(NEXT),
     "split": lambda: split_processor(next(iter(SPLIT_SETTINGS.values()))),
     "grid": grid_processor,

@@ -30,9 +30,9 @@ from vlmserve.errors import (
     InvalidVideoError,
     VideoTooLargeError,
 )
-from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.cache import ImageCache
+from vlmserve.media.dynamic_resolution import DynamicResolutionProcessor
 from vlmserve.media.frame_times import FrameTimes
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.videos import Timing, VideoProcessor, VideoSource, prepare_video
@@ -100,7 +100,7 @@ def test_frames_share_video_pixels_as_in_transformers(num_frames: int) -> None:
         assert pixels.shape[2:] == smart_resize(num_frames, height, width, 2, 8, 4000, 40_000)
 
 
-GLM_TIMES = FrameTimes(TIMES.encode, "(", ")", behind=True)
+GLM_TIMES = FrameTimes(TIMES.encode, "(", ")", time_follows=True)
 GLM = VideoProcessor.from_settings(SETTINGS, {}, times=GLM_TIMES)
 
 
@@ -193,7 +193,7 @@ def test_time_becomes_positions_where_the_model_counts_seconds() -> None:
 
 def test_frames_equal_images_of_the_same_bounds(tmp_path: Path) -> None:
     video = prepare(FRAMES[:5])
-    images = AnySizeProcessor.from_settings(SETTINGS)
+    images = DynamicResolutionProcessor.from_settings(SETTINGS)
     expected = np.concatenate([images.process(DecodedImage.whole(frame)) for frame in FRAMES[:5]])
     np.testing.assert_array_equal(video.pixels, expected)
     assert video.grid == (3, 3, 5)

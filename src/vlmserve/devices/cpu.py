@@ -35,13 +35,13 @@ from vlmserve.kernels.operations import (
     AnyWeight,
     EncoderKernel,
     Epilogue,
-    ExpertProducts,
+    ExpertKernels,
     ExpertsKernel,
     GateKernel,
     HeadsNorm,
+    LinearKernel,
     Norm,
     NormedHeads,
-    Product,
     RotationKernel,
     RouterWeights,
     Table,
@@ -49,7 +49,7 @@ from vlmserve.kernels.operations import (
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.states import ConvolutionKernel, DeltaKernel, DeltaWeights, StateCache
 from vlmserve.kernels.torch_decodes import BUCKET_COST
-from vlmserve.kernels.torch_products import ReorderedProduct, torch_linear
+from vlmserve.kernels.torch_products import ReorderedLinearKernel, torch_linear
 from vlmserve.kernels.torch_sampling import Draw
 from vlmserve.kernels.trials import superblocks_are_as_fast
 from vlmserve.layer_specs import AttentionSpec, CacheType, ConvolutionSpec, DeltaSpec, StateSpec
@@ -98,9 +98,9 @@ class CpuDevice(Device):
         threads = torch.get_num_threads()
         return HostClock(lambda: time.process_time() / threads)
 
-    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
+    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> LinearKernel:
         if isinstance(weight, Tensor) and can_reorder(dtype, weight.device):
-            return ReorderedProduct(weight, bias, epilogue)
+            return ReorderedLinearKernel(weight, bias, epilogue)
         return torch_linear(weight, bias, epilogue, dtype)
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
@@ -146,7 +146,7 @@ class NativeCpuDevice(CpuDevice):
             return False
         return self.kernels in SUPERBLOCK_ISAS or superblocks_are_as_fast(self.kernels)
 
-    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
+    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> LinearKernel:
         knows_activation = epilogue.activation is None or epilogue.activation in ACTIVATIONS
         if not (knows_activation and self._can_pack(weight, dtype)):
             return super().linear(weight, bias, epilogue, dtype)
@@ -179,7 +179,7 @@ class NativeCpuDevice(CpuDevice):
         return gate_output if dtype in DTYPES else None
 
     def experts(
-        self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertProducts]
+        self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertKernels]
     ) -> ExpertsKernel | None:
         if router is None:
             return None

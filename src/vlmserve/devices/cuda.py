@@ -37,17 +37,17 @@ from vlmserve.kernels.gguf_weight import GGUFWeight
 from vlmserve.kernels.operations import (
     AnyWeight,
     Epilogue,
-    ExpertProducts,
+    ExpertKernels,
     ExpertsKernel,
+    LinearKernel,
     Norm,
-    Product,
     RouterWeights,
     Table,
 )
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.states import ConvolutionKernel, DeltaKernel, DeltaWeights
-from vlmserve.kernels.torch_products import QuantizedProduct
+from vlmserve.kernels.torch_products import QuantizedLinearKernel
 from vlmserve.kernels.torch_sampling import DrawLater
 from vlmserve.layer_specs import AttentionSpec, CacheType, ConvolutionSpec, DeltaSpec
 from vlmserve.levels import Levels
@@ -155,7 +155,7 @@ class CudaDevice(Device):
             return in_features
         return -(-in_features // PADDED_INPUTS) * PADDED_INPUTS
 
-    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
+    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> LinearKernel:
         if not isinstance(weight, QuantizedWeight):
             return super().linear(weight, bias, epilogue, dtype)
         if weight.is_float8:
@@ -165,7 +165,7 @@ class CudaDevice(Device):
             logger.info("linear of %s: torch's 4-bit matmul", tuple(weight.shape))
             return torch_int4.Int4Product(weight, bias, epilogue)
         logger.info("linear of %s: dequantized in each step (%s)", tuple(weight.shape), reason)
-        return QuantizedProduct(weight, bias, epilogue, dtype, block_elements=BLOCK_ELEMENTS)
+        return QuantizedLinearKernel(weight, bias, epilogue, dtype, block_elements=BLOCK_ELEMENTS)
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
         if isinstance(weight, QuantizedWeight) and weight.is_float8:
@@ -173,7 +173,7 @@ class CudaDevice(Device):
             return torch_float8.Float8Product(weight, None, Epilogue(float_output=True), dtype, by_rows=by_rows)
         if isinstance(weight, QuantizedWeight):
             epilogue = Epilogue(float_output=True)
-            return QuantizedProduct(weight, None, epilogue, dtype, block_elements=BLOCK_ELEMENTS)
+            return QuantizedLinearKernel(weight, None, epilogue, dtype, block_elements=BLOCK_ELEMENTS)
         return super().table(weight, dtype)
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
@@ -275,8 +275,8 @@ class TritonDevice(CudaDevice):
     def draw_later(self) -> DrawLater | None:
         return self.draw
 
-    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
-        from vlmserve.kernels.triton.products import TritonProduct
+    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> LinearKernel:
+        from vlmserve.kernels.triton.products import TritonLinearKernel
         from vlmserve.kernels.triton.stored import unsupported_reason
 
         if isinstance(weight, GGUFWeight):
@@ -288,7 +288,7 @@ class TritonDevice(CudaDevice):
         if (reason := unsupported_reason(weight, epilogue.activation)) is not None:
             logger.info("linear of %s: torch (%s)", tuple(weight.shape), reason)
             return super().linear(weight, bias, epilogue, dtype)
-        return TritonProduct(
+        return TritonLinearKernel(
             weight,
             bias,
             dtype=dtype,
@@ -298,12 +298,12 @@ class TritonDevice(CudaDevice):
         )
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
-        from vlmserve.kernels.triton.products import TritonProduct
+        from vlmserve.kernels.triton.products import TritonLinearKernel
         from vlmserve.kernels.triton.stored import unsupported_reason
 
         if isinstance(weight, GGUFWeight) or unsupported_reason(weight, None) is not None:
             return super().table(weight, dtype)
-        return TritonProduct(weight, dtype=dtype, float_output=True)
+        return TritonLinearKernel(weight, dtype=dtype, float_output=True)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Norm | None:
         from vlmserve.kernels.triton.norm import MAX_SIZE, TritonNorm
@@ -326,7 +326,7 @@ class TritonDevice(CudaDevice):
         return TritonConvolution(spec, weight)
 
     def experts(
-        self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertProducts]
+        self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertKernels]
     ) -> ExpertsKernel | None:
         """Otherwise the host routes tokens, and no graph holds the layer."""
         from vlmserve.kernels.triton.experts import TritonExperts, unsupported_reason

@@ -17,7 +17,7 @@ from vlmserve.devices.pixels import Normalizer
 from vlmserve.kernels import torch_sampling
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.kernels.blocks import Blocks
-from vlmserve.kernels.operations import AnyWeight, Epilogue, Operations, Product, Table
+from vlmserve.kernels.operations import AnyWeight, Epilogue, LinearKernel, Operations, Table
 from vlmserve.kernels.torch_products import torch_linear, torch_table
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.torch_sampling import Draw, DrawLater
@@ -146,7 +146,7 @@ class Device(Operations):
         """The returned function waits for the copy."""
         return tensor.tolist
 
-    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
+    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> LinearKernel:
         return torch_linear(weight, bias, epilogue, dtype)
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:

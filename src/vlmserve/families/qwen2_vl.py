@@ -15,7 +15,7 @@ from vlmserve.families.spec import Config, Names
 QWEN_TOWER: Final[dict[str, Any]] = {
     "tower": "vlmserve.models.vision.qwen:QwenVisionTower.from_config",
     "tower_name": "visual",
-    "image_processor": "vlmserve.media.any_size:AnySizeProcessor.from_files",
+    "image_processor": "vlmserve.media.dynamic_resolution:DynamicResolutionProcessor.from_files",
 }
 """Fields of a `VisionFamily` with a tower like Qwen2-VL's."""
 QWEN_TOKENS: Final[dict[str, Any]] = {"image_token_id": 151655, "video_token_id": 151656, "videos": True}

@@ -53,12 +53,12 @@ class VideosAsImages:
                 error.param = error.param or video.place
                 error.source = error.source or source_name(video.source)
                 raise
-            *before, behind = self.form.words(taken.seconds, taken.duration)
+            *before, after = self.form.words(taken.seconds, taken.duration)
             parts: list[Part] = []
             for text in before:
                 parts += [text, ImagePart(inline=True)]
             images = [replace(video, kind="image", source=frame) for frame in taken.frames]
-            return [part for part in (*parts, behind) if part], images
+            return [part for part in (*parts, after) if part], images
 
         return replace_media(messages, media, "video", expand)
 

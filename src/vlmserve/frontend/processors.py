@@ -15,9 +15,9 @@ from PIL import Image
 from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError, UnsupportedModelError
 from vlmserve.families.registry import image_processor_path, vision_config, vision_family
 from vlmserve.frontend.frames import VideosAsImages
-from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.cache import ImageCache
+from vlmserve.media.dynamic_resolution import DynamicResolutionProcessor
 from vlmserve.media.frame_forms import AdjacentFrames, ClockedFrames, SmolVLMFrames, TimedFrames
 from vlmserve.media.frame_times import FrameTimes
 from vlmserve.media.image_files import ImageFiles
@@ -54,7 +54,7 @@ def image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> I
     impossible budget.
     """
     processor = _own_processor(folder, tokenizer, media)
-    if isinstance(processor, AnySizeProcessor):  # its budget may exceed the checkpoint's
+    if isinstance(processor, DynamicResolutionProcessor):  # its budget may exceed the checkpoint's
         return processor
     with _of_server():
         return processor.within(server_budget(media))
@@ -98,7 +98,7 @@ def video_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> V
     times = None
     if tokenizer.frame_ends is not None:
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        times = FrameTimes(encode, *tokenizer.frame_ends, behind=tokenizer.frames_are_images)
+        times = FrameTimes(encode, *tokenizer.frame_ends, time_follows=tokenizer.frames_are_images)
     settings = _settings(folder, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
     return VideoProcessor.from_settings(
         settings,

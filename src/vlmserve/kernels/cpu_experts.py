@@ -13,14 +13,14 @@ from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.cpu_program import Recorded
 from vlmserve.kernels.cpu_record import EXPERTS
 from vlmserve.kernels.extension import DTYPES, extension
-from vlmserve.kernels.operations import ExpertProducts, Product, RouterWeights
+from vlmserve.kernels.operations import ExpertKernels, LinearKernel, RouterWeights
 from vlmserve.kernels.pages import allocate
 
 _FORM = ("bits", "group_size", "minimums", "input_bits")
 
 
-def unsupported_reason(router: Product, experts: Mapping[int, ExpertProducts]) -> str | None:
-    products: list[Product] = [router, *(product for both in experts.values() for product in both)]
+def unsupported_reason(router: LinearKernel, experts: Mapping[int, ExpertKernels]) -> str | None:
+    products: list[LinearKernel] = [router, *(product for both in experts.values() for product in both)]
     if not all(isinstance(product, PackedLinear) for product in products):
         return "some weights are not packed"
     for part in zip(*experts.values(), strict=True):
@@ -31,7 +31,7 @@ def unsupported_reason(router: Product, experts: Mapping[int, ExpertProducts]) -
 
 
 class NativeExperts:
-    def __init__(self, spec: ExpertsSpec, router: RouterWeights, experts: Mapping[int, ExpertProducts]) -> None:
+    def __init__(self, spec: ExpertsSpec, router: RouterWeights, experts: Mapping[int, ExpertKernels]) -> None:
         if (reason := unsupported_reason(router.product, experts)) is not None:
             raise ValueError(f"native experts are not possible here: {reason}")
         packed = _packed(router.product)
@@ -105,7 +105,7 @@ class NativeExperts:
         return x.recording.add(EXPERTS, x, self._size, residual=residual, experts=self._layer)
 
 
-def _packed(product: Product) -> PackedLinear:
+def _packed(product: LinearKernel) -> PackedLinear:
     assert isinstance(product, PackedLinear)
     return product
 

@@ -58,7 +58,7 @@ class RecordedRope:
         return self
 
 
-def _refuse(*_: object, **__: object) -> NoReturn:
+def _reject(*_: object, **__: object) -> NoReturn:
     raise NotRecordable("an operation of torch")
 
 
@@ -121,8 +121,8 @@ class Recorded:
             return self
         return self.recording.add(MULTIPLY, self, self.width, first=self.first, in_features=self.width)
 
-    __torch_function__: Any = classmethod(_refuse)
-    __add__ = __radd__ = __rmul__ = __sub__ = __truediv__ = __neg__ = _refuse
+    __torch_function__: Any = classmethod(_reject)
+    __add__ = __radd__ = __rmul__ = __sub__ = __truediv__ = __neg__ = _reject
 
 
 class Recording:

@@ -73,7 +73,7 @@ class Epilogue:
 NO_EPILOGUE = Epilogue()
 
 
-class Product(Protocol):
+class LinearKernel(Protocol):
     """A weight in a device's layout, with its epilogue."""
 
     @property
@@ -160,13 +160,13 @@ class RoundingNorm(SummingNorm, Protocol):
 
 
 @runtime_checkable
-class RoundingProduct(Protocol):
+class RoundingLinearKernel(Protocol):
     """May round its inputs, or take rounded inputs."""
 
     def rounding(self, rows: int) -> Rounding | None: ...
 
     def of_rounded(self, x: RoundedRows, residual: Tensor | None = None) -> Tensor:
-        """Like `Product.__call__`, without adapters."""
+        """Like `LinearKernel.__call__`, without adapters."""
         ...
 
     def rounded(self, x: Inputs, rounding: Rounding) -> RoundedRows | None:
@@ -175,7 +175,7 @@ class RoundingProduct(Protocol):
 
 
 @runtime_checkable
-class DeferringProduct(Protocol):
+class DeferringLinearKernel(Protocol):
     """May leave the following norm to the next linear, and completes such a norm."""
 
     def completes(self, rows: int) -> bool: ...
@@ -192,7 +192,7 @@ class DeferringProduct(Protocol):
         ...
 
 
-class Table(Product, Protocol):
+class Table(LinearKernel, Protocol):
     """The weight is also an embedding table. Results are float32."""
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -200,13 +200,13 @@ class Table(Product, Protocol):
         ...
 
 
-ExpertProducts = tuple[Product, Product]
+ExpertKernels = tuple[LinearKernel, LinearKernel]
 """An expert's two linears: gates and ups (``[size]`` to ``[inner_size]``), and down."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterWeights:
-    product: Product
+    product: LinearKernel
     """Expert scores from float32 rows."""
     correction: Tensor | None = None
     """``[count]``: added to scores for selection only."""
@@ -241,7 +241,7 @@ class Operations:
         """The fastest number for a plain linear. Extra inputs are zeros."""
         return in_features
 
-    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
+    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> LinearKernel:
         raise NotImplementedError
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
@@ -259,7 +259,7 @@ class Operations:
         return None
 
     def experts(
-        self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertProducts]
+        self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertKernels]
     ) -> ExpertsKernel | None:
         """None: run experts one by one.
 

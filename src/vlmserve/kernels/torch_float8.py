@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vlmserve.kernels.operations import Epilogue
 from vlmserve.kernels.quantized import FLOAT8, QuantizedWeight
-from vlmserve.kernels.torch_products import TorchProduct
+from vlmserve.kernels.torch_products import TorchLinearKernel
 
 LARGEST = torch.finfo(FLOAT8).max
 LEAST_CAPABILITY, ROWS_CAPABILITY = (8, 9), (9, 0)
@@ -31,7 +31,7 @@ def _has_one_scale(weight: QuantizedWeight) -> bool:
     return bool((weight.scales == weight.scales[0]).all())
 
 
-class Float8Product(TorchProduct):
+class Float8Product(TorchLinearKernel):
     """One scale, or one per output.
 
     Inputs are rounded with a scale per row, or with one scale if the weight has one. The weight must pass

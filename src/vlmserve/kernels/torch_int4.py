@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vlmserve.kernels.operations import Epilogue
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.kernels.torch_products import TorchProduct
+from vlmserve.kernels.torch_products import TorchLinearKernel
 
 GROUP_SIZES = (32, 64, 128, 256)
 
@@ -23,7 +23,7 @@ def unsupported_reason(weight: QuantizedWeight, dtype: torch.dtype) -> str | Non
     return None
 
 
-class Int4Product(TorchProduct):
+class Int4Product(TorchLinearKernel):
     """A 4-bit weight for bfloat16 inputs, with scales and zero points rounded to bfloat16.
 
     The weight must pass `unsupported_reason`.

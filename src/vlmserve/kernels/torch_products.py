@@ -21,7 +21,7 @@ BLOCK_ELEMENTS = 2**21
 """Weights to dequantize at once on a CPU, chosen to fit its cache."""
 
 
-class TorchProduct:
+class TorchLinearKernel:
     """Base of linears that torch computes: matmul, adapters, epilogue. bias: ``[out_features]``."""
 
     def __init__(self, bias: Tensor | None, epilogue: Epilogue) -> None:
@@ -61,7 +61,7 @@ class TorchProduct:
         raise NotImplementedError
 
 
-class PlainProduct(TorchProduct):
+class PlainLinearKernel(TorchLinearKernel):
     def __init__(self, weight: Tensor, bias: Tensor | None = None, epilogue: Epilogue = NO_EPILOGUE) -> None:
         super().__init__(bias, epilogue)
         self._weight = weight
@@ -77,7 +77,7 @@ class PlainProduct(TorchProduct):
         return F.linear(x, self._weight, self._bias)
 
 
-class UpcastProduct(PlainProduct):
+class UpcastLinearKernel(PlainLinearKernel):
     """Without bfloat16 instructions, large matmuls are faster in float32.
 
     Reading the weight limits matmuls of few rows, so they stay in bfloat16.
@@ -90,7 +90,7 @@ class UpcastProduct(PlainProduct):
         return F.linear(x.float(), self._weight.float(), bias).to(x.dtype)
 
 
-class ReorderedProduct(TorchProduct):
+class ReorderedLinearKernel(TorchLinearKernel):
     """oneDNN's order saves half the time of matmuls with few rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -> None:
@@ -107,7 +107,7 @@ class ReorderedProduct(TorchProduct):
         return output
 
 
-class QuantizedProduct(TorchProduct):
+class QuantizedLinearKernel(TorchLinearKernel):
     """Dequantizes each block of outputs right before its matmul, which bounds the extra memory.
 
     A byte holds two 4-bit weights: low bits for the first half of a block's outputs, high bits for the second half.
@@ -188,20 +188,20 @@ class QuantizedProduct(TorchProduct):
 
 def torch_linear(
     weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
-) -> PlainProduct | QuantizedProduct:
+) -> PlainLinearKernel | QuantizedLinearKernel:
     if isinstance(weight, GGUFWeight):
         weight = weight.dequantize().to(dtype)
     device = weight.values.device if isinstance(weight, QuantizedWeight) else weight.device
     slow = device.type == "cpu" and dtype == torch.bfloat16 and not multiplies_bfloat16()
     if isinstance(weight, QuantizedWeight):
-        return QuantizedProduct(weight, bias, epilogue, dtype, compute=torch.float32 if slow else None)
-    return (UpcastProduct if slow else PlainProduct)(weight, bias, epilogue)
+        return QuantizedLinearKernel(weight, bias, epilogue, dtype, compute=torch.float32 if slow else None)
+    return (UpcastLinearKernel if slow else PlainLinearKernel)(weight, bias, epilogue)
 
 
-def torch_table(weight: AnyWeight, dtype: torch.dtype) -> PlainProduct | QuantizedProduct:
+def torch_table(weight: AnyWeight, dtype: torch.dtype) -> PlainLinearKernel | QuantizedLinearKernel:
     if isinstance(weight, GGUFWeight):
         weight = weight.dequantize().to(dtype)
     epilogue = Epilogue(float_output=True)
     if isinstance(weight, QuantizedWeight):
-        return QuantizedProduct(weight, None, epilogue, dtype)
-    return PlainProduct(weight, None, epilogue)
+        return QuantizedLinearKernel(weight, None, epilogue, dtype)
+    return PlainLinearKernel(weight, None, epilogue)

@@ -25,14 +25,14 @@ from vlmserve.kernels.gguf_weight import GGUFWeight
 from vlmserve.kernels.operations import (
     AnyWeight,
     DeferredNorm,
-    DeferringProduct,
+    DeferringLinearKernel,
     Epilogue,
     Inputs,
+    LinearKernel,
     Normed,
     Operations,
-    Product,
     Rounding,
-    RoundingProduct,
+    RoundingLinearKernel,
     Table,
 )
 from vlmserve.kernels.quantized import QuantizedWeight
@@ -65,7 +65,7 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
 class KeptWeight:
     """Lets another layer use a packed weight."""
 
-    product: Product
+    product: LinearKernel
     bits: int | None
     input_order: Tensor | None = None
     order: Tensor | None = None
@@ -164,7 +164,7 @@ class Weight(Layer):
         self.adapters.set(slot, prepared)
 
     @property
-    def _stored(self) -> Product | None:
+    def _stored(self) -> LinearKernel | None:
         raise NotImplementedError
 
     def _matrix(self) -> AnyWeight:
@@ -190,9 +190,9 @@ class Linear(Weight):
         self.bias = empty_parameter(out_features, **factory) if bias else None
         self.epilogue = Epilogue(act)
         self.order: Tensor | None = None
-        self._product: Product | None = None
-        self._deferring: DeferringProduct | None = None
-        self._rounding: RoundingProduct | None = None
+        self._product: LinearKernel | None = None
+        self._deferring: DeferringLinearKernel | None = None
+        self._rounding: RoundingLinearKernel | None = None
         self._width: int | None = None
         self._padding: Padding | None = None
 
@@ -209,7 +209,7 @@ class Linear(Weight):
         return self._rounding.of_rounded(x, residual)
 
     @property
-    def deferring(self) -> DeferringProduct | None:
+    def deferring(self) -> DeferringLinearKernel | None:
         """None: the kernel cannot leave norms to the next linear, or rows change in between."""
         return self._deferring if self._is_plain else None
 
@@ -279,10 +279,10 @@ class Linear(Weight):
             self._compute_by(operations.linear(matrix, bias, self.epilogue, self.dtype))
             self._drop()
 
-    def _compute_by(self, product: Product) -> None:
+    def _compute_by(self, product: LinearKernel) -> None:
         self._product = product
-        self._deferring = product if isinstance(product, DeferringProduct) else None
-        self._rounding = product if isinstance(product, RoundingProduct) else None
+        self._deferring = product if isinstance(product, DeferringLinearKernel) else None
+        self._rounding = product if isinstance(product, RoundingLinearKernel) else None
 
     def kept(self) -> KeptWeight | None:
         kept = super().kept()
@@ -294,10 +294,10 @@ class Linear(Weight):
         self.order = kept.order
 
     @property
-    def _stored(self) -> Product | None:
+    def _stored(self) -> LinearKernel | None:
         return self._product
 
-    def _by_torch(self) -> Product:
+    def _by_torch(self) -> LinearKernel:
         return torch_linear(self._matrix(), self.bias, self.epilogue, self.dtype)
 
 
@@ -446,7 +446,7 @@ class TiedEmbedding(Weight):
         self._table = cast(Table, kept.product)
 
     @property
-    def _stored(self) -> Product | None:
+    def _stored(self) -> LinearKernel | None:
         return self._table
 
     def _by_torch(self) -> Table:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, overload
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.operations import DeferringProduct, Inputs, Normed, RoundedRows, Rounding, RoundingNorm
+from vlmserve.kernels.operations import DeferringLinearKernel, Inputs, Normed, RoundedRows, Rounding, RoundingNorm
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import Normalization
 
@@ -21,7 +21,7 @@ class Last(Protocol):
     """A block's last layer; adds its result to rows."""
 
     @property
-    def deferring(self) -> DeferringProduct | None: ...
+    def deferring(self) -> DeferringLinearKernel | None: ...
 
     def __call__(self, x: Inputs, residual: Tensor | None = None) -> Tensor: ...
 

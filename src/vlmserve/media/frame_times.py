@@ -17,7 +17,7 @@ class FrameTimes:
     """Tokenizes text with control tokens."""
     begin: str
     end: str
-    behind: bool = False
+    time_follows: bool = False
     """Write the time of the first frame after the group (GLM-V), not the mean of first and last
     before it (Qwen3-VL)."""
 
@@ -36,6 +36,6 @@ class FrameTimes:
 
     def _around(self, first: float, last: float) -> tuple[Sequence[int], Sequence[int]]:
         """Tokens before and after a group. first, last: times of its outer frames."""
-        if self.behind:
+        if self.time_follows:
             return self.encode(self.begin), self.encode(f"{self.end}{first:.1f} seconds")
         return self.encode(f"<{(first + last) / 2:.1f} seconds>{self.begin}"), self.encode(self.end)

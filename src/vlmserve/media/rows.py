@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.families.registry import vision_family
-from vlmserve.media.any_size import LOW_DETAIL_PIXELS
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
+from vlmserve.media.dynamic_resolution import LOW_DETAIL_PIXELS
 from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (

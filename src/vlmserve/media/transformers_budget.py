@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from vlmserve.media.any_size import LOW_DETAIL_PIXELS
 from vlmserve.media.budget import ImageBudget
+from vlmserve.media.dynamic_resolution import LOW_DETAIL_PIXELS
 from vlmserve.media.processor import View, cropped_view, whole_view
 
 Settings = dict[str, Any]

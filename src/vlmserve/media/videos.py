@@ -17,10 +17,10 @@ import numpy as np
 from blake3 import blake3
 
 from vlmserve.errors import ImageFetchError, InvalidVideoError, VideoTooLargeError
-from vlmserve.media.any_size import AnySizeProcessor, pixel_bounds
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.decoding import DecodingMemory
+from vlmserve.media.dynamic_resolution import DynamicResolutionProcessor, pixel_bounds
 from vlmserve.media.frame_times import FrameTimes
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.keys import video_key
@@ -112,7 +112,7 @@ class VideoProcessor:
 
     def __init__(
         self,
-        frames: AnySizeProcessor,
+        frames: DynamicResolutionProcessor,
         timing: Timing,
         bounds: tuple[int, int] | None = None,
         times: FrameTimes | None = None,
@@ -123,7 +123,7 @@ class VideoProcessor:
         self._bounds = bounds
         self._times = times
         self._usual = usual
-        written = None if times is None else (times.begin, times.end, times.behind)
+        written = None if times is None else (times.begin, times.end, times.time_follows)
         facts: list[Any] = ["videos v3", asdict(timing), bounds, written]
         if usual is not None:
             facts.append([*msgspec.structs.astuple(usual.cost), usual.video_seconds])
@@ -144,13 +144,13 @@ class VideoProcessor:
         """settings: of the checkpoint's video processor. vision_config: of its config.json. max_frames: the server's
         limit. times: writes timestamps; such models also bound the pixels of all frames together."""
         overrides = overrides or ProcessorOverrides()
-        is_glm = times is not None and times.behind
+        is_glm = times is not None and times.time_follows
         bounds, own = None, settings
         if times is not None:
             bounds = pixel_bounds(settings, GLM_BOUNDS if is_glm else VIDEO_BOUNDS)
             unset = ("image_processor_type", "size", "min_pixels")
             own = {**settings, **dict.fromkeys(unset), "max_pixels": bounds[1]}
-        frames = AnySizeProcessor.from_settings(
+        frames = DynamicResolutionProcessor.from_settings(
             own, exact_pixels=exact_pixels, overrides=overrides, bounds=FRAME_BOUNDS if bounds is None else (1, 1)
         )
         counts_seconds = str(vision_config.get("model_type")).startswith("qwen2_5_vl")
@@ -187,7 +187,7 @@ class VideoProcessor:
         """Return uint8 ``[frames, 3, height, width]``, and the original width and height.
 
         Raises InvalidVideoError for frames of different sizes, VideoTooLargeError for too many pixels, and as
-        `AnySizeProcessor.process` does.
+        `DynamicResolutionProcessor.process` does.
         """
         processor = self._frames
         if self._usual is not None:

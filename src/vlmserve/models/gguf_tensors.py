@@ -76,7 +76,7 @@ class _Source:
     rows: NDArray[np.int64] | None = None
     """Row indices in the file, in order; None: all."""
     added: float = 0.0
-    behind: tuple[_Source, ...] = ()
+    appended: tuple[_Source, ...] = ()
     """Tensors whose rows follow."""
     frames: tuple[_Source, ...] = ()
     """Tensors that are the other steps of the third axis."""
@@ -99,7 +99,7 @@ class _Source:
         count, *rest = self.info.shape
         if self.frames:
             return (count, rest[0], 1 + len(self.frames), *rest[1:])
-        return (count + sum(source.shape[0] for source in self.behind), *rest)
+        return (count + sum(source.shape[0] for source in self.appended), *rest)
 
 
 class GGUFFile:
@@ -132,17 +132,17 @@ class GGUFFile:
         source = self._sources[name]
         number, count = source.place
         read = (number + share) / count
-        return [(part.info.path, part.info.name, read) for part in (source, *source.behind, *source.frames)]
+        return [(part.info.path, part.info.name, read) for part in (source, *source.appended, *source.frames)]
 
     def quantized(self, name: str) -> QuantizedWeight | None:
         source = self._sources[name]
-        parts = [_quantized(part) for part in (source, *source.behind)]
+        parts = [_quantized(part) for part in (source, *source.appended)]
         whole = [part for part in parts if part is not None]
         return QuantizedWeight.join(whole) if len(whole) == len(parts) else None
 
     def blocks(self, name: str) -> GGUFWeight | None:
         source = self._sources[name]
-        sources = (source, *source.behind)
+        sources = (source, *source.appended)
         packed = SUPERBLOCK_BYTES.keys() | GROUP_BLOCKS.keys()
         if any(part.info.type not in packed or len(part.info.shape) != 2 or part.frames for part in sources):
             return None
@@ -184,11 +184,11 @@ def _read(source: _Source, first: int, last: int | None) -> Tensor:
         return (whole.movedim(1, -1) if source.channels_last else whole).reshape(source.reshaped)[first:last]
     if source.frames:
         return torch.stack([_plain(part, first, last) for part in (source, *source.frames)], 2)
-    if not source.behind:
+    if not source.appended:
         return _plain(source, first, last)
     parts, start = [], 0
     last = source.shape[0] if last is None else last
-    for part in (source, *source.behind):
+    for part in (source, *source.appended):
         count = part.info.shape[0]
         low, high = max(first - start, 0), min(last - start, count)
         if low < high:
@@ -266,12 +266,12 @@ def _of_checkpoint(stored: Stored) -> _Source:
     of_row = {info.shape if stored.joined == "frames" else info.shape[1:] for info in stored.infos}
     if len(of_row) > 1 or (stored.joined == "frames" and len(first.shape) != 4):
         raise ModelLoadError(f"{first.path}: {', '.join(info.name for info in stored.infos)} do not belong together")
-    behind = tuple(_Source(info) for info in others)
+    appended = tuple(_Source(info) for info in others)
     if stored.joined == "frames":
-        return _Source(first, frames=behind)
+        return _Source(first, frames=appended)
     rows = _halves_of_pairs(first, stored.heads) if stored.heads else None
     return _Source(
-        first, rows, added=stored.added, behind=behind, reshaped=stored.shape, channels_last=stored.channels_last
+        first, rows, added=stored.added, appended=appended, reshaped=stored.shape, channels_last=stored.channels_last
     )
 
 

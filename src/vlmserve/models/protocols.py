@@ -36,7 +36,7 @@ class VisionEncoder(Protocol):
         ...
 
     @property
-    def any_size(self) -> bool:
+    def has_dynamic_resolution(self) -> bool:
         """True if one image may fill a step, and its patches attend to each other."""
         ...
 

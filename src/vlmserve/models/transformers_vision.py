@@ -42,7 +42,7 @@ class TransformersVision:
 
     example_shape = None
     larger_shape = None
-    any_size = False
+    has_dynamic_resolution = False
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """Encode images one by one, because models batch them differently. NaN for an image that fails."""

@@ -122,7 +122,7 @@ def run_largest_encoding(model: LoadedModel, *, num_tokens: int, num_images: int
     [embeddings] = tower.encode([_blank(model, shape)], [None])
     count = max(1, num_tokens // len(embeddings))
     shapes = [shape] * min(count, num_images)
-    if tower.any_size:
+    if tower.has_dynamic_resolution:
         # In one large image, more patches attend to each other than in several small images.
         side = math.isqrt(count)
         shapes = [(*shape[:-2], shape[-2] * side, shape[-1] * side)]

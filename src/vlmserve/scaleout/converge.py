@@ -61,7 +61,7 @@ class ClusterAdapters:
     def loaded(self, model: str) -> frozenset[str]:
         return self._of(model).loaded
 
-    def behind(self, member: Member) -> frozenset[str]:
+    def outdated(self, member: Member) -> frozenset[str]:
         """Adapters that a worker lacks or has in an older version."""
         return frozenset(change.adapter for change in self._missing(member))
 

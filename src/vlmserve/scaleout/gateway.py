@@ -435,9 +435,9 @@ class Gateway:
         every = set(self.adapters.loaded(name))
         for member in self.members.values():
             if member.hello is not None and member.hello.facts.names[0] == name:
-                facts, behind = member.hello.facts, self.adapters.behind(member)
+                facts, outdated = member.hello.facts, self.adapters.outdated(member)
                 every |= facts.adapters.keys()
-                served[member.hello.info.id] = {one: it for one, it in facts.adapters.items() if one not in behind}
+                served[member.hello.info.id] = {one: it for one, it in facts.adapters.items() if one not in outdated}
         lacking = {one: frozenset(id for id, own in served.items() if one not in own) for one in every}
         model.lacking = {one: ids for one, ids in lacking.items() if ids}
         there = {one for own in served.values() for one in own} | self.adapters.loaded(name)

@@ -180,7 +180,7 @@ class _Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         if len(self.connections) > self._waiting.max_connections and not self._waiting.drop_one():
             message = "Too many connections are in use; try again later"
-            self._refuse(RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, message, "overloaded"))
+            self._reject(RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, message, "overloaded"))
         self._waiting.add(self)
         self._expect_head()
 
@@ -221,7 +221,7 @@ class _Protocol(HttpToolsProtocol):
             self._head_bytes += len(data)
         super().data_received(data)
         if self._framing_bytes > self._max_head:
-            self._refuse(framing_too_large(self._max_head))
+            self._reject(framing_too_large(self._max_head))
         if self._in_body and self.cycle is not None and self.cycle.response_complete:
             self._expect_head()  # the client still sends a body after its answer
             return
@@ -230,7 +230,7 @@ class _Protocol(HttpToolsProtocol):
             return
         self._expect_head()
         if self._head_bytes > self._max_head:
-            self._refuse(head_too_large(self._max_head))
+            self._reject(head_too_large(self._max_head))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # the headers of a running request must not change
@@ -310,13 +310,13 @@ class _Protocol(HttpToolsProtocol):
     def _too_late(self) -> None:
         if self._head_bytes:
             message = f"The request did not arrive within {self._head_timeout:g} s"
-            self._refuse(RefusedError(HTTPStatus.REQUEST_TIMEOUT, message, "head_timeout"))
+            self._reject(RefusedError(HTTPStatus.REQUEST_TIMEOUT, message, "head_timeout"))
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(RefusedError(HTTPStatus.BAD_REQUEST, "This is not a valid HTTP request", "invalid_http"))
+        self._reject(RefusedError(HTTPStatus.BAD_REQUEST, "This is not a valid HTTP request", "invalid_http"))
 
-    def _refuse(self, error: RefusedError) -> None:
+    def _reject(self, error: RefusedError) -> None:
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is not None and self._in_body:
             may_answer = not cycle.response_started

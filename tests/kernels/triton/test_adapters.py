@@ -13,7 +13,7 @@ from tests.kernels.triton.test_products import KINDS, made
 from vlmserve.kernels.activation import activation
 from vlmserve.kernels.adapters import AdapterRows, Change, LinearAdapters, LowRank, PreparedChange
 from vlmserve.kernels.triton import products
-from vlmserve.kernels.triton.products import TritonProduct, tiling
+from vlmserve.kernels.triton.products import TritonLinearKernel, tiling
 
 SLOTS = 4
 OUT, INPUTS = 36, 96
@@ -38,7 +38,7 @@ def dora(change: Change) -> Change:
 
 
 def adapted(
-    product: TritonProduct, changes: dict[int, Change], device: torch.device
+    product: TritonLinearKernel, changes: dict[int, Change], device: torch.device
 ) -> tuple[LinearAdapters, AdapterRows]:
     """The product's adapters by slot, packed, and the rows that they are about."""
     rows = AdapterRows(SLOTS, device)
@@ -93,7 +93,7 @@ def test_each_kind_of_change_equals_float64(device: torch.device, name: str) -> 
     torch.manual_seed(0)
     weight, numbers = made("plain", OUT, INPUTS, device)
     bias, x, residual = torch.randn(OUT).half(), torch.randn(3, INPUTS).half(), torch.randn(3, OUT).half()
-    product = TritonProduct(weight, bias.to(device), dtype=torch.float16)
+    product = TritonLinearKernel(weight, bias.to(device), dtype=torch.float16)
     adapters, rows = adapted(product, {1: CHANGES[name]}, device)
     slots = [1, -1, 1]
     rows.set(slots, [1] * 3)
@@ -114,7 +114,7 @@ def test_mixed_adapter_rows_share_a_matmul(
     weight, numbers = made(kind, OUT, INPUTS, device)
     bias, x, residual = torch.randn(OUT).half(), torch.randn(8, INPUTS).half(), torch.randn(8, OUT // 2).half()
     gated: dict[str, Any] = {"dtype": torch.float16, "activation": "silu", "gated": True}
-    product = TritonProduct(weight, bias.to(device), **gated)
+    product = TritonLinearKernel(weight, bias.to(device), **gated)
     changes = {0: Change(low_rank(HALVES, [4, 4])), 1: dora(Change(low_rank(HALVES[:1], [20]))), 3: dora(Change())}
     adapters, rows = adapted(product, changes, device)
     # No slot 2 is filled; the last row only pads a batch.
@@ -138,7 +138,7 @@ def test_many_rows_have_their_adapters_too(device: torch.device, monkeypatch: py
     torch.manual_seed(0)
     weight, numbers = made("plain", OUT, INPUTS, device)
     bias, x = torch.randn(OUT).half(), torch.randn(40, INPUTS).half()
-    product = TritonProduct(weight, bias.to(device), dtype=torch.float16, activation="relu")
+    product = TritonLinearKernel(weight, bias.to(device), dtype=torch.float16, activation="relu")
     changes = {0: Change(low_rank(QKV, [4, 4, 4])), 2: dora(Change(low_rank(WHOLE, [6])))}
     adapters, rows = adapted(product, changes, device)
     slots = [0] * 15 + [-1] * 10 + [2] * 15
@@ -154,7 +154,7 @@ def test_rows_are_scaled_between_the_factors(device: torch.device) -> None:
     """The first slot's adapter mixes others by scalings of each row, the second one's does not."""
     torch.manual_seed(0)
     weight, numbers = made("plain", OUT, INPUTS, device)
-    product = TritonProduct(weight, dtype=torch.float16)
+    product = TritonLinearKernel(weight, dtype=torch.float16)
     changes = {
         0: Change(low_rank([*QKV, *QKV], [4, 4, 4, 2, 3, 2], scaled=5)),
         1: Change(low_rank(QKV, [4, 4, 4])),
@@ -170,7 +170,7 @@ def test_rows_are_scaled_between_the_factors(device: torch.device) -> None:
 def test_all_rows_may_have_one_adapter(device: torch.device) -> None:
     torch.manual_seed(0)
     weight, numbers = made("plain", OUT, INPUTS, device)
-    product = TritonProduct(weight, dtype=torch.float16, float_output=True)
+    product = TritonLinearKernel(weight, dtype=torch.float16, float_output=True)
     changes = {2: Change(low_rank(WHOLE, [4]))}
     adapters, rows = adapted(product, changes, device)
     x = torch.randn(2, 3, INPUTS).half()
@@ -184,7 +184,7 @@ def test_reloaded_adapters_keep_their_address(device: torch.device) -> None:
     """A captured step reads the table's memory, so no other may take its place."""
     torch.manual_seed(0)
     weight, numbers = made("plain", OUT, INPUTS, device)
-    product = TritonProduct(weight, dtype=torch.float16)
+    product = TritonLinearKernel(weight, dtype=torch.float16)
     x, first = torch.randn(1, INPUTS).half(), Change(low_rank(WHOLE, [4]))
     adapters, rows = adapted(product, {1: first}, device)
     address, layout = adapters.table.data_ptr(), rows.layout

@@ -18,7 +18,7 @@ from vlmserve.kernels.triton import products, shared_memory
 from vlmserve.kernels.triton.attention import TritonAttention
 from vlmserve.kernels.triton.encoder import TritonRanges
 from vlmserve.kernels.triton.norm import TritonNorm
-from vlmserve.kernels.triton.products import TritonProduct, tiling
+from vlmserve.kernels.triton.products import TritonLinearKernel, tiling
 from vlmserve.layer_specs import AttentionSpec, CacheType
 
 if knobs.runtime.interpret:
@@ -52,7 +52,7 @@ def test_tiles_of_a_7b_model(device: torch.device, rows: int, gated: bool, kind:
     shape = (28672 if gated else 4096, 4096)
     weight, numbers = made_for_bfloat16(kind, 300, 1152, device, group)
     x, residual = torch.randn(rows, 1152).bfloat16(), torch.randn(rows, 150 if gated else 300).bfloat16()
-    product = TritonProduct(weight, dtype=torch.bfloat16, activation="silu" if gated else None, gated=gated)
+    product = TritonLinearKernel(weight, dtype=torch.bfloat16, activation="silu" if gated else None, gated=gated)
     tiles = tiling(BITS[kind], group, *shape, rows, shared=shared_memory.shared_bytes(device))
     expected = x.double() @ numbers.T
     if gated:
@@ -69,7 +69,7 @@ def test_norms_between_products_of_a_7b_model(
     first, first_numbers = made_for_bfloat16(kind, 384, 1152, device)
     second, second_numbers = made_for_bfloat16(kind, 300, 384, device)
     x, residual, weight = (torch.randn(*shape).bfloat16() for shape in ((rows, 1152), (rows, 384), (384,)))
-    pair = [TritonProduct(matrix, dtype=torch.bfloat16) for matrix in (first, second)]
+    pair = [TritonLinearKernel(matrix, dtype=torch.bfloat16) for matrix in (first, second)]
     shared = shared_memory.shared_bytes(device)
     measured = {
         product.shape(rows): tiling(BITS[kind], 128, outputs, 4096, rows, shared=shared)
@@ -89,7 +89,7 @@ def test_many_rows(device: torch.device) -> None:
     torch.manual_seed(0)
     weight, numbers = made_for_bfloat16("4 bits", 300, 256, device)
     bias, x = torch.randn(300).bfloat16(), torch.randn(130, 256).bfloat16()
-    result = TritonProduct(weight, bias.to(device), dtype=torch.bfloat16)(x.to(device))
+    result = TritonLinearKernel(weight, bias.to(device), dtype=torch.bfloat16)(x.to(device))
     assert_near(result, x.double() @ numbers.T + bias.double())
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from tests.kernels.mixtures import Mixture
 from tests.kernels.triton.test_products import made
 from vlmserve.families.spec import ExpertsSpec, NormSpec
-from vlmserve.kernels.operations import ExpertProducts, RouterWeights
+from vlmserve.kernels.operations import ExpertKernels, RouterWeights
 from vlmserve.kernels.triton import experts
 from vlmserve.kernels.triton.experts import TritonExperts, unsupported_reason
-from vlmserve.kernels.triton.products import TritonProduct
+from vlmserve.kernels.triton.products import TritonLinearKernel
 
 SPEC = ExpertsSpec(count=5, top_k=2, inner_size=32)
 NORMED = replace(SPEC, router_norm=NormSpec(0.1), scale=1.5)
@@ -32,7 +32,7 @@ class TritonMixture(Mixture):
         """missing: an expert that another rank has."""
         super().__init__(spec, SIZE)
         self._device = device
-        self.products: dict[int, ExpertProducts] = {}
+        self.products: dict[int, ExpertKernels] = {}
         for number in range(spec.count):
             up, wide_up = self._made(kind, dtype, 2 * spec.inner_size, SIZE, activation="silu", gated=True)
             down, wide_down = self._made(kind, dtype, SIZE, spec.inner_size)
@@ -40,14 +40,14 @@ class TritonMixture(Mixture):
                 self.products[number], self.experts[number] = (up, down), (wide_up, wide_down)
         parts = (self.correction, self.norm, self.input_norm, self.factors)
         on_device = [None if part is None else part.to(device) for part in parts]
-        self.weights = RouterWeights(TritonProduct(self.router.to(device), dtype=torch.float32), *on_device)
+        self.weights = RouterWeights(TritonLinearKernel(self.router.to(device), dtype=torch.float32), *on_device)
         self._run = TritonExperts(spec, self.weights, self.products)
 
     def _made(
         self, kind: str, dtype: torch.dtype, outputs: int, inputs: int, **settings: Any
-    ) -> tuple[TritonProduct, Tensor]:
+    ) -> tuple[TritonLinearKernel, Tensor]:
         weight, numbers = made(kind, outputs, inputs, self._device)
-        return TritonProduct(weight.to(dtype) if kind == "plain" else weight, dtype=dtype, **settings), numbers
+        return TritonLinearKernel(weight.to(dtype) if kind == "plain" else weight, dtype=dtype, **settings), numbers
 
     def run(self, x: Tensor, residual: Tensor | None = None, *, float_output: bool = False) -> Tensor:
         added = None if residual is None else residual.to(self._device)

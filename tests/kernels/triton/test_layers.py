@@ -41,7 +41,7 @@ from vlmserve.kernels.operations import NO_EPILOGUE, Rounding
 from vlmserve.kernels.torch_float8 import Float8Product
 from vlmserve.kernels.triton import attention, products
 from vlmserve.kernels.triton.float8 import TritonFloat8Product
-from vlmserve.kernels.triton.products import MOST_ROWS, TritonProduct
+from vlmserve.kernels.triton.products import MOST_ROWS, TritonLinearKernel
 from vlmserve.layers.layer import arrange_layers
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import RMSNorm
@@ -341,7 +341,7 @@ def test_norms_and_activations_round_inputs(
     arrange_layers(modules, Float8Device(CPU))
     x, results, launches.computes = torch.randn(3, 64).bfloat16(), [], True
     for fuses in (False, True):
-        for product in (TritonProduct, TritonFloat8Product):
+        for product in (TritonLinearKernel, TritonFloat8Product):
             monkeypatch.setattr(product, "fuses", fuses)
         launches.names.clear()
         with launches:
@@ -387,8 +387,8 @@ def test_norms_are_not_left_to_the_library(folder: Path, launches: Launches, mon
     """Where only some products multiply so many rows themselves."""
     model = loaded(folder, InterpretedDevice)
     gates = [layer.mlp.gate_up_proj.kept().product for layer in model.layers]
-    completes = TritonProduct.are_few
-    monkeypatch.setattr(TritonProduct, "are_few", lambda self, rows: self not in gates and completes(self, rows))
+    completes = TritonLinearKernel.are_few
+    monkeypatch.setattr(TritonLinearKernel, "are_few", lambda self, rows: self not in gates and completes(self, rows))
     layer = [*ATTENTION, "multiply", "norm_rows", "library", "activate_rows", "multiply"]
     taken = by_library(layer_launches(model, launches, 3))
     assert taken == ["norm_rows", *layer, *layer, "norm_rows"]

@@ -13,7 +13,7 @@ from tests.attending import attend
 from tests.kernels.triton.test_products import BITS, made_for_bfloat16
 from vlmserve.kernels.triton import shared_memory
 from vlmserve.kernels.triton.attention import TritonAttention
-from vlmserve.kernels.triton.products import TritonProduct, tiling
+from vlmserve.kernels.triton.products import TritonLinearKernel, tiling
 from vlmserve.layer_specs import AttentionSpec, CacheType
 
 if knobs.runtime.interpret:
@@ -58,7 +58,7 @@ def test_products_have_few_bank_conflicts(device: torch.device, kind: str, rows:
         shape[0] > shape[1],
     )
     weight, _ = made_for_bfloat16(kind, tiles.outputs, 2048, device)
-    product = TritonProduct(weight, dtype=torch.bfloat16, activation="silu" if gated else None, gated=gated)
+    product = TritonLinearKernel(weight, dtype=torch.bfloat16, activation="silu" if gated else None, gated=gated)
     x = torch.randn(tiles.tokens if rows > 1 else 1, 2048).bfloat16()
     with counting() as found:
         product.few(x.to(device), tiles=tiles)
@@ -74,7 +74,7 @@ def test_small_groups_of_4_bits_cost_little_more(device: torch.device) -> None:
     tiles = tiling(4, 32, *SHAPES[0], 1, shared=shared_memory.shared_bytes(device))._replace(splits=1)
     weight, _ = made_for_bfloat16("4 bits", tiles.outputs, 4096, device, group=32)
     with counting() as found:
-        TritonProduct(weight, dtype=torch.bfloat16).few(torch.randn(1, 4096).bfloat16().to(device), tiles=tiles)
+        TritonLinearKernel(weight, dtype=torch.bfloat16).few(torch.randn(1, 4096).bfloat16().to(device), tiles=tiles)
     count, weights = counted(found, "multiply"), tiles.outputs * 4096
     assert 1 < count.executed * 32 / weights <= 5
     assert 1 < count.waves * 128 / weights <= 8

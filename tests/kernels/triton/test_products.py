@@ -15,7 +15,7 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton import products, unpacking
 from vlmserve.kernels.triton.gated import finish
 from vlmserve.kernels.triton.norm import TritonNorm
-from vlmserve.kernels.triton.products import TritonProduct, tiling
+from vlmserve.kernels.triton.products import TritonLinearKernel, tiling
 from vlmserve.kernels.triton.stored import store, unsupported_reason
 from vlmserve.kernels.triton.tuned import Tiling
 from vlmserve.quant.methods.rtn import round_to_nearest
@@ -61,7 +61,7 @@ def test_few_rows_equal_float64(device: torch.device, kind: str, rows: int) -> N
     torch.manual_seed(rows)
     weight, numbers = made(kind, 70, 96, device)
     x, residual = torch.randn(rows, 96).half(), torch.randn(rows, 70).half()
-    product = TritonProduct(weight, dtype=torch.float16)
+    product = TritonLinearKernel(weight, dtype=torch.float16)
     expected = x.double() @ numbers.T
     assert_near(product(x.to(device)), expected, torch.float16)
     assert_near(product(x.to(device), residual.to(device)), expected + residual.double(), torch.float16)
@@ -73,7 +73,7 @@ def test_sums_of_tiles_may_restart(device: torch.device, kind: str) -> None:
     weight, numbers = made(kind, 70, 96, device)
     x = torch.randn(20, 96).half()
     tiles = Tiling(128, 32, 32, 1, 4, 2, restarts=True)
-    result = TritonProduct(weight, dtype=torch.float16).few(x.to(device), tiles=tiles)
+    result = TritonLinearKernel(weight, dtype=torch.float16).few(x.to(device), tiles=tiles)
     assert_near(result, x.double() @ numbers.T, torch.float16)
 
 
@@ -85,7 +85,7 @@ def test_warps_divide_inputs(device: torch.device, kind: str, warps: int, splits
     inputs = 64 if kind == "4 bits" else 32
     weight, numbers = made(kind, 70, 10 * inputs, device)
     x = torch.randn(5, 10 * inputs).half()
-    product = TritonProduct(weight, dtype=torch.float16)
+    product = TritonLinearKernel(weight, dtype=torch.float16)
     tiles = Tiling(32, 8, inputs, splits, warps, 2)
     assert tiles.parts(16) == warps
     assert_near(product.few(x.to(device), tiles=tiles), x.double() @ numbers.T, torch.float16)
@@ -103,7 +103,7 @@ def test_large_tiles_of_4_bits(device: torch.device, group: int, dtype: torch.dt
     x, residual = torch.randn(40, in_features).to(dtype), torch.randn(40, 70).to(dtype)
     tiles = Tiling(64, 64, 128, splits, 4, 2)
     assert tiles.parts(4) == 1
-    result = TritonProduct(weight, dtype=dtype).few(x.to(device), residual.to(device), tiles)
+    result = TritonLinearKernel(weight, dtype=dtype).few(x.to(device), residual.to(device), tiles)
     rounded = numbers if dtype == torch.float32 else numbers.half().double()
     assert_near(result, x.double() @ rounded.T + residual.double(), dtype)
 
@@ -114,7 +114,7 @@ def test_matmul_adds_gates_biases_and_residuals(device: torch.device, kind: str,
     torch.manual_seed(0)
     weight, numbers = made(kind, 36, 64, device)
     bias, x, residual = torch.randn(36).half(), torch.randn(rows, 64).half(), torch.randn(rows, 18).half()
-    product = TritonProduct(weight, bias.to(device), dtype=torch.float16, activation=act, gated=True)
+    product = TritonLinearKernel(weight, bias.to(device), dtype=torch.float16, activation=act, gated=True)
     gate, up = (x.double() @ numbers.T + bias.double()).chunk(2, -1)
     expected = activation(act)(gate) * up + residual.double()
     result = product(x.to(device), residual.to(device))
@@ -126,7 +126,7 @@ def test_logits_are_float32(device: torch.device, kind: str) -> None:
     torch.manual_seed(0)
     weight, numbers = made(kind, 40, 32, device)
     x = torch.randn(2, 32).half()
-    logits = TritonProduct(weight, dtype=torch.float16, float_output=True)(x.to(device))
+    logits = TritonLinearKernel(weight, dtype=torch.float16, float_output=True)(x.to(device))
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.cpu().double(), x.double() @ numbers.T, atol=1e-4, rtol=1e-4)
 
@@ -138,7 +138,7 @@ def test_groups_of_4_bits(device: torch.device, group: int, dtype: torch.dtype) 
     torch.manual_seed(group)
     weight, numbers = made("4 bits", 20, 256, device, group)
     x = torch.randn(2, 256).to(dtype)
-    assert_near(TritonProduct(weight, dtype=dtype)(x.to(device)), x.double() @ numbers.T, dtype)
+    assert_near(TritonLinearKernel(weight, dtype=dtype)(x.to(device)), x.double() @ numbers.T, dtype)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_library_adds_a_residual_to_many_rows(
     torch.manual_seed(0)
     weight, numbers = made(kind, 70, 64, device)
     added, x, residual = torch.randn(70).half(), torch.randn(2, 65, 64).half(), torch.randn(70, 130).half().T
-    product = TritonProduct(weight, added.to(device) if bias else None, dtype=torch.float16)
+    product = TritonLinearKernel(weight, added.to(device) if bias else None, dtype=torch.float16)
     own = residual.to(device)
     result = product(x.to(device), own.view(2, 65, 70))
     expected = x.double() @ numbers.T + residual.double().view(2, 65, 70) + (added.double() if bias else 0)
@@ -187,7 +187,7 @@ def test_residuals_may_have_another_dtype(device: torch.device) -> None:
     torch.manual_seed(0)
     weight, numbers = made("plain", 70, 64, device)
     x, residual = torch.randn(130, 64).half(), torch.randn(130, 70)
-    product = TritonProduct(weight, dtype=torch.float16, float_output=True)
+    product = TritonLinearKernel(weight, dtype=torch.float16, float_output=True)
     result = product(x.to(device), residual.to(device))
     assert result.dtype == torch.float32
     assert_near(result, x.double() @ numbers.T + residual.double(), torch.float16)
@@ -201,7 +201,7 @@ def test_large_weights_are_multiplied_in_blocks(
     torch.manual_seed(0)
     weight, numbers = made(kind, 70, 64, device)
     bias, x = torch.randn(70).half(), torch.randn(130, 64).half()
-    result = TritonProduct(weight, bias.to(device), dtype=torch.float16)(x.to(device))
+    result = TritonLinearKernel(weight, bias.to(device), dtype=torch.float16)(x.to(device))
     assert_near(result, x.double() @ numbers.T + bias.double(), torch.float16)
 
 
@@ -216,7 +216,7 @@ def test_parts_of_the_inputs_are_added_in_order(
     monkeypatch.setattr(
         products, "tiling", lambda *shape, **gpu: by_shape(*shape, **gpu)._replace(splits=3, inputs=inputs)
     )
-    product = TritonProduct(weight, bias.to(device), dtype=torch.float16, activation="relu", gated=True)
+    product = TritonLinearKernel(weight, bias.to(device), dtype=torch.float16, activation="relu", gated=True)
     gate, up = (x.double() @ numbers.T + bias.double()).chunk(2, -1)
     results = [product(x.to(device)) for _ in range(2)]
     assert torch.equal(*results)
@@ -237,8 +237,8 @@ def test_a_norm_between_products_equals_float64(
         first, second = first.float(), second.float()
     x, residual, bias, weight = torch.randn(rows, 512), torch.randn(rows, 160), torch.randn(70), torch.randn(160)
     residual *= torch.logspace(-2, 2, rows)[:, None]
-    before = TritonProduct(first, dtype=torch.float32)
-    behind = TritonProduct(second, bias.to(device), dtype=torch.float32, activation="silu", gated=True)
+    before = TritonLinearKernel(first, dtype=torch.float32)
+    behind = TritonLinearKernel(second, bias.to(device), dtype=torch.float32, activation="silu", gated=True)
     of_outputs = {160: tiles, 70: tiles._replace(inputs=32) if kind == "4 bits" else tiles}
     monkeypatch.setattr(products, "tiling", lambda bits, group, outputs, *_, **__: of_outputs[outputs])
     norm = TritonNorm(weight.to(device), None, 1e-5)
@@ -257,17 +257,17 @@ def test_unsupported_norms_are_not_deferred(device: torch.device, monkeypatch: p
     weight, x, residual = torch.randn(48, 32), torch.randn(3, 32).to(device), torch.randn(3, 48).to(device)
     scaling = TritonNorm(torch.randn(48).to(device), None, 1e-5)
     shifting = TritonNorm(torch.randn(48).to(device), torch.randn(48).to(device), 1e-5)
-    product = TritonProduct(weight.to(device), dtype=torch.float32)
+    product = TritonLinearKernel(weight.to(device), dtype=torch.float32)
     deferred = product.deferring(x, residual, scaling)
     assert deferred is not None
     assert product.deferring(x, residual, shifting) is None
     assert product.deferring(x[:0], residual[:0], scaling) is None
     assert product.deferring(x.repeat(50, 1), residual.repeat(50, 1), scaling) is None
-    activated = TritonProduct(weight.to(device), dtype=torch.float32, activation="silu")
+    activated = TritonLinearKernel(weight.to(device), dtype=torch.float32, activation="silu")
     assert activated.deferring(x, residual, scaling) is None
-    half = TritonProduct(weight.half().to(device), dtype=torch.float16)
+    half = TritonLinearKernel(weight.half().to(device), dtype=torch.float16)
     assert half.deferring(x.half(), residual.half(), scaling) is None
-    following = TritonProduct(torch.randn(16, 48).to(device), dtype=torch.float32)
+    following = TritonLinearKernel(torch.randn(16, 48).to(device), dtype=torch.float32)
     assert following.completes(len(x))
     monkeypatch.setattr(products, "MOST_ROWS", 2)
     assert not following.completes(len(x))
@@ -278,7 +278,7 @@ def test_a_row_gets_the_same_result_beside_others(device: torch.device, kind: st
     torch.manual_seed(0)
     weight, _ = made(kind, 33, 96, device)
     x = torch.randn(8, 96).half().to(device)
-    product = TritonProduct(weight, dtype=torch.float16)
+    product = TritonLinearKernel(weight, dtype=torch.float16)
     assert torch.equal(product(x)[5:6], product(x[5:6]))
 
 
@@ -290,7 +290,7 @@ def test_the_library_multiplies_more_rows(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, kind: str, out_features: int, most: int
 ) -> None:
     weight, _ = made(kind, out_features, 64, device, 64)
-    product = TritonProduct(weight, dtype=torch.float16)
+    product = TritonLinearKernel(weight, dtype=torch.float16)
     asked: list[int] = []
     monkeypatch.setattr(product, "few", lambda x, *_, **__: asked.append(len(x)) or x.new_zeros(len(x), out_features))
     for rows in (most, most + 1):
@@ -303,12 +303,12 @@ def test_a_table_gives_rows_back(device: torch.device, kind: str) -> None:
     torch.manual_seed(0)
     weight, numbers = made(kind, 30, 64, device)
     indices = torch.tensor([7, 0, 29, 7])
-    rows = TritonProduct(weight, dtype=torch.float16).rows(indices.to(device))
+    rows = TritonLinearKernel(weight, dtype=torch.float16).rows(indices.to(device))
     assert_near(rows, numbers[indices], torch.float16)
 
 
 def test_few_bits_take_few_bytes(device: torch.device) -> None:
-    sizes = {kind: TritonProduct(made(kind, 64, 128, device)[0], dtype=torch.float16).num_bytes for kind in KINDS}
+    sizes = {kind: TritonLinearKernel(made(kind, 64, 128, device)[0], dtype=torch.float16).num_bytes for kind in KINDS}
     assert sizes == {"plain": 64 * 128 * 2, "8 bits": 64 * 128 + 64 * 4, "4 bits": 64 * 64 + 64 * 4 * 4}
 
 
@@ -372,7 +372,7 @@ def test_many_rows_use_8_bit_inputs_when_asked(device: torch.device) -> None:
     bias, x = torch.randn(70), torch.randn(130, 200)
     x[3, 128:] = 0
     x[5, 7] = torch.inf
-    result = TritonProduct(weight, bias.to(device), dtype=torch.float32)(x.to(device)).cpu()
+    result = TritonLinearKernel(weight, bias.to(device), dtype=torch.float32)(x.to(device)).cpu()
     expected = bias.double().expand(130, 70)
     integers = (weight.values.cpu().double() - 128) * weight.scales.cpu().double()
     for inputs in (slice(0, 128), slice(128, 200)):
@@ -382,5 +382,5 @@ def test_many_rows_use_8_bit_inputs_when_asked(device: torch.device) -> None:
     assert result[5].isnan().all()
     finite = torch.arange(130) != 5
     torch.testing.assert_close(result[finite].double(), expected[finite], atol=1e-5, rtol=1e-5)
-    few = TritonProduct(weight, bias.to(device), dtype=torch.float32)(x[:4].to(device)).cpu().double()
+    few = TritonLinearKernel(weight, bias.to(device), dtype=torch.float32)(x[:4].to(device)).cpu().double()
     torch.testing.assert_close(few, x[:4].double() @ integers.T + bias.double(), atol=1e-4, rtol=1e-4)

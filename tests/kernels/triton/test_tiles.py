@@ -17,7 +17,7 @@ from benchmarks.gpu_stages import DECODE_TILES, TINY
 from benchmarks.gpu_timing import Launch
 from vlmserve.kernels.triton import products
 from vlmserve.kernels.triton.attention import TritonAttention
-from vlmserve.kernels.triton.products import PROGRAMS, TritonProduct, tiling
+from vlmserve.kernels.triton.products import PROGRAMS, TritonLinearKernel, tiling
 from vlmserve.kernels.triton.shared_memory import RESERVED_BYTES
 from vlmserve.kernels.triton.tuned import Shape, Tiling
 
@@ -34,22 +34,22 @@ def launched_once(calls: Sequence[Callable[[], object]], *others: object) -> Lau
 
 
 @pytest.fixture
-def product() -> TritonProduct:
+def product() -> TritonLinearKernel:
     torch.manual_seed(0)
-    return TritonProduct(torch.randn(64, 256), dtype=torch.float32)
+    return TritonLinearKernel(torch.randn(64, 256), dtype=torch.float32)
 
 
-def test_fastest_correct_tiling_wins(monkeypatch: pytest.MonkeyPatch, product: TritonProduct) -> None:
+def test_fastest_correct_tiling_wins(monkeypatch: pytest.MonkeyPatch, product: TritonLinearKernel) -> None:
     wrong, large, right = Tiling(32, 8, 32, 1, 2, 3), Tiling(128, 8, 64, 1, 2, 9), Tiling(64, 8, 32, 2, 2, 3)
     monkeypatch.setattr(gpu_tiles, "candidates", lambda *_: [wrong, large, right])
-    few = TritonProduct.few
+    few = TritonLinearKernel.few
 
-    def spoiled(self: TritonProduct, x: torch.Tensor, residual: None, tiles: Tiling) -> torch.Tensor:
+    def spoiled(self: TritonLinearKernel, x: torch.Tensor, residual: None, tiles: Tiling) -> torch.Tensor:
         if tiles == large:
             raise OutOfResources(2**20, 2**18, "shared memory")
         return few(self, x, residual, tiles) + (1.0 if tiles == wrong else 0.0)
 
-    monkeypatch.setattr(TritonProduct, "few", spoiled)
+    monkeypatch.setattr(TritonLinearKernel, "few", spoiled)
     times = iter([3.0, 2.0, 3.0, 3.0])
     monkeypatch.setattr(gpu_tiles, "per_launch", lambda *_: Launch(next(times)))
     result = gpu_tiles.search([product], torch.randn(1, 256), None, time.perf_counter() + 1000)
@@ -60,7 +60,7 @@ def test_fastest_correct_tiling_wins(monkeypatch: pytest.MonkeyPatch, product: T
     assert gpu_tiles.search([product], torch.randn(1, 256), None, time.perf_counter()) is None
 
 
-def test_timeout_keeps_tried_tilings(monkeypatch: pytest.MonkeyPatch, product: TritonProduct) -> None:
+def test_timeout_keeps_tried_tilings(monkeypatch: pytest.MonkeyPatch, product: TritonLinearKernel) -> None:
     one, other = Tiling(32, 8, 32, 1, 2, 3), Tiling(64, 8, 32, 2, 2, 3)
     monkeypatch.setattr(gpu_tiles, "candidates", lambda *_: [one, other])
     deadline = time.perf_counter() + 1000
@@ -91,15 +91,15 @@ def test_timeout_keeps_tried_tilings(monkeypatch: pytest.MonkeyPatch, product: T
 def test_tilings_are_measured_beside_the_library(
     monkeypatch: pytest.MonkeyPatch, rule: float, library: float, other: float, expected: str, residual: bool
 ) -> None:
-    product = TritonProduct(torch.randn(256, 256, dtype=torch.float16), dtype=torch.float16)
+    product = TritonLinearKernel(torch.randn(256, 256, dtype=torch.float16), dtype=torch.float16)
     x, added = torch.randn(20, 256).half(), torch.randn(20, 256).half() if residual else None
     assert not product.are_few(20)
     tiles = product.tiling(20, CPU)._replace(warps=2)
     monkeypatch.setattr(gpu_tiles, "candidates", lambda *_: [tiles])
     called = []
     for name in ("few", "many"):
-        method = getattr(TritonProduct, name)
-        monkeypatch.setattr(TritonProduct, name, lambda *args, to=method: called.append(to.__name__) or to(*args))
+        method = getattr(TritonLinearKernel, name)
+        monkeypatch.setattr(TritonLinearKernel, name, lambda *args, to=method: called.append(to.__name__) or to(*args))
     times = iter([rule, library, other])
 
     def per_launch(calls: Sequence[Callable[[], object]], *_: object) -> Launch:
@@ -171,7 +171,7 @@ def test_all_matmuls_are_searched_and_parsed_back(monkeypatch: pytest.MonkeyPatc
 def test_measured_tilings_serve_16_bit_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(64, 256), torch.randn(3, 256)
-    half, single = (TritonProduct(weight.to(dtype), dtype=dtype) for dtype in (torch.float16, torch.float32))
+    half, single = (TritonLinearKernel(weight.to(dtype), dtype=dtype) for dtype in (torch.float16, torch.float32))
     expected = half.few(x.half(), tiles=tiling(16, 0, 64, 256, 3))
     measured = Tiling(32, 8, 32, 2, 1, 3)
     monkeypatch.setattr(products, "tuned_tilings", lambda on: {one.shape(3): measured for one in (half, single)})
@@ -182,15 +182,15 @@ def test_measured_tilings_serve_16_bit_inputs(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_was_measured_says_whether_the_library_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    product = TritonProduct(torch.randn(64, 256).half(), dtype=torch.float16)
+    product = TritonLinearKernel(torch.randn(64, 256).half(), dtype=torch.float16)
     by_rule = [product.are_few(rows) for rows in (16, 17, 64, 65)]
     assert by_rule == [True, False, False, False]
     tiles = Tiling(64, 64, 64, 2, 4, 3)
     monkeypatch.setattr(products, "tuned_tilings", lambda on: {product.shape(16): None, product.shape(64): tiles})
-    measured = TritonProduct(torch.randn(64, 256).half(), dtype=torch.float16)
+    measured = TritonLinearKernel(torch.randn(64, 256).half(), dtype=torch.float16)
     assert [measured.are_few(rows) for rows in (8, 9, 16, 17, 33, 64)] == [True, False, False, False, True, True]
     assert not measured.are_few(65), "as many rows as were measured"
-    single = TritonProduct(torch.randn(64, 256), dtype=torch.float32)
+    single = TritonLinearKernel(torch.randn(64, 256), dtype=torch.float32)
     assert single.are_few(16), "in 16 bits"
 
 

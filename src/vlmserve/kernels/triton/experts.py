@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.families.spec import ExpertsSpec
-from vlmserve.kernels.operations import ExpertProducts, Product, RouterWeights
+from vlmserve.kernels.operations import ExpertKernels, LinearKernel, RouterWeights
 from vlmserve.kernels.triton.expert_kernels import (
     TILE_WORDS,
     WORDS,
@@ -21,7 +21,7 @@ from vlmserve.kernels.triton.expert_kernels import (
 from vlmserve.kernels.triton.host_math import cdiv, next_power_of_2
 from vlmserve.kernels.triton.launching import ALIGNMENT
 from vlmserve.kernels.triton.norm import MAX_SIZE, TritonNorm
-from vlmserve.kernels.triton.products import TritonProduct
+from vlmserve.kernels.triton.products import TritonLinearKernel
 from vlmserve.kernels.triton.stored import block_of
 from vlmserve.kernels.triton.tuned import LARGE_BLOCK, Tiling
 from vlmserve.kernels.triton.unpacking import has_assembly
@@ -40,8 +40,8 @@ COLUMNS = 1024
 """Elements of a row that a program sums."""
 
 
-def unsupported_reason(router: RouterWeights, experts: Mapping[int, ExpertProducts]) -> str | None:
-    if not isinstance(router.product, TritonProduct) or router.product.dtype != torch.float32:
+def unsupported_reason(router: RouterWeights, experts: Mapping[int, ExpertKernels]) -> str | None:
+    if not isinstance(router.product, TritonLinearKernel) or router.product.dtype != torch.float32:
         return "the router is not in float32"
     if len(router.product.stored.values) > MOST_EXPERTS:
         return f"they know at most {MOST_EXPERTS} experts"
@@ -73,19 +73,19 @@ def tile(bits: int, group: int, in_features: int, rows_of_expert: int, item_byte
 
 
 class TritonExperts:
-    def __init__(self, spec: ExpertsSpec, router: RouterWeights, experts: Mapping[int, ExpertProducts]) -> None:
+    def __init__(self, spec: ExpertsSpec, router: RouterWeights, experts: Mapping[int, ExpertKernels]) -> None:
         if (reason := unsupported_reason(router, experts)) is not None:
             raise ValueError(f"experts in Triton are not possible here: {reason}")
         self._spec, self._router, self._kept = spec, router, dict(experts)
-        assert isinstance(router.product, TritonProduct)
+        assert isinstance(router.product, TritonLinearKernel)
         self._scores = router.product
         self._router_norm, self._input_norm = (
             None if weight is None or spec.router_norm is None else TritonNorm(weight, None, spec.router_norm.eps)
             for weight in (router.norm, router.input_norm)
         )
         up, down = next(iter(experts.values()))
-        assert isinstance(up, TritonProduct)
-        assert isinstance(down, TritonProduct)
+        assert isinstance(up, TritonLinearKernel)
+        assert isinstance(down, TritonLinearKernel)
         self._up, self._down = up, down
         table = [[0] * WORDS.value for _ in range(spec.count)]
         for number, both in experts.items():
@@ -159,7 +159,7 @@ class TritonExperts:
 
     def _multiply(
         self,
-        part: TritonProduct,
+        part: TritonLinearKernel,
         tiles: Tiling,
         x: Tensor,
         out: Tensor,
@@ -198,16 +198,16 @@ class TritonExperts:
         )
 
 
-def _kind(product: Product) -> tuple[object, ...] | None:
+def _kind(product: LinearKernel) -> tuple[object, ...] | None:
     """Settings shared by all experts of a layer. None: another kernel."""
-    if not isinstance(product, TritonProduct):
+    if not isinstance(product, TritonLinearKernel):
         return None
     stored = product.stored
     kind = stored.bits, stored.group, stored.values.dtype, stored.values.shape, product.dtype
     return *kind, product.activation, product.gated
 
 
-def _addresses(product: Product) -> list[int]:
-    assert isinstance(product, TritonProduct)
+def _addresses(product: LinearKernel) -> list[int]:
+    assert isinstance(product, TritonLinearKernel)
     stored = product.stored
     return [0 if part is None else part.data_ptr() for part in (stored.values, stored.scales, stored.minimums)]

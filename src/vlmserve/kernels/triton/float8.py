@@ -16,7 +16,7 @@ from vlmserve.kernels.triton.rounding import round_rows
 
 
 class TritonFloat8Product(Float8Product):
-    """A `Float8Product` with one scale per output and per input row. A `RoundingProduct`."""
+    """A `Float8Product` with one scale per output and per input row. A `RoundingLinearKernel`."""
 
     fuses: ClassVar[bool] = True
     """The preceding norm or activation rounds its inputs. False, for measurements: the matmul rounds them."""

@@ -142,7 +142,7 @@ class TritonNorm:
         tokens, heads, _ = rows.shape
         if not tokens * heads:
             return
-        before, behind = first or self, norm or self
+        before, after = first or self, norm or self
         results, scales = (out.values, out.scales) if isinstance(out, RoundedRows) else (out, None)
         norm_rows[(tokens * heads,)](
             rows,
@@ -151,9 +151,9 @@ class TritonNorm:
             before.eps,
             rows if residual is None else residual.contiguous(),
             rows if sums is None else sums,
-            behind.weight,
-            behind.weight if behind._bias is None else behind._bias,
-            behind.eps,
+            after.weight,
+            after.weight if after._bias is None else after._bias,
+            after.eps,
             rows if results is None else results,
             rows if scales is None else scales,
             heads,

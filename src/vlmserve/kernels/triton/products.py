@@ -187,7 +187,7 @@ def pairs(out_features: int, device: torch.device) -> Tensor:
     return torch.arange(out_features, device=device).view(2, -1).T.flatten()
 
 
-class TritonProduct:
+class TritonLinearKernel:
     """Multiplies few rows in one launch, with epilogue and residual.
 
     - Split inputs need a second launch.
@@ -275,7 +275,7 @@ class TritonProduct:
         programs_of_row = cdiv(self._out_features, PARTS_OUTPUTS if tiles.splits > 1 else tiles.outputs)
         squares = torch.empty((len(x), programs_of_row), dtype=torch.float32, device=x.device)
         weighted = torch.empty((len(x), self._width), dtype=self.dtype, device=x.device)
-        rows = self.few(x, residual, tiles, norm_behind=(norm.weight, weighted, squares))
+        rows = self.few(x, residual, tiles, next_norm=(norm.weight, weighted, squares))
         return DeferredNorm(rows, weighted, squares, norm, norm.eps)
 
     def completes(self, rows: int) -> bool:
@@ -324,9 +324,9 @@ class TritonProduct:
         residual: Tensor | None = None,
         tiles: Tiling | None = None,
         adapters: LinearAdapters | None = None,
-        norm_behind: tuple[Tensor, Tensor, Tensor] | None = None,
+        next_norm: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """tiles: overrides the tiling. adapters: at least one packed. norm_behind: next norm's weights and buffers."""
+        """tiles: overrides the tiling. adapters: at least one packed. next_norm: next norm's weights and buffers."""
         deferred, x = (x, x.weighted) if isinstance(x, DeferredNorm) else (None, x)
         rows = len(x)
         out = torch.empty((rows, self._width), dtype=self._output_dtype, device=x.device)
@@ -340,13 +340,13 @@ class TritonProduct:
             parts = torch.empty((tiles.splits, rows, self._out_features), dtype=torch.float32, device=x.device)
         bias = out if self._bias is None else self._bias
         added = out if residual is None else residual.contiguous()
-        behind = (out, out, out) if norm_behind is None else norm_behind
+        following = (out, out, out) if next_norm is None else next_norm
         epilogue = {
             "ACTIVATION": self.activation or "",
             "GATED": self.gated,
             "HAS_BIAS": self._bias is not None,
             "HAS_RESIDUAL": residual is not None,
-            "HAS_NORM": norm_behind is not None,
+            "HAS_NORM": next_norm is not None,
         }
         columns, side_by_side = cdiv(self._out_features, tiles.outputs), tiles.parts(stored.bits)
         whole_rounds = tiles.inputs * side_by_side * tiles.splits
@@ -360,7 +360,7 @@ class TritonProduct:
             out,
             parts,
             out if deferred is None else deferred.squares,
-            *behind,
+            *following,
             rows,
             x.stride(0),
             self._in_features,
@@ -388,8 +388,8 @@ class TritonProduct:
             self._add_adapters(x, parts, out, adapters, residual)
         elif keeps_sums:
             add_parts[(cdiv(self._out_features, PARTS_OUTPUTS), rows)](
-                parts, bias, added, out, *behind, rows, self._out_features, OUTPUTS=PARTS_OUTPUTS, SPLITS=tiles.splits,
-                num_warps=4, **epilogue,
+                parts, bias, added, out, *following, rows, self._out_features, OUTPUTS=PARTS_OUTPUTS,
+                SPLITS=tiles.splits, num_warps=4, **epilogue,
             )  # fmt: skip
         return out
 

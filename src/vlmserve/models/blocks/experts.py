@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.families.spec import ArchSpec, ExpertsSpec
-from vlmserve.kernels.operations import ExpertsKernel, GateKernel, Operations, Product, RouterWeights
+from vlmserve.kernels.operations import ExpertsKernel, GateKernel, LinearKernel, Operations, RouterWeights
 from vlmserve.layers.layer import Factory, Layer
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.norm import RMSNorm
@@ -52,7 +52,7 @@ class Router(nn.Module):
             weights = weights * self.per_expert_scale.data[chosen]
         return weights * self._spec.scale, chosen
 
-    def weights(self, product: Product, norm: RMSNorm | None) -> RouterWeights:
+    def weights(self, product: LinearKernel, norm: RMSNorm | None) -> RouterWeights:
         return RouterWeights(
             product,
             correction=None if self.bias is None else self.bias.data,
@@ -180,6 +180,6 @@ def gated(x: Tensor, gates: Tensor) -> Tensor:
     return (x.float() * gates.float().sigmoid()).to(x.dtype)
 
 
-def _product(linear: Linear) -> Product | None:
+def _product(linear: Linear) -> LinearKernel | None:
     kept = linear.kept()
     return None if kept is None or kept.input_order is not None or kept.order is not None else kept.product

@@ -179,10 +179,10 @@ class Gemma4VisionLayer(StagedLayer):
         attn = self.self_attn
         return 3 * attn.q_proj.products, attn.o_proj.products + self.mlp.products
 
-    def before(self, normed: Tensor, *angles: Tensor) -> Tensor:
+    def before_attention(self, normed: Tensor, *angles: Tensor) -> Tensor:
         return rotated(self.self_attn.attention, self.self_attn.heads(normed), *angles)
 
-    def behind(self, stream: ResidualStream, attended: Tensor) -> None:
+    def after_attention(self, stream: ResidualStream, attended: Tensor) -> None:
         stream.add(Unfinished(self.self_attn.o_proj, attended), self._norm("post_attention"))
         stream.add(self.mlp(stream.normed(self._norm("pre_feedforward"))), self._norm("post_feedforward"))
 

@@ -86,14 +86,14 @@ class InternLayer(ClipLayer):
             self.q_norm = RMSNorm(size, _HEAD_NORM_EPS, **factory)
             self.k_norm = RMSNorm(size, _HEAD_NORM_EPS, **factory)
 
-    def before(self, normed: Tensor, *angles: Tensor) -> Tensor:
-        qkv = super().before(normed)
+    def before_attention(self, normed: Tensor, *angles: Tensor) -> Tensor:
+        qkv = super().before_attention(normed)
         if self.q_norm is None or self.k_norm is None:
             return qkv
         query, key, value = qkv.chunk(3, -1)
         return torch.cat((self.q_norm(query.contiguous()), self.k_norm(key.contiguous()), value), -1)
 
-    def behind(self, stream: ResidualStream, attended: Tensor) -> None:
+    def after_attention(self, stream: ResidualStream, attended: Tensor) -> None:
         stream.add(Unfinished(self.self_attn.out_proj, attended), factor=self.lambda_1)
         stream.add(self.mlp(stream.normed(self.layer_norm2)), factor=self.lambda_2)
 

@@ -84,7 +84,7 @@ class PixtralLayer(StagedLayer):
             self.attention_norm, attn.qkv_proj, attn.attention, attn.o_proj, self.ffn_norm, self.feed_forward
         )
 
-    def before(self, normed: Tensor, *angles: Tensor) -> Tensor:
+    def before_attention(self, normed: Tensor, *angles: Tensor) -> Tensor:
         return rotated(self.attention.attention, self.attention.qkv_proj(normed), *angles)
 
 
@@ -178,7 +178,7 @@ class MergingProjector(Projector):
 class PixtralVision(SquaresVision):
     """Tower and projector of a config. Module names match checkpoints."""
 
-    any_size = True
+    has_dynamic_resolution = True
 
     def __init__(
         self, config: Mapping[str, Any], hidden_size: int, *, norm_eps: float | None = None, **factory: Unpack[Factory]

@@ -201,10 +201,10 @@ class VisionLayer(StagedLayer):
     def parts(self) -> LayerParts:
         return LayerParts(self.norm1, self.attn.qkv, self.attn.attention, self.attn.proj, self.norm2, self.mlp)
 
-    def before(self, normed: Tensor, *angles: Tensor) -> Tensor:
+    def before_attention(self, normed: Tensor, *angles: Tensor) -> Tensor:
         if isinstance(self.attn, VisionAttention):
             return self.attn.rotated(normed, *angles)
-        return super().before(normed)
+        return super().before_attention(normed)
 
     def mixing_products(self, length: int) -> int:
         return self.attn.products(length) if isinstance(self.attn, GridConvolution) else super().mixing_products(length)
@@ -219,7 +219,7 @@ class VisionLayer(StagedLayer):
 class QwenVisionTower(SquaresVision):
     """Images of any size, or videos, to embeddings. Module names match checkpoints."""
 
-    any_size = True
+    has_dynamic_resolution = True
 
     def __init__(self, spec: QwenVisionSpec, **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)

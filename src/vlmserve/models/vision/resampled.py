@@ -101,7 +101,7 @@ class TowerLayer(StagedLayer):
     def parts(self) -> LayerParts:
         return LayerParts(self.ln_1, self.attn.in_proj, self.attn.attention, self.attn.out_proj, self.ln_2, self.mlp)
 
-    def before(self, normed: Tensor, *angles: Tensor) -> Tensor:
+    def before_attention(self, normed: Tensor, *angles: Tensor) -> Tensor:
         return self.attn.qkv(normed)
 
 

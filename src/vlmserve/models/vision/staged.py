@@ -51,12 +51,12 @@ class StagedLayer(nn.Module):
     def parts(self) -> LayerParts:
         raise NotImplementedError
 
-    def before(self, normed: Tensor, *angles: Tensor) -> Tensor:
+    def before_attention(self, normed: Tensor, *angles: Tensor) -> Tensor:
         """``[tokens, size]`` to queries, keys and values side by side, ``[tokens, 3 * size]``."""
         qkv: Tensor = self.parts.qkv(normed)
         return qkv
 
-    def behind(self, stream: ResidualStream, attended: Tensor) -> None:
+    def after_attention(self, stream: ResidualStream, attended: Tensor) -> None:
         """Add the attention output, ``[tokens, size]``, and compute the rest of the layer."""
         stream.add(Unfinished(self.parts.output, attended))
         stream.add(self.parts.mlp(stream.normed(self.parts.second_norm)))
@@ -89,22 +89,22 @@ class StagedLayer(nn.Module):
         images: number of equal images, or their ranges. following: a norm that the layer may also compute. angles:
         cosines and sines of tokens, for rotary embeddings.
         """
-        before, behind = self._token_products
+        before, after = self._token_products
         norm, known = self.parts.first_norm, stream.known
 
         def begin(rows: Tensor, *angles: Tensor) -> Tensor:
-            return self.before(norm(rows) if known is None else rows, *angles)
+            return self.before_attention(norm(rows) if known is None else rows, *angles)
 
         qkv = yield from by_rows(begin, before, budget, stream.rows if known is None else known, *angles)
         attended = yield from self.mixed(qkv, images, budget)
 
         def end(attended: Tensor, rows: Tensor) -> ResidualStream:
             part = ResidualStream(rows)
-            self.behind(part, attended)
+            self.after_attention(part, attended)
             part.finish(following)
             return part
 
-        return ResidualStream.joined((yield from in_parts(end, behind, budget, attended, stream.rows)))
+        return ResidualStream.joined((yield from in_parts(end, after, budget, attended, stream.rows)))
 
 
 def with_following(layers: Iterable[L]) -> Iterator[tuple[L, Normalization | None]]:
@@ -124,7 +124,7 @@ class StagedVision(nn.Module):
     """The methods of `VisionEncoder` that follow from `in_stages` and `embeddings`."""
 
     larger_shape: tuple[int, ...] | None = None
-    any_size = False
+    has_dynamic_resolution = False
 
     def __init__(self, **factory: Unpack[Factory]) -> None:
         super().__init__()

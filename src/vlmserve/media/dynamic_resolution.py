@@ -1,4 +1,4 @@
-"""Preprocesses images for towers of any image size: an image keeps its shape, within bounds, in whole squares.
+"""Preprocesses images for towers with dynamic resolution: images keep their shape, within bounds.
 
 Equals Transformers' PIL processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-OCR and PaddleOCR-VL, except for large JPEGs
 (`media.processor`).
@@ -37,7 +37,7 @@ Widening = Literal["down", "nearest"]
 
 
 @dataclass(frozen=True)
-class AnySizeKind:
+class DynamicResolutionKind:
     """Differences that the processors' settings do not tell."""
 
     bounds: tuple[int, int] = IMAGE_BOUNDS
@@ -48,12 +48,12 @@ class AnySizeKind:
     """The bounds count an image's pixels once for each frame of a patch."""
 
 
-_GLM = AnySizeKind(bounds=(112 * 112, 28 * 28 * 15000), widening="down", counts_frames=True)
-KINDS: Mapping[str, AnySizeKind] = {
-    "Qwen2": AnySizeKind(),
+_GLM = DynamicResolutionKind(bounds=(112 * 112, 28 * 28 * 15000), widening="down", counts_frames=True)
+KINDS: Mapping[str, DynamicResolutionKind] = {
+    "Qwen2": DynamicResolutionKind(),
     "Glm4": _GLM,
     "GlmOcr": _GLM,
-    "PaddleOCRVL": AnySizeKind(bounds=(384 * 384, 1536 * 1536), widening="nearest"),
+    "PaddleOCRVL": DynamicResolutionKind(bounds=(384 * 384, 1536 * 1536), widening="nearest"),
 }
 """By prefix of the image processor's name."""
 LOW_DETAIL_PIXELS = 512 * 512
@@ -61,7 +61,7 @@ LOW_DETAIL_PIXELS = 512 * 512
 
 
 @dataclass(frozen=True)
-class AnySizeRecipe(Recipe):
+class DynamicResolutionRecipe(Recipe):
     side: int
     """Pixels along each side of an embedding."""
     min_pixels: int
@@ -74,13 +74,13 @@ class AnySizeRecipe(Recipe):
     strict: bool = False
     """Enforce `max_pixels` even if `min_pixels` in whole squares exceeds it; Transformers does not."""
     widening: Widening | None = None
-    """As in `AnySizeKind`."""
+    """As in `DynamicResolutionKind`."""
 
 
-class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
+class DynamicResolutionProcessor(RecipeProcessor[DynamicResolutionRecipe]):
     version = "any size v1"
 
-    def __init__(self, recipe: AnySizeRecipe, *, exact_pixels: bool = False) -> None:
+    def __init__(self, recipe: DynamicResolutionRecipe, *, exact_pixels: bool = False) -> None:
         self._follow(recipe, exact_pixels=exact_pixels)
 
     @classmethod
@@ -203,12 +203,14 @@ def pixel_bounds(settings: dict[str, Any], defaults: tuple[int, int]) -> tuple[i
     return int(least), int(most)
 
 
-def _kind_of(settings: dict[str, Any]) -> AnySizeKind:
+def _kind_of(settings: dict[str, Any]) -> DynamicResolutionKind:
     name = str(settings.get("image_processor_type"))
-    return next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), AnySizeKind())
+    return next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), DynamicResolutionKind())
 
 
-def _recipe(settings: dict[str, Any], overrides: ProcessorOverrides, defaults: tuple[int, int] | None) -> AnySizeRecipe:
+def _recipe(
+    settings: dict[str, Any], overrides: ProcessorOverrides, defaults: tuple[int, int] | None
+) -> DynamicResolutionRecipe:
     kind = _kind_of(settings)
     values = {
         **CLIP_LEVELS,
@@ -229,7 +231,7 @@ def _recipe(settings: dict[str, Any], overrides: ProcessorOverrides, defaults: t
     least = overrides.min_pixels or min(least, most)
     if least > most:
         raise ConfigurationError(f"--mm-processor-kwargs: min_pixels, {least:,}, is more than max_pixels, {most:,}")
-    return AnySizeRecipe(
+    return DynamicResolutionRecipe(
         side=side,
         min_pixels=least,
         max_pixels=most,

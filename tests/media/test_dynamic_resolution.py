@@ -15,8 +15,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from tests.models.test_qwen_vision import QWEN2, flat_patches, patches
 from tests.normalized import processed
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
-from vlmserve.media.any_size import LOW_DETAIL_PIXELS, AnySizeProcessor
 from vlmserve.media.budget import ImageBudget
+from vlmserve.media.dynamic_resolution import LOW_DETAIL_PIXELS, DynamicResolutionProcessor
 from vlmserve.media.images import DecodedImage
 from vlmserve.settings.config import ProcessorOverrides
 
@@ -73,7 +73,7 @@ def noise(width: int, height: int) -> Image.Image:
 def test_pixels_and_grid_equal_those_of_transformers(size: tuple[int, int], kind: str) -> None:
     image = noise(*size)
     theirs = of_transformers(kind)(images=image, return_tensors="pt")
-    processor = AnySizeProcessor.from_settings(KINDS[kind][0])
+    processor = DynamicResolutionProcessor.from_settings(KINDS[kind][0])
     pixels = processed(processor, DecodedImage.whole(image))
     rows, grid = rows_of(kind, torch.from_numpy(pixels))
     assert grid.tolist() == theirs["image_grid_thw"].tolist()
@@ -87,7 +87,7 @@ def test_pixels_and_grid_equal_those_of_transformers(size: tuple[int, int], kind
 def test_default_bounds_equal_transformers(kind: str) -> None:
     settings = {"image_processor_type": KINDS[kind][0]["image_processor_type"], "patch_size": 4}
     theirs = of_transformers(kind, size=KINDS[kind][1].size)
-    processor = AnySizeProcessor.from_settings(settings)
+    processor = DynamicResolutionProcessor.from_settings(settings)
     for side in (40, 4000):
         edge = side / processor.reduction((side, side))
         assert edge**2 / 4**2 == pytest.approx(theirs.get_number_of_image_patches(side, side))
@@ -108,40 +108,42 @@ def test_bounds_come_from_the_file_or_overrides(bounds: dict[str, Any]) -> None:
     settings = {"patch_size": 4, "merge_size": 2, **bounds}
     large, small = DecodedImage.whole(noise(3000, 2000)), DecodedImage.whole(noise(8, 8))
 
-    def areas(processor: AnySizeProcessor) -> list[int]:
+    def areas(processor: DynamicResolutionProcessor) -> list[int]:
         return [pixels.shape[2] * pixels.shape[3] for pixels in map(processor.process, (small, large))]
 
-    least, most = areas(AnySizeProcessor.from_settings(settings))
+    least, most = areas(DynamicResolutionProcessor.from_settings(settings))
     if bounds:
         assert 400 <= least <= 600
         assert 1200 <= most <= 1600
     else:
         assert 3136 <= least < most <= 1003520
     overrides = ProcessorOverrides(min_pixels=900, max_pixels=2500)
-    least, most = areas(AnySizeProcessor.from_settings(settings, overrides=overrides))
+    least, most = areas(DynamicResolutionProcessor.from_settings(settings, overrides=overrides))
     assert 900 <= least <= 1100
     assert 2000 <= most <= 2500
-    narrow = AnySizeProcessor.from_settings(settings, overrides=ProcessorOverrides(max_pixels=256))
+    narrow = DynamicResolutionProcessor.from_settings(settings, overrides=ProcessorOverrides(max_pixels=256))
     assert max(areas(narrow)) <= 256, "the file's lower bound gives way"
     with pytest.raises(ConfigurationError, match="min_pixels, 9,000,000, is more than max_pixels"):
-        AnySizeProcessor.from_settings(settings, overrides=ProcessorOverrides(min_pixels=9_000_000))
+        DynamicResolutionProcessor.from_settings(settings, overrides=ProcessorOverrides(min_pixels=9_000_000))
 
 
 def test_whatever_changes_pixels_changes_the_fingerprint() -> None:
     fingerprints = {
-        AnySizeProcessor.from_settings({**SETTINGS, **change}).fingerprint
+        DynamicResolutionProcessor.from_settings({**SETTINGS, **change}).fingerprint
         for change in ({}, {"max_pixels": 999}, {"merge_size": 1}, {"resample": 2}, {"do_normalize": False})
     }
-    processor = AnySizeProcessor.from_settings(SETTINGS)
-    fingerprints.add(AnySizeProcessor.from_settings(SETTINGS, overrides=ProcessorOverrides(min_pixels=100)).fingerprint)
+    processor = DynamicResolutionProcessor.from_settings(SETTINGS)
+    fingerprints.add(
+        DynamicResolutionProcessor.from_settings(SETTINGS, overrides=ProcessorOverrides(min_pixels=100)).fingerprint
+    )
     fingerprints |= {processor.within(ImageBudget(max_pixels=most)).fingerprint for most in (500, 600)}
-    fingerprints.add(AnySizeProcessor.from_settings(SETTINGS, exact_pixels=True).fingerprint)
+    fingerprints.add(DynamicResolutionProcessor.from_settings(SETTINGS, exact_pixels=True).fingerprint)
     assert len(fingerprints) == 9
     assert processor.within(ImageBudget()).fingerprint in fingerprints
 
 
 def test_request_bounds_may_narrow_but_not_widen() -> None:
-    processor = AnySizeProcessor.from_settings(SETTINGS)
+    processor = DynamicResolutionProcessor.from_settings(SETTINGS)
     narrow = processed(processor.within(ImageBudget(max_pixels=1000)), DecodedImage.whole(noise(200, 90)))
     assert 500 <= narrow.shape[2] * narrow.shape[3] <= 1000
     large = processed(processor.within(ImageBudget(min_pixels=2000)), DecodedImage.whole(noise(8, 8)))
@@ -160,9 +162,9 @@ def test_request_bounds_may_narrow_but_not_widen() -> None:
 
 def test_low_detail_is_small_without_an_explicit_size() -> None:
     settings = {**SETTINGS, "size": {"shortest_edge": 16 * 16, "longest_edge": 1024 * 1024}}
-    processor = AnySizeProcessor.from_settings(settings)
+    processor = DynamicResolutionProcessor.from_settings(settings)
 
-    def area(size: tuple[int, int], of: AnySizeProcessor = processor, **limits: int) -> int:
+    def area(size: tuple[int, int], of: DynamicResolutionProcessor = processor, **limits: int) -> int:
         pixels = processed(of.within(ImageBudget(**limits, low_detail=True)), DecodedImage.whole(noise(*size)))
         return pixels.shape[2] * pixels.shape[3]
 
@@ -170,9 +172,9 @@ def test_low_detail_is_small_without_an_explicit_size() -> None:
     assert area((64, 40)) == 64 * 40, "what is small stays as it is"
     assert 390_000 < area((900, 700), max_pixels=400_000) <= 400_000
     assert 300_000 <= area((64, 40), min_pixels=300_000) < 330_000
-    small = AnySizeProcessor.from_settings(SETTINGS)
+    small = DynamicResolutionProcessor.from_settings(SETTINGS)
     assert small.within(ImageBudget(low_detail=True)) is small, "the server's own bound is lower"
-    large = AnySizeProcessor.from_settings(settings, overrides=ProcessorOverrides(min_pixels=500_000))
+    large = DynamicResolutionProcessor.from_settings(settings, overrides=ProcessorOverrides(min_pixels=500_000))
     assert area((64, 40), large) < 1.02 * LOW_DETAIL_PIXELS, "the server's lower bound gives way"
     low = processor.within(ImageBudget(low_detail=True))
     assert low.fingerprint == processor.within(ImageBudget(max_pixels=LOW_DETAIL_PIXELS)).fingerprint
@@ -187,4 +189,4 @@ def test_low_detail_is_small_without_an_explicit_size() -> None:
 
 def test_an_image_that_is_too_narrow_is_refused() -> None:
     with pytest.raises(InvalidImageError, match="200 times as long as the other"):
-        processed(AnySizeProcessor.from_settings(SETTINGS), DecodedImage.whole(noise(1, 201)))
+        processed(DynamicResolutionProcessor.from_settings(SETTINGS), DecodedImage.whole(noise(1, 201)))
