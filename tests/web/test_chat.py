@@ -67,6 +67,16 @@ def test_newcomer_gets_an_answer_in_three_actions(pixie, visit):
     assert answer_of(page, 0) == "a red circle"
 
 
+def test_built_in_model_names_the_way_to_others(pixie, visit):
+    page = visit(pixie)
+    [card] = httpx.get(f"{pixie.url}/v1/models", timeout=60).json()["data"]
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{**card, "id": "pixie"}]}))
+    page.reload()
+    welcome = page.locator(".welcome")
+    expect(welcome).to_contain_text("names drawn shapes, their colours and places, counts them")
+    expect(welcome.locator("code")).to_have_text("vlmserve doctor")
+
+
 def test_suggestions_about_the_sample_are_answered(pixie, visit):
     page = visit(pixie)
     suggested = page.get_by_role("group", name="Suggested questions").get_by_role("button")
@@ -295,6 +305,26 @@ def test_conversation_is_stored_and_opened_elsewhere(pixie, visit):
     wait_until(lambda: files_of(pixie) == before)
 
 
+UPLOAD = """() => {
+  const send = XMLHttpRequest.prototype.send;
+  XMLHttpRequest.prototype.send = function (form) {
+    this.upload.dispatchEvent(new ProgressEvent("progress", { loaded: form.get("file").size / 4 }));
+    window.release = () => send.call(this, form);
+  };
+}"""
+"""Holds uploads back after a quarter."""
+
+
+def test_progress_of_an_upload_is_shown(pixie, visit):
+    page = visit(pixie)
+    keep_on_server(page)
+    page.evaluate(UPLOAD)
+    ask(page, "What colour is the circle?", SHAPES)
+    expect(page.get_by_role("progressbar", name="Sending files: 25%")).to_have_attribute("value", "0.25")
+    page.evaluate("release()")
+    assert answer_of(page, 0) == "red"
+
+
 def test_document_is_asked_about_by_pages(pixie, visit):
     page = visit(pixie)
     add(page, DOCUMENT)
@@ -311,6 +341,7 @@ def test_document_is_asked_about_by_pages(pixie, visit):
     page.get_by_role("button", name="Open shapes.pdf").click()
     pages = page.get_by_role("list", name="Pages").locator("img")
     expect(pages).to_have_count(2)
+    expect(page.get_by_role("list", name="Pages").get_by_role("listitem")).to_have_text(["1", "2"])
     assert pages.last.evaluate("image => image.decode().then(() => image.naturalWidth)") > 100
     with page.expect_download() as saved:
         page.get_by_role("link", name="Save shapes.pdf").click()
@@ -550,6 +581,8 @@ def test_markdown_renders_without_loading_remote_content(pixie, visit):
     expect(answer.locator("strong")).to_have_text("bold")
     expect(answer.locator("td")).to_have_text(["1", "2"])
     expect(answer.locator(".hljs-string")).to_have_text("'hi'")
+    expect(answer.get_by_label("Code in python")).to_be_visible()
+    expect(answer.get_by_text("python", exact=True)).to_be_visible()
     expect(answer.locator("img, script")).to_have_count(0)
     page.get_by_role("button", name="Copy the code").click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
@@ -566,18 +599,21 @@ def test_formulas_and_tables_are_set_as_written(pixie, visit):
     answering(
         page,
         events(
-            "It is $5 or $6, with $x^2$ and\n\n\\[ \\frac{1}{2} \\]\n\n",
+            "It is $5 or $6, with $x^2$, \\(y^2\\) and\n\n\\[ \\frac{1}{2} \\]\n\n$$\n\\frac{3}{4}\n$$\n\n",
             "`$y$`\n\n\u05e9\u05dc\u05d5\u05dd 1\n\n",
             table,
         ),
     )
+    loaded = "performance.getEntriesByType('resource').some(({ name }) => name.includes('/katex-'))"
+    assert not page.evaluate(loaded)
     ask(page, "why?")
     answer = page.locator(".turn.answer .markdown")
-    expect(answer.locator(".formula math")).to_have_count(2)
-    expect(answer.locator(".formula.display .mfrac")).to_have_count(1)
+    expect(answer.locator(".formula math")).to_have_count(4)
+    expect(answer.locator(".formula.display .mfrac")).to_have_count(2)
+    assert page.evaluate(loaded)
     expect(answer.locator("p").first).to_contain_text("It is $5 or $6, with ")
     expect(answer.locator("code")).to_have_text("$y$")
-    assert answer.locator("p").nth(3).evaluate("one => getComputedStyle(one).direction") == "rtl"
+    assert answer.locator("p").last.evaluate("one => getComputedStyle(one).direction") == "rtl"
     height = answer.locator("th").first.evaluate("cell => cell.offsetHeight")
     cells = answer.locator("td").evaluate_all("cells => cells.map((cell) => cell.offsetHeight)")
     assert max(cells) <= height
@@ -691,6 +727,11 @@ def test_adapters_are_chosen_and_named_with_answers(adapted, visit):
 def test_what_is_set_is_sent_and_remembered(pixie, visit):
     page = visit(pixie)
     page.get_by_role("button", name="Settings").click()
+    [card] = httpx.get(f"{pixie.url}/v1/models", timeout=60).json()["data"]
+    usual = card["default_parameters"]
+    for label, name in {"Temperature": "temperature", "Top-p": "top_p", "Top-k": "top_k"}.items():
+        expect(page.get_by_label(label)).to_have_attribute("placeholder", f"{usual[name]:g}")
+    page.get_by_label("System prompt").fill("Answer with a word.")
     page.get_by_label("Temperature").fill("0.5")
     page.get_by_label("Max tokens").fill("2")
     page.get_by_label("Dark").check()
@@ -701,6 +742,7 @@ def test_what_is_set_is_sent_and_remembered(pixie, visit):
         ask(page, "Describe the image.", SHAPES)
     body = sent.value.post_data_json
     assert (body["temperature"], body["max_completion_tokens"]) == (0.5, 2)
+    assert body["messages"][0] == {"role": "system", "content": "Answer with a word."}
     assert "top_p" not in body
     expect(page.get_by_text("reached the token limit")).to_be_visible()
 
