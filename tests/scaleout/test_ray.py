@@ -82,9 +82,9 @@ class Command:
         """Its exit status, once it has ended by itself."""
         return self._process.wait(60)
 
-    def stop(self) -> int:
-        """Interrupt it as Ctrl-C does."""
-        self._process.send_signal(signal.SIGINT)
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """Interrupt it, by default as Ctrl-C does."""
+        self._process.send_signal(number)
         self.lines += self._process.communicate(timeout=60)[0].splitlines(keepends=True)
         print(self.log(), file=sys.stderr)
         return self._process.returncode
@@ -233,6 +233,12 @@ def test_second_gateway_serves_and_a_third_replaces_it(cluster):
             assert third.url == gateway.url
             assert gateway.wait() == 0
             assert ask(gateway.url).status_code == 200
+
+
+def test_sigterm_ends_a_gateway_after_its_requests(cluster):
+    with running("gateway", "--port", "0", *cluster.ray()) as gateway:
+        wait_for(gateway.url)
+        assert gateway.stop(signal.SIGTERM) == 0
 
 
 def test_requests_go_on_after_rays_head(cluster):

@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import ray
 from ray import serve
@@ -213,9 +214,9 @@ def _local_ray(cores: int) -> Iterator[None]:
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
     _keep_to_loopback()
     logging.getLogger(authentication_token_setup.__name__).addFilter(_concerns_users)
-    ray.init(
+    _start_ray(
         address="local", num_cpus=max(2, cores), include_dashboard=False, object_store_memory=_OBJECT_STORE,
-        namespace=NAMESPACE, logging_level="WARNING", log_to_driver=False,
+        log_to_driver=False,
     )  # fmt: skip
     head.log_messages()
     logging.getLogger(SERVE_LOGGER_NAME).setLevel(logging.WARNING)
@@ -226,6 +227,15 @@ def _local_ray(cores: int) -> Iterator[None]:
         left = head.family() if head.has_ended() else []  # Ray's agents wait for their head
         ray.shutdown()
         head.kill(left)
+
+
+def _start_ray(**options: Any) -> None:
+    """Ray exits at SIGTERM. Keep the handler that lets requests finish."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(namespace=NAMESPACE, logging_level="WARNING", **options)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _concerns_users(record: logging.LogRecord) -> bool:
@@ -263,7 +273,7 @@ def _joined(address: str) -> Iterator[None]:
     if _is_on_loopback(address):
         _keep_to_loopback()
     try:
-        ray.init(address=address, namespace=NAMESPACE, logging_level="WARNING")
+        _start_ray(address=address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigurationError(
