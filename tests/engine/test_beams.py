@@ -115,6 +115,23 @@ def test_searches_that_lack_blocks_find_the_same(llama: Oracle, blocks: int, cac
     assert engine.stats().preemptions > 0
 
 
+@pytest.mark.parametrize("steps", range(1, NEW_TOKENS))
+def test_new_beams_give_way_and_return(llama: Oracle, steps: int) -> None:
+    """Three equal urgent prompts want all places, but two wait for the first, whose blocks they share."""
+    engine = engine_for(llama, max_num_seqs=3, block_size=4)
+    prompt, urgent = llama.prompt(0, 17), llama.prompt(1, 30)
+    engine.add(request("search", prompt, 2))
+    for _ in range(steps):
+        engine.step()
+    for number in range(3):
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        engine.add(EngineRequest(str(number), urgent, params, priority=-1))
+    beams = finished(engine)["search"].beams
+    assert beams is not None
+    assert [beam.token_ids for beam in beams] == expected(llama, prompt, 2)
+    assert engine.stats().preemptions >= 2
+
+
 @pytest.mark.usefixtures("kernels")
 def test_images_are_searched_about(llava: Oracle) -> None:
     prompts = [llava.prompt(seed, *parts) for seed, parts in enumerate([(5, "image", 9), ("image", 3), (7, "image")])]

@@ -39,12 +39,12 @@ def filled(model: LoadedModel) -> KVTensors:
 
 
 def contents(tensors: KVTensors) -> Tensor:
-    return torch.from_numpy(np.array(tensors.contents(range(8))))
+    return torch.from_numpy(np.array(tensors.block_contents.of(range(8))))
 
 
 def test_blocks_change_alike_without_spare_memory(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     usual, careful = filled(model), filled(model)
-    read = usual.contents([6, 7])
+    read = usual.block_contents.of([6, 7])
     copies = [BlockCopy("copy", 1, 2), BlockCopy("copy", 0, 5), BlockCopy("fill", 0, 4), BlockCopy("fill", 1, 3)]
     step = SchedulerOutput(blocks_to_zero=[0, 7], block_copies=copies, block_contents=[*read])
     usual.prepare(step)
@@ -73,9 +73,18 @@ def test_written_tensors_are_not_copied_again(model: LoadedModel, monkeypatch: p
     assert torch.equal(contents(careful), contents(usual))
 
 
+def test_a_copy_reads_what_earlier_ones_wrote(model: LoadedModel) -> None:
+    tensors = filled(model)
+    before = contents(tensors)
+    pairs = [(1, 2), (2, 3), (4, 1), (3, 5), (6, 3), (3, 3), (0, 5), (5, 7)]
+    tensors.prepare(SchedulerOutput(block_copies=[BlockCopy("copy", *pair) for pair in pairs]))
+    holds = [0, 4, 1, 6, 4, 0, 6, 0]
+    assert torch.equal(contents(tensors), before[holds])
+
+
 def test_contents_are_gathered_in_parts(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = filled(model)
-    whole = tensors.contents([5, 1, 2])
-    monkeypatch.setattr(kv, "STAGED_BYTES", 2 * tensors.block_bytes)
+    whole = tensors.block_contents.of([5, 1, 2])
+    monkeypatch.setattr(kv, "STAGED_BYTES", 2 * tensors.block_contents.num_bytes)
     assert offload.STAGED_BYTES > kv.STAGED_BYTES
-    assert np.array_equal(tensors.contents([5, 1, 2]), whole)
+    assert np.array_equal(tensors.block_contents.of([5, 1, 2]), whole)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -95,9 +95,7 @@ class KVTensors:
 def _copy(
     copies: Iterable[BlockCopy], layers: Sequence[Blocks], host: HostBlocks | None, contents: Sequence[Bytes] = ()
 ) -> None:
-    for kind, group in itertools.groupby(copies, lambda copy: copy.kind):
-        # The last copy into a block wins. Sources can be read first, because no later source in the group was written.
-        by_target = {copy.target: copy.source for copy in group}
+    for kind, by_target in _groups(copies):
         sources, targets = list(by_target.values()), list(by_target)
         if kind == "copy":
             for tensor in (tensor for layer in layers for tensor in layer.tensors):
@@ -111,6 +109,21 @@ def _copy(
             host.save(sources, targets)
         else:
             host.load(sources, targets)
+
+
+def _groups(copies: Iterable[BlockCopy]) -> Iterator[tuple[str, dict[int, int]]]:
+    """Group consecutive copies that can read all sources before they write. Returns sources by target.
+
+    The last copy into a block wins.
+    """
+    for kind, group in itertools.groupby(copies, lambda copy: copy.kind):
+        by_target: dict[int, int] = {}
+        for copy in group:
+            if kind == "copy" and copy.source in by_target:
+                yield kind, by_target
+                by_target = {}
+            by_target[copy.target] = copy.source
+        yield kind, by_target
 
 
 def _clear(layers: Sequence[LayerCache], blocks: Sequence[int]) -> None:
