@@ -35,7 +35,7 @@ from tests.media.test_tiles import (
     Counter,
     next_processor,
     split_processor,
-    written,
+    text_of,
 )  # fmt: skip
 from tests.normalized import normalized
 from vlmserve.errors import InvalidRequestError
@@ -222,7 +222,7 @@ def test_images_have_as_many_tiles_as_fit(budget: ImageBudget, oracle: type[Any]
         image = prepared(ours, size, budget)
         pixels, text, rows, columns = split_by_transformers(oracle, noise(*size), budget)
         np.testing.assert_allclose(normalized(image), pixels, rtol=0, atol=1e-6)
-        assert written(ours, image.num_tokens, image.text) == text
+        assert text_of(image) == text
         assert (seen(image).model_width, seen(image).model_height) == (max(columns, 1) * 16, max(rows, 1) * 16)
         tiles.add((rows, columns))
     assert len(tiles) > (budget.max_pixels != 256)

@@ -17,7 +17,7 @@ from tests.paged import PagedRun
 from vlmserve.devices.device import Device
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.extension import supported_isas
-from vlmserve.kernels.operations import AnyWeight, Product, Table
+from vlmserve.kernels.operations import AnyWeight, LinearKernel, Table
 from vlmserve.layers.linear import Linear, TiedEmbedding, Weight
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
@@ -101,7 +101,7 @@ def test_heads_keep_finer_inputs_than_layers_of_w8a8() -> None:
     class Noting(Device):
         """What kernels would multiply."""
 
-        def linear(self, weight: AnyWeight, *args: Any) -> Product:
+        def linear(self, weight: AnyWeight, *args: Any) -> LinearKernel:
             self.weight = weight
             return super().linear(weight, *args)
 

@@ -11,7 +11,7 @@ struct StateBatch {
     std::int32_t starts[4] = {0, 1, 74, TOKENS}, sources[3] = {1, 3, 4}, targets[3] = {1, 4, 2}, positions[3] = {9, 60, 133},
                  sequences[3] = {0, 1, 3};
 
-    StateRows rows() const { return {starts, sources, targets, positions, sequences, 2}; }
+    StateRows rows() const { return {starts, sources, targets, positions, sequences, nullptr, 2}; }
 };
 
 // What causal convolutions read: tails before the rows of each segment.
@@ -148,7 +148,7 @@ inline void test_convolution(int dtype) {
     auto expected = convolved.run(batch, weight, [&](long row, long channel) {
         return rounded(dtype, mixed[row * width + channel] * mixed[row * width + 2 * channels + channel]);
     });
-    kernels->convolution({mixed.data(), static_cast<const float*>(weight.data()), tail.data(), output.data(), batch.rows(), channels,
+    kernels->convolution({mixed.data(), static_cast<const float*>(weight.data()), tail.data(), nullptr, output.data(), batch.rows(), channels,
                           kernel, dtype, 2});
     for (long i = 0; i < tokens * channels; ++i) {
         double gated = mixed[i / channels * width + channels + i % channels] * expected[static_cast<std::size_t>(i)];
