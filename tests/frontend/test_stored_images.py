@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
+import mmap
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,8 +40,23 @@ def prepare(preparer: RequestPreparer, seed: int, salt: str = "") -> ImageInput:
     return preparer.chat([{"role": "user", "content": parts}], allow_local=True, cache_salt=salt).images[0].image
 
 
-def start(config: EngineConfig) -> RequestPreparer:
-    return RequestPreparer(resolve_model("pixie"), MediaConfig(), engine=config)
+def start(config: EngineConfig, folder: Path | None = None) -> RequestPreparer:
+    return RequestPreparer(folder or resolve_model("pixie"), MediaConfig(), engine=config)
+
+
+def opened(config: EngineConfig) -> StoredImages:
+    stored = start(config).media.image_cache.stored
+    assert isinstance(stored, StoredImages)
+    return stored
+
+
+def edited(folder: Path, change: Callable[[dict[str, Any]], None], name: str) -> Path:
+    """Copy pixie without weights, and change one of its files."""
+    copy = shutil.copytree(resolve_model("pixie"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = json.loads((copy / name).read_text())
+    change(settings)
+    (copy / name).write_text(json.dumps(settings))
+    return copy
 
 
 def equal(one: ImageInput, other: ImageInput) -> bool:
@@ -63,6 +83,43 @@ def test_later_starts_decode_no_known_image(
         prepare(again, 1, salt="tenant")
 
 
+def keep_class_token(config: dict[str, Any]) -> None:
+    config["vision_feature_select_strategy"] = "full"
+
+
+def rename_last_token(tokenizer: dict[str, Any]) -> None:
+    model = tokenizer["model"]
+    model["merges"].pop()
+    model["vocab"]["renamed"] = model["vocab"].pop(max(model["vocab"], key=model["vocab"].get))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "added"), [("config.json", keep_class_token, 1), ("tokenizer.json", rename_last_token, 0)]
+)
+def test_models_share_no_prepared_images(
+    config: EngineConfig, tmp_path: Path, name: str, change: Callable[[dict[str, Any]], None], added: int
+) -> None:
+    """Their pixels may be equal, but not the tokens of an image. added: tokens of the other model's image."""
+    first = prepare(start(config), 1)
+    wait_until(lambda: [*tmp_path.glob("*.entry")] != [])
+    other = start(config, edited(tmp_path / "other", change, name))
+    assert prepare(other, 1).num_tokens == first.num_tokens + added
+    stats = other.media.image_cache.stats()
+    assert (stats.hits, stats.misses) == (0, 1)
+
+
+def test_read_images_share_no_memory(config: EngineConfig, tmp_path: Path) -> None:
+    stored, pixels = opened(config), np.zeros((1, 3, 400, 400), np.uint8)
+    stored.store(KEY, ImageInput(KEY, pixels, 1))
+    wait_until(lambda: [*tmp_path.glob("*.entry")] != [])
+    found = stored.read(KEY)
+    assert found is not None
+    memory: Any = found.pixels
+    while not isinstance(memory, mmap.mmap):
+        memory = memory.obj if isinstance(memory, memoryview) else memory.base
+    assert len(memory) < 1.1 * pixels.nbytes
+
+
 def test_changed_files_are_decoded_again(config: EngineConfig, tmp_path: Path) -> None:
     first = prepare(start(config), 1)
     wait_until(lambda: [*tmp_path.glob("*.entry")] != [])
@@ -86,8 +143,7 @@ def test_all_fields_are_read_back(config: EngineConfig, tmp_path: Path) -> None:
         KEY, pixels, 13, (2, 2, 3), tiling=masks, text=((6, 17),), end_id=4, has_label=False,
         size=ImageSize(9, 8, 7, 5, (0.0, 0.5, 7.0, 5.0), 13), levels=Levels(1 / 255, (0.5,) * 3, None),
     )  # fmt: skip
-    stored = StoredImages.open(config)
-    assert stored is not None
+    stored = opened(config)
     stored.store(KEY, image)
     wait_until(lambda: [*tmp_path.glob("*.entry")] != [])
     found = stored.read(KEY)
@@ -96,8 +152,7 @@ def test_all_fields_are_read_back(config: EngineConfig, tmp_path: Path) -> None:
 
 
 def test_cache_without_memory_reads_from_disk(config: EngineConfig, tmp_path: Path) -> None:
-    stored = StoredImages.open(config)
-    assert stored is not None
+    stored = opened(config)
     image = ImageInput(KEY, np.zeros((1, 3, 2, 2), np.uint8), 1)
     stored.store(KEY, image)
     wait_until(lambda: [*tmp_path.glob("*.entry")] != [])

@@ -95,7 +95,7 @@ class RequestPreparer:
         if supports_images and engine.disk_cache:
             from vlmserve.frontend.stored_images import StoredImages
 
-            self.media.image_cache.stored = StoredImages.open(engine)
+            self.media.image_cache.stored = StoredImages.open(engine, folder, self.tokenizer)
         self.media.check_cache(least_embedding_bytes(engine, folder))
         self._template = None if template is None else _compile(template, self.tokenizer)
         with_tools = self._template

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
+import PIL
 from blake3 import blake3
 
-from vlmserve.cache.fetches import Buffers
 from vlmserve.cache.tiers import DiskTier, Entries
 from vlmserve.folders import code_digest
 from vlmserve.frames import pack, unpack
+from vlmserve.memory import huge_pages
+from vlmserve.prompt.files import read_json
+from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.settings.config import EngineConfig
 from vlmserve.steps import Bytes
 from vlmserve.types import ImageInput
 
 CODE = ("frames.py", "levels.py", "media", "tower_inputs.py", "types.py")
 """Modules and folders that prepared images depend on."""
+FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of a model that placeholders of images depend on. Keys cover pixels only."""
 _ALIGNMENT = 64
 
 
@@ -28,16 +35,15 @@ class StoredImages:
         self._tier = tier
 
     @classmethod
-    def open(cls, config: EngineConfig) -> StoredImages | None:
-        """None: not configured or not usable, which the engine logs."""
+    def open(cls, config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> StoredImages | None:
+        """folder, tokenizer: of the model. None: not configured or not usable, which the engine logs."""
         if not config.disk_cache:
             return None
         entries = Entries.at(config.disk_cache, config.disk_cache_memory)
-        identity = blake3(b"images" + code_digest(CODE).encode()).digest()
-        return cls(DiskTier(entries, identity)) if entries.is_usable(log=False) else None
+        return cls(DiskTier(entries, _identity(folder, tokenizer))) if entries.is_usable(log=False) else None
 
     def read(self, key: bytes) -> ImageInput | None:
-        content = self._tier.read(key, None, Buffers().take)
+        content = self._tier.read(key, None, _buffer)
         if content is None:
             return None
         content.flags.writeable = False  # requests share the image
@@ -57,6 +63,18 @@ class StoredImages:
             return whole
 
         self._tier.store(key, places[-1].stop, content)
+
+
+def _identity(folder: Path, tokenizer: Tokenizer) -> bytes:
+    """Digest what images depend on, except their keys. An image contains token ids."""
+    settings = [read_json(folder / name) for name in FILES]
+    parts = ["images", code_digest(CODE), PIL.__version__, tokenizer.digest.hex(), settings]
+    return blake3(json.dumps(parts, sort_keys=True).encode()).digest()
+
+
+def _buffer(size: int) -> Bytes:
+    """Images stay in memory for long, so each has pages of its own."""
+    return np.frombuffer(huge_pages(size), np.uint8)[:size]
 
 
 def _sizes(content: memoryview) -> Sequence[int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from blake3 import blake3
 from tokenizers import AddedToken
 
 from vlmserve.cancellation import check_cancelled
@@ -120,6 +121,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Count token ids, including added tokens."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def digest(self) -> bytes:
+        """Digest everything that token ids of a text depend on."""
+        return blake3(self._backend.to_str().encode()).digest()
 
     @cached_property
     def decoder_steps(self) -> dict[str, Any] | None:
