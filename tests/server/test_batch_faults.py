@@ -9,6 +9,7 @@ import sqlite3
 import time
 import types
 
+import httpx
 import openai
 import pytest
 
@@ -65,6 +66,13 @@ def test_rows_over_time_fail_and_answers_are_kept(slow):
     assert len(errors) == batch.request_counts.failed
     assert {one["error"]["code"] for one in errors} == {"batch_expired"}
     assert {one["custom_id"] for one in [*answers, *errors]} == {f"{number}" for number in range(100)}
+
+
+def test_server_that_runs_no_batches_says_so(slow, monkeypatch):
+    monkeypatch.setattr(slow.service, "config", slow.service.config.model_copy(update={"max_batches": 0}))
+    body = {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"}
+    answer = httpx.post(f"{slow.url}/v1/batches", json=body)
+    assert (answer.status_code, "--max-batches" in answer.text) == (503, True)
 
 
 def test_limits_of_batches(slow):

@@ -65,7 +65,7 @@ def _cards(request: Request) -> list[ModelCard]:
         facts = model.facts
         named = [card_of(name, facts.created, facts.abilities) for name in facts.names]
         for card in named if offered else ():
-            card.state = offered[own].state if own in offered else "loaded"
+            card.state = "loaded" if own not in offered or gateway.members_of(own) else offered[own].state
         cards += named
         for name, adapter in model.adapters.items():
             card = card_of(name, facts.created, facts.abilities)

@@ -144,6 +144,7 @@ class Gateway:
         self._told = frozenset(urls)
         gone = [member for url, member in self.members.items() if url not in self._told and member.offer is not None]
         for member in gone:
+            self._lose(member)
             member.offer = None
         self.hosts.update()
         self._connect()
@@ -156,6 +157,7 @@ class Gateway:
             member.listening = asyncio.ensure_future(self._listen(member))
         for url in self.members.keys() - urls:
             member = self.members.pop(url)
+            member.is_heard = False
             if member.listening is not None:
                 member.listening.cancel()
             member.upstream.close()
@@ -199,20 +201,23 @@ class Gateway:
         name: the requested model or adapter; None: any worker will do. held: closes after the answer. Raises
         UnavailableError.
         """
-        own = self._offered(name)
-        if own is not None:
-            if not self.members_of(own):
-                await self.hosts.load(own, held, functools.partial(self._responds, own))
-            return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.absent(name)):
-                while self.absent(name):
+            async with asyncio.timeout(self._absence(name)):
+                while self._absence(name):
                     await self.change_of_worker()
+        own = self._offered(name)
+        if own is not None and not self.members_of(own):
+            await self.hosts.load(own, held, functools.partial(self._responds, own))
 
     def absent(self, name: object) -> float:
         """Seconds that a request waits for a worker; 0 if there is one, or none is expected."""
-        if (offered := self._offered(name)) is not None:
-            return 0.0 if self.members_of(offered) else SILENCE
+        own = self._offered(name)
+        if own is None or not self.hosts.can_load(own):
+            return self._absence(name)
+        return 0.0 if self.members_of(own) else SILENCE
+
+    def _absence(self, name: object) -> float:
+        """Seconds that a request waits for a worker in place of the last one, which has left."""
         own = self._names.get(name) if isinstance(name, str) else None
         return self._absences.left(name if own is None else own)
 
@@ -262,7 +267,7 @@ class Gateway:
         for name, model in self.models.items():
             if len(model.router.fleet):
                 return name, model.router
-        raise self.problem() or UnavailableError("No worker is ready yet; try again soon")
+        raise self.problem() or UnavailableError("No model is loaded; a request to one loads it")
 
     def send(
         self, router: Router, key: RequestKey, excluded: Collection[str], account: Account | None
@@ -361,7 +366,8 @@ class Gateway:
                     self._charge(sent, feedback.prompt_tokens + feedback.completion_tokens)
 
     def _hear_offer(self, member: Member, offer: Offer) -> None:
-        if not member.is_heard:
+        is_back = not member.is_heard
+        if is_back:
             member.is_heard = True
             logger.info("The worker %s at %s answers; it has %d models", offer.name, member.url, len(offer.models))
         before = self.hosts.names, self.hosts.urls, self.hosts.draining
@@ -369,6 +375,8 @@ class Gateway:
         if before != (self.hosts.names, self.hosts.urls, self.hosts.draining):
             self._connect()
             self.update_models()
+        if is_back:
+            self._note_absences(offer)
         self._changed.set()
 
     def _charge(self, sent: Sent, tokens: int) -> None:
@@ -381,6 +389,8 @@ class Gateway:
             return
         member.is_heard = False
         if member.hello is None:
+            if member.offer is not None:
+                self._note_absences(member.offer)
             self._changed.set()
             return
         self.adapters.leave(member.url)
@@ -392,7 +402,12 @@ class Gateway:
 
     def _note_absence(self, model: str) -> None:
         names = [name for name, own in self._names.items() if own == model]
-        self._absences.note(model, names, is_served=bool(self.members_of(model)))
+        is_served = bool(self.members_of(model)) or self.hosts.can_load(model)
+        self._absences.note(model, names, is_served=is_served)
+
+    def _note_absences(self, offer: Offer) -> None:
+        for offered in offer.models:
+            self._note_absence(offered.name)
 
     def update_models(self) -> None:
         self._changed.set()

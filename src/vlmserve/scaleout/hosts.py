@@ -90,6 +90,10 @@ class Hosts:
             if member.offer is not None and member.is_heard
         ]
 
+    def can_load(self, model: str) -> bool:
+        """Return whether a worker that answers offers a model."""
+        return any(host.is_heard for host, _ in self._offers_of(model))
+
     def has_loaded(self, model: str) -> bool:
         return model in self.models and self.models[model].state == "loaded"
 
@@ -107,7 +111,7 @@ class Hosts:
         def cost(host: Member, offered: OfferedModel) -> tuple[Any, ...]:
             assert host.offer is not None
             is_asked = self._asked[host.url, model] > 0
-            if offered.state in ("loaded", "loading") or is_asked:
+            if (offered.state in ("loaded", "loading") and not offered.draining) or is_asked:
                 return 0, host.url
             users = sum(one.users for one in host.offer.models)
             lacking = offered.size - self._room(host.offer, host.url)

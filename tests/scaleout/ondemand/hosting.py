@@ -63,9 +63,7 @@ class Hosting:
     async def __aenter__(self) -> Hosting:
         front = ServerConfig(port=0, access_log=False)
         self.gateway = Gateway(front, GatewayConfig(), TOKEN)
-        self.workers = [
-            Hosted(f"worker-{number}", self._listed, room, self._patience) for number, room in enumerate(self._rooms)
-        ]
+        self.workers = [self.new_worker(f"worker-{number}", room) for number, room in enumerate(self._rooms)]
         self._web = WebServer(create_app(self.gateway), front, bind(front))
         self._web.start()
         self.gateway.set_workers([worker.url for worker in self.workers])
@@ -79,6 +77,9 @@ class Hosting:
             await worker.close()
         await self._web.stop()
         await self.gateway.close()
+
+    def new_worker(self, name: str, room: int) -> Hosted:
+        return Hosted(name, self._listed, room, self._patience)
 
     def _all_are_known(self) -> bool:
         """The gateway has heard how large each model of each worker is, or why it cannot be loaded."""

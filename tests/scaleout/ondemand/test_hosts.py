@@ -16,7 +16,11 @@ from tests.scaleout.ondemand.hosting import Hosting
 from tests.scaleout.ondemand.serving import SIZE, TOKEN, list_models, make_models
 from tests.scaleout.processes import ForkedMember
 from tests.waiting import until
-from vlmserve.scaleout.member_messages import HostLaunch, ModelLaunch
+from vlmserve.scaleout import absence
+from vlmserve.scaleout.member_messages import HostLaunch, ModelLaunch, WorkerLaunch
+from vlmserve.scaleout.messages import TOKEN_HEADER
+from vlmserve.scaleout.ondemand import host
+from vlmserve.scaleout.ondemand import pool as pools
 from vlmserve.scaleout.settings import ModelsConfig
 from vlmserve.server import streams
 from vlmserve.settings.config import ServerConfig
@@ -95,7 +99,8 @@ async def test_another_worker_loads_if_a_load_dies(folder):
         assert cluster.loaded() == [set(), {"a", "b"}]
 
 
-async def test_another_worker_loads_if_a_worker_leaves(folder):
+@pytest.mark.parametrize("is_forgotten", [False, True])
+async def test_another_worker_loads_if_a_worker_leaves(folder, is_forgotten):
     async with Hosting(list_models(folder)) as cluster:
         first, second = cluster.workers
         ticket = await first.host.pool.enter("b")
@@ -103,10 +108,60 @@ async def test_another_worker_loads_if_a_worker_leaves(folder):
         asking = asyncio.ensure_future(cluster.ask("a"))
         await until(lambda: first.host.pool.models["a"].waiting or second.host.pool.models["a"].waiting)
         leaving, other = (first, second) if first.host.pool.models["a"].waiting else (second, first)
-        await leaving.close()
+        if is_forgotten:
+            cluster.gateway.set_workers([other.url])
+        else:
+            await leaving.close()
         other.host.pool.leave(full if other is second else ticket)
         assert (await asking).status_code == 200
         assert other.host.pool.models["a"].state == "loaded"
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_requests_wait_for_a_restarting_worker(folder, monkeypatch, is_known):
+    monkeypatch.setattr(absence, "PATIENCE", 60.0)
+    async with Hosting(list_models(folder), rooms=(1,)) as cluster:
+        assert (await cluster.ask("a")).status_code == 200
+        await cluster.workers[0].close()
+        if is_known:
+            await until(lambda: not any(member.is_heard for member in cluster.gateway.members.values()))
+        else:
+            cluster.gateway.set_workers([])
+        asking = [asyncio.ensure_future(cluster.ask(name)) for name in ("a", "b")]
+        await until(lambda: cluster.gateway.num_in_flight == 2)
+        cluster.workers[0] = cluster.new_worker("worker-0", 1)
+        cluster.gateway.set_workers([cluster.workers[0].url])
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200, 200]
+
+
+async def test_model_that_makes_room_loads_elsewhere(folder):
+    async with Hosting(list_models(folder), patience=0.0) as cluster:
+        pool = cluster.workers[0].host.pool
+        ticket = await pool.enter("a")
+        waiting = asyncio.ensure_future(pool.enter("b"))
+        await until(lambda: cluster.gateway.hosts.draining)
+        assert (await cluster.ask("a")).status_code == 200
+        assert cluster.loaded() == [{"a"}, {"a"}]
+        pool.leave(ticket)
+        pool.leave(await waiting)
+
+
+async def test_models_also_run_on_workers_of_one(folder):
+    listed = list_models(folder)
+    one = listed[0]
+    own = ServerConfig(port=0, served_model_name=one.name, storage_url="none", stats_interval=0)
+    launch = WorkerLaunch(
+        "alone", TOKEN, one.engine.model_dump_json(), one.media.model_dump_json(), own.model_dump_json()
+    )
+    process = ForkedMember(launch, patience=10.0, in_threads=True)
+    async with Hosting(listed, rooms=(1,)) as cluster:
+        url = await asyncio.to_thread(process.wait_until_up)
+        cluster.gateway.set_workers([cluster.workers[0].url, url])
+        await until(lambda: cluster.gateway.members_of("a"))
+        assert await cluster.states() == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
+        assert [(await cluster.ask(name)).json()["model"] for name in ("a", "b")] == ["a", "b"]
+        assert cluster.loaded() == [{"b"}]
+    process.close()
 
 
 async def test_failed_load_tells_its_reason(tmp_path):
@@ -142,6 +197,22 @@ async def test_running_model_stays_loaded(folder):
         assert cluster.loaded() == [{"b"}]
 
 
+async def test_unloading_waits_for_requests_without_a_report(folder, monkeypatch):
+    monkeypatch.setattr(pools, "STOP_SECONDS", 0.05)
+    async with Hosting(list_models(folder, mock_tpot=0.02), rooms=(1,)) as cluster:
+        assert (await cluster.ask("a", max_tokens=1)).status_code == 200
+        own = cluster.workers[0].host.pool
+        await until(lambda: own.shelf.slots["a"].is_idle)
+        monkeypatch.setattr(own, "report", lambda *_: None)
+        body = {"model": "a", "prompt": "What is", "max_tokens": 50, "stream": True}
+        async with cluster.client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            await anext(line async for line in lines if line.startswith("data: "))
+            waiting = asyncio.ensure_future(cluster.ask("b", max_tokens=1))
+            assert [line async for line in lines if line][-1] == "data: [DONE]"
+        assert (await waiting).status_code == 200
+
+
 async def test_busy_model_makes_room_after_patience(folder):
     async with Hosting(list_models(folder, mock_tpot=0.02), rooms=(1,), patience=0.2) as cluster:
         stop = asyncio.Event()
@@ -164,6 +235,8 @@ async def test_unknown_model_gets_known_names(folder):
         answer = await cluster.ask("d")
         assert (answer.status_code, "only 'a', 'b', 'c'" in answer.text) == (404, True)
         assert (await cluster.ask(None)).status_code == 400
+        answer = await cluster.client.get("/v1/files")
+        assert (answer.status_code, "No model is loaded" in answer.text) == (503, True)
 
 
 async def test_only_model_needs_no_name(folder):
@@ -195,6 +268,16 @@ async def test_workers_load_for_gateways_alone(folder):
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_a_gateway")
         assert (await client.get(f"{cluster.workers[0].url}/health")).status_code == 200
         assert not cluster.workers[0].started
+
+
+async def test_held_models_send_pings(folder, monkeypatch):
+    monkeypatch.setattr(host, "PING_SECONDS", 0.01)
+    async with Hosting(list_models(folder)) as cluster, httpx.AsyncClient(timeout=60) as client:
+        url, headers = f"{cluster.workers[0].url}/cluster/models", {TOKEN_HEADER: TOKEN}
+        async with client.stream("POST", url, json={"model": "a"}, headers=headers) as answer:
+            assert (await anext(answer.aiter_bytes())).startswith(b": ping\n\n")
+            assert cluster.workers[0].shelf.slots["a"].users == 1
+        await until(lambda: not cluster.workers[0].shelf.slots["a"].users)
 
 
 async def test_worker_process_drains_on_sigterm(folder):

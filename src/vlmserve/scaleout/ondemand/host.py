@@ -59,6 +59,8 @@ _PAUSE = 0.1
 """Seconds between attempts to connect to a model's process."""
 _MOST_BYTES, _MOST_ASKED = 64 * 1024, 100
 """Maximum bytes of a gateway's request, and of that many together."""
+PING_SECONDS = 30.0
+"""Seconds between pings to a gateway that uses a model: writes fail some minutes after its machine is gone."""
 _EXTRA_GRACE = 10.0
 """Seconds that processes get to end after their requests."""
 
@@ -172,7 +174,7 @@ def create_app(host: Host, token: str) -> ASGIApp:
             await host.load(request, held)
         except VLMServeError as error:
             return error_response(error, MODELS_PATH)
-        return EventStream(_nothing(), held, media_type=LINES)
+        return EventStream(_nothing(), held, PING_SECONDS, media_type=LINES)
 
     async def metrics(request: Request) -> Response:
         return PlainTextResponse(pool_metrics(host.pool), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE = 60.0
 """Seconds until another attempt to load a model that failed often."""
-_STOP_SECONDS = 10.0
+STOP_SECONDS = 10.0
 """Seconds that an unused worker gets to end."""
 _MEASURE_SECONDS = 5.0
 """Seconds between measurements of memory."""
@@ -160,7 +160,7 @@ class Pool:
         loaded = [slot for slot in self.shelf.slots.values() if slot.takes_requests]
         return max(loaded, key=lambda slot: slot.last_use).name if loaded else None
 
-    async def close(self, grace: float = _STOP_SECONDS) -> None:
+    async def close(self, grace: float = STOP_SECONDS) -> None:
         """End all processes, and kill slow ones after `grace` seconds."""
         self._closing = True
         for task in list(self._tasks):
@@ -255,7 +255,9 @@ class Pool:
         assert model.process is not None
         logger.info("Unloading %s: another model needs its memory", model.listed.name)
         model.process.terminate()
-        self._loop.call_later(_STOP_SECONDS, self._kill_if, model, model.run, "unloading")
+        # A gateway may have sent it a request since its latest report.
+        grace = STOP_SECONDS + model.listed.server.shutdown_grace
+        self._loop.call_later(grace, self._kill_if, model, model.run, "unloading")
 
     def _kill_if(self, model: Model, run: int, state: str, failure: str = "") -> None:
         """Kill a run of the model that is still in a state."""

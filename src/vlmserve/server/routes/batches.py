@@ -7,6 +7,7 @@ import uuid
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vlmserve.errors import UnavailableError
 from vlmserve.server.errors import json_response
 from vlmserve.server.guard import TENANT
 from vlmserve.server.history import needed_store, owner_of
@@ -21,6 +22,8 @@ async def create_batch(request: Request) -> Response:
     """Answer the requests of a file with low priority."""
     service: Service = request.app.state.service
     store, owner = needed_store(service), owner_of(request)
+    if not service.config.max_batches:
+        raise UnavailableError("No batches run here: --max-batches is 0, or the worker loads models on demand")
     tenant: bytes = request.scope.get(TENANT, b"")
     with service.bodies.share() as share:
         body = await read_parsed(request, BatchRequest, share)
