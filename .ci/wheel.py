@@ -31,6 +31,8 @@ QUESTION = "What colour is the circle?"
 SHAPES = {("red", "circle"), ("blue", "square"), ("yellow", "triangle")}
 """Colours and shapes in `examples/shapes.png`."""
 TIMEOUT = 120.0
+SETTINGS = ("VLMSERVE_", "HF_", "PYTHON", "XDG_")
+"""Prefixes of variables that name settings, or folders of whoever runs this."""
 LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -170,8 +172,8 @@ def check_answer(source: str, answer: str) -> None:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Of someone whose home is empty and who downloads no model."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLMSERVE_", "HF_", "PYTHON"))}
+    """An empty home, no settings and no downloads."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
     return kept | {"HOME": str(home), "HF_HUB_OFFLINE": "1"}
 
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import vlmserve
+from tests.ci_scripts import load
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -33,6 +34,14 @@ def test_the_wheel_has_every_file_of_the_package() -> None:
     left_out = [name for name in tracked if not any(fnmatch(name, one) for one in [*data, *sources, "*.py"])]
     assert len(tracked) > 400
     assert left_out == []
+
+
+def test_wheel_is_tried_without_settings_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLMSERVE_PORT", "HF_HOME", "XDG_CACHE_HOME", "PYTHONPATH"):
+        monkeypatch.setenv(name, "/elsewhere")
+    environment = load("wheel")["environment"](tmp_path)
+    assert "/elsewhere" not in environment.values()
+    assert (environment["HOME"], environment["HF_HUB_OFFLINE"]) == (str(tmp_path), "1")
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)

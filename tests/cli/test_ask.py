@@ -33,9 +33,10 @@ def test_files_alone_are_no_question(image: str) -> None:
     assert Question.read([image, "https://example.org/a.png"]).text == ""
 
 
-def test_missing_image_is_no_question() -> None:
-    with pytest.raises(InvalidImageError, match=r"missing\.png"):
-        Question.read(["missing.png"])
+@pytest.mark.parametrize("name", ["missing.png", "missing.heic"])
+def test_missing_image_is_no_question(name: str) -> None:
+    with pytest.raises(InvalidImageError, match=name):
+        Question.read([name])
 
 
 def test_two_questions_are_rejected() -> None:

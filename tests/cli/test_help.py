@@ -135,6 +135,7 @@ def test_help_of_a_command_may_come_first():
         ("collect-env", "there is no command collect-env: vlmserve doctor describes this machine"),
         ("qwen3-vl:2b", "there is no command qwen3-vl:2b: to use the model, type vlmserve serve qwen3-vl:2b or "),
         ("pixie", "there is no command pixie: to use the model, type vlmserve serve pixie or vlmserve run pixie"),
+        ("photo.heic", "there is no command photo.heic: to ask about it, type vlmserve ask photo.heic "),
         ("ask --image a.png -p hello", "vlmserve has no --image. Images and the question are arguments: vlmserve ask "),
         ("serve -ngl many", "the layers on the GPU are a whole number, all or auto, not many"),
         ("keys ad", "no such command 'ad'; did you mean 'add'? See vlmserve keys --help"),

@@ -46,6 +46,10 @@ class Served:
         assert response.json()["model"] == model
         return str([token["token"] for token in response.json()["choices"][0]["logprobs"]["content"]])
 
+    def card(self, model: str) -> dict:
+        headers = {"Authorization": f"Bearer {self.keys['user']}"}
+        return httpx.get(f"{self.live.url}/v1/models/{model}", headers=headers).json()
+
     def models(self) -> dict[str, dict]:
         headers = {"Authorization": f"Bearer {self.keys['user']}"}
         return {card["id"]: card for card in httpx.get(f"{self.live.url}/v1/models", headers=headers).json()["data"]}
@@ -135,10 +139,18 @@ def test_other_keys_may_not_change_served_adapters(served):
     assert served.post("/v1/unload_lora_adapter", lora_name="nothing").status_code == 404
 
 
-@pytest.mark.parametrize("name", ["../outside", "..", ".", "link", "a/b", "adapter-0/", "x" * 5000, "nothing"])
+@pytest.mark.parametrize("name", ["../outside", "..", ".", "link", "a/b", "adapter-0/", "x" * 5000, "nothing", "nothing:latest"])
 def test_names_reach_nothing_outside_of_the_folder(served, name):
     response = served.post("/v1/chat/completions", model=name, messages=QUESTION)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_adapter_names_may_have_ollamas_tag(served):
+    """As Ollama's list shows them."""
+    for name in ("fixed", "adapter-0"):
+        response = served.post("/v1/chat/completions", "user", model=f"{name}:latest", messages=QUESTION, max_tokens=1)
+        assert (response.status_code, response.json().get("model")) == (200, name), response.text
+        assert served.card(f"{name}:latest")["id"] == name
 
 
 def test_broken_folder_adapter_fails_its_requests(served):

@@ -13,7 +13,7 @@ import typer
 
 from vlmserve.cli.answers import ShownThoughts, describes, open_answers
 from vlmserve.errors import ConfigurationError
-from vlmserve.frontend.wire import URL_SCHEMES, medium_part
+from vlmserve.frontend.wire import URL_SCHEMES, is_image_name, medium_part
 from vlmserve.settings.config import EngineConfig, MediaConfig
 from vlmserve.types import SamplingParams
 
@@ -49,7 +49,7 @@ def _is_medium(word: str) -> bool:
     if word.startswith(URL_SCHEMES) or (len(word) <= _LONGEST_PATH and Path(expanduser(word)).is_file()):
         return True
     kind = mimetypes.guess_type(word)[0] or ""
-    return len(word.split()) == 1 and (kind.startswith(("image/", "video/")) or kind == "application/pdf")
+    return len(word.split()) == 1 and (is_image_name(word) or kind.startswith("video/") or kind == "application/pdf")
 
 
 def print_answer(

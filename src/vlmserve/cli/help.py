@@ -15,6 +15,7 @@ import typer.core
 from pydantic import ValidationError
 
 from vlmserve.cli.messages import WRONG_USE, report
+from vlmserve.frontend.wire import DOCUMENT_ENDINGS, is_image_name
 from vlmserve.settings.config import BUILT_IN_MODEL
 from vlmserve.settings.validation import did_you_mean, problem_text, value_text
 
@@ -173,11 +174,13 @@ class HelpfulGroup(typer.core.TyperGroup):
             return super().resolve_command(ctx, args)
 
     def _correction(self, args: Sequence[str]) -> str:
-        """For another program's command, and a model in the place of a command; else empty."""
+        """For another program's command, and a file or model in the place of a command; else empty."""
         for verb in (" ".join(args[:2]), args[0]):
             if verb in OTHER_VERBS and verb not in self.commands:
                 return f"there is no command {verb}: {OTHER_VERBS[verb]}"
         word = args[0]
+        if is_image_name(word) or word.lower().endswith(DOCUMENT_ENDINGS):
+            return f'there is no command {word}: to ask about it, type vlmserve ask {word} "What is this?"'
         if word == BUILT_IN_MODEL or any(sign in word for sign in "/:."):
             return f"there is no command {word}: to use the model, type vlmserve serve {word} or vlmserve run {word}"
         return ""

@@ -84,7 +84,7 @@ class Engine(BaseEngine):
     """
 
     overlaps: bool
-    """Submit a step before the previous one has ended."""
+    """Submit a step before the previous one has ended. Only devices with `draw_later` can, without other ranks."""
 
     def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
         if config.tensor_parallel_size == 1:

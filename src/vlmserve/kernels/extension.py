@@ -33,6 +33,7 @@ def load() -> ModuleType | None:
 
 
 native = load()
+"""None without kernels. `extension` raises then."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 

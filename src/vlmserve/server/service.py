@@ -303,7 +303,7 @@ class ServedNames:
         return tuple(dict.fromkeys((*self.own, *sorted(self._aliases), *adapters)))
 
     def check(self, name: str | None) -> None:
-        if not self.is_own(name) and not self._adapters.knows(self._client(), str(name)):
+        if not self.is_own(name) and not self._adapters.knows(self._client(), self.untagged(str(name))):
             adapters = [adapter for adapter, _ in itertools.islice(self.adapter_infos(), _MOST_SHOWN)]
             known = ", ".join(map(repr, [*self.own, *adapters]))
             raise UnknownModelError(f"There is no model {name!r:.100} here, only {known}", param="model")
@@ -322,5 +322,10 @@ class ServedNames:
         """
         if name is None or self.is_own(name):
             return ""
-        await self._adapters.resolve(client, name)
-        return name
+        own = self.untagged(name)
+        await self._adapters.resolve(client, own)
+        return own
+
+    def untagged(self, name: str) -> str:
+        """Remove Ollama's default tag, unless an adapter's name has it."""
+        return name if self._adapters.knows(self._client(), name) else name.removesuffix(LATEST)

@@ -45,5 +45,6 @@ async def show_model(request: Request, name: str) -> Response:
     service: Service = request.app.state.service
     service.names.check(name)
     if not service.names.is_own(name):
-        return json_response(next(card for card in _adapter_cards(request) if card.id == name))
+        own = service.names.untagged(name)
+        return json_response(next(card for card in _adapter_cards(request) if card.id == own))
     return json_response(_card(request, name if name in service.names.own else service.model_name))
