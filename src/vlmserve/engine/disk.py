@@ -20,6 +20,9 @@ from vlmserve.scheduler.resources.states import StateMemory
 from vlmserve.scheduler.resources.stored import Stored, StoredSizes
 from vlmserve.settings.config import EngineConfig
 
+CODE = (*PACKING, "cache", "runner")
+"""Modules and folders that entries depend on."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -75,5 +78,5 @@ class DiskCache:
 
 def _identity(config: EngineConfig, model: LoadedModel) -> bytes:
     """Digest what entries depend on, except their keys (images, tokens, adapters, salts)."""
-    parts = [model.identity.hex(), str(model.dtype), config.tensor_parallel_size, code_digest(PACKING)]
+    parts = [model.identity.hex(), str(model.dtype), config.tensor_parallel_size, code_digest(CODE)]
     return blake3(json.dumps(parts).encode()).digest()
