@@ -360,6 +360,7 @@ def test_checkpoint_of_an_answer_lacks_unapplied_drafts():
     first = request("a", 10, max_tokens=7)
     s.add(first)
     finish(s)
+    assert s.memory.draft_places == [0], "the place of accepted drafts is free again"
     following = request("b", 30)
     following.token_ids[:17] = first.token_ids
     assert cached(s, following) == 11
