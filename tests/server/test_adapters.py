@@ -139,7 +139,9 @@ def test_other_keys_may_not_change_served_adapters(served):
     assert served.post("/v1/unload_lora_adapter", lora_name="nothing").status_code == 404
 
 
-@pytest.mark.parametrize("name", ["../outside", "..", ".", "link", "a/b", "adapter-0/", "x" * 5000, "nothing", "nothing:latest"])
+@pytest.mark.parametrize(
+    "name", ["../outside", "..", ".", "link", "a/b", "adapter-0/", "x" * 5000, "nothing", "nothing:latest"]
+)
 def test_names_reach_nothing_outside_of_the_folder(served, name):
     response = served.post("/v1/chat/completions", model=name, messages=QUESTION)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
