@@ -168,7 +168,7 @@ def products(device: torch.device, sizes: Sizes) -> Report:
             report |= taken.named(f"{name}, {rows} rows")
     few = round_to_nearest(weight, bits=4, group_size=32, symmetric=False)
     if torch_int4.unsupported_reason(few, dtype) is None:
-        own = torch_int4.Int4Product(few, None, NO_EPILOGUE)
+        own = torch_int4.Int4LinearKernel(few, None, NO_EPILOGUE)
         turns = copies(own, own.num_bytes, device)
         for rows in (1, 8, 64):
             x = torch.randn(rows, inputs, device=device, dtype=dtype)

@@ -18,8 +18,8 @@ from vlmserve.devices.cuda import CudaCapture, CudaDevice, TritonDevice, open_cu
 from vlmserve.families.spec import ExpertsSpec
 from vlmserve.kernels.operations import NO_EPILOGUE
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.kernels.torch_float8 import Float8Product
-from vlmserve.kernels.torch_int4 import Int4Product
+from vlmserve.kernels.torch_float8 import Float8LinearKernel
+from vlmserve.kernels.torch_int4 import Int4LinearKernel
 from vlmserve.kernels.torch_products import QuantizedLinearKernel, TorchLinearKernel
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layer_specs import AttentionSpec
@@ -151,7 +151,7 @@ def test_what_triton_cannot_do_is_torchs(monkeypatch: pytest.MonkeyPatch, caplog
     values, groups = torch.zeros(16, 64, dtype=torch.uint8), torch.ones(16, 2)
     even, huge = (QuantizedWeight(4, 32, values, scale * groups, groups) for scale in (1.0, 1e6))
     assert not isinstance(device.linear(even, None, NO_EPILOGUE, torch.bfloat16), TorchLinearKernel)
-    assert isinstance(device.linear(huge, None, NO_EPILOGUE, torch.bfloat16), Int4Product)
+    assert isinstance(device.linear(huge, None, NO_EPILOGUE, torch.bfloat16), Int4LinearKernel)
     assert "linear of (16, 64): torch's 4-bit matmul" in caplog.text
     assert isinstance(device.linear(huge, None, NO_EPILOGUE, torch.float16), QuantizedLinearKernel)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
@@ -226,8 +226,8 @@ def test_float8_stays_where_a_gpu_multiplies_it(
         for device in (TritonDevice(GPU), CudaDevice(GPU)):
             assert device.multiplies(weight) == stays
             if stays:
-                assert isinstance(device.linear(weight, None, NO_EPILOGUE, torch.bfloat16), Float8Product)
-                assert isinstance(device.table(weight, torch.bfloat16), Float8Product)
+                assert isinstance(device.linear(weight, None, NO_EPILOGUE, torch.bfloat16), Float8LinearKernel)
+                assert isinstance(device.table(weight, torch.bfloat16), Float8LinearKernel)
     assert "linear of (16, 64): dequantized from float8 (float8 matmuls need compute capability 8.9" in caplog.text
 
 

@@ -7,7 +7,7 @@ import torch
 
 from vlmserve.kernels.operations import Epilogue
 from vlmserve.kernels.quantized import FLOAT8, QuantizedWeight
-from vlmserve.kernels.torch_float8 import LARGEST, Float8Product, unsupported_reason
+from vlmserve.kernels.torch_float8 import LARGEST, Float8LinearKernel, unsupported_reason
 from vlmserve.quant.formats.scaled import from_tensors
 
 
@@ -29,7 +29,7 @@ def test_matmul_rounds_inputs_first(kind: str, by_rows: bool) -> None:
     torch.manual_seed(0)
     scales = torch.rand(32) / 400 if by_rows else torch.full((32,), 0.002)
     weight, bias = made(scales, kind), torch.randn(32).bfloat16()
-    product = Float8Product(weight, bias.to(kind), Epilogue("silu"), torch.bfloat16, by_rows=by_rows)
+    product = Float8LinearKernel(weight, bias.to(kind), Epilogue("silu"), torch.bfloat16, by_rows=by_rows)
     x = torch.randn(2, 5, 64).bfloat16() * torch.tensor([0.1, 1, 10, 100, 1])[:, None].bfloat16()
     largest = x.double().abs().amax(2, keepdim=True) if by_rows else x.double().abs().amax()
     rounded = (x.float() / (largest / LARGEST).float()).to(FLOAT8).double() * largest / LARGEST

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vlmserve.kernels.operations import Epilogue
-from vlmserve.kernels.torch_int4 import Int4Product, unsupported_reason
+from vlmserve.kernels.torch_int4 import Int4LinearKernel, unsupported_reason
 from vlmserve.quant.methods.rtn import round_to_nearest
 
 
@@ -19,7 +19,7 @@ def test_the_product_is_that_of_the_weight(kind: str, symmetric: bool) -> None:
     plain, x, bias = torch.randn(64, 256) / 16, torch.randn(2, 3, 256).bfloat16(), torch.randn(64).bfloat16()
     weight = round_to_nearest(plain.to(kind), bits=4, group_size=32, symmetric=symmetric)
     assert unsupported_reason(weight, torch.bfloat16) is None
-    product = Int4Product(weight, bias.to(kind), Epilogue("silu"))
+    product = Int4LinearKernel(weight, bias.to(kind), Epilogue("silu"))
     ours = product(x.to(kind)).cpu().double()
     expected = torch.nn.functional.silu(x.double() @ weight.dequantize().cpu().double().T + bias.double())
     torch.testing.assert_close(ours, expected, atol=0.03, rtol=0.02)

@@ -159,18 +159,18 @@ class CudaDevice(Device):
         if not isinstance(weight, QuantizedWeight):
             return super().linear(weight, bias, epilogue, dtype)
         if weight.is_float8:
-            return torch_float8.Float8Product(weight, bias, epilogue, dtype, by_rows=self._multiplies_float8_rows)
+            return torch_float8.Float8LinearKernel(weight, bias, epilogue, dtype, by_rows=self._multiplies_float8_rows)
         reason = torch_int4.unsupported_reason(weight, dtype) or no_int4(self.torch_device)
         if reason is None:
             logger.info("linear of %s: torch's 4-bit matmul", tuple(weight.shape))
-            return torch_int4.Int4Product(weight, bias, epilogue)
+            return torch_int4.Int4LinearKernel(weight, bias, epilogue)
         logger.info("linear of %s: dequantized in each step (%s)", tuple(weight.shape), reason)
         return QuantizedLinearKernel(weight, bias, epilogue, dtype, block_elements=BLOCK_ELEMENTS)
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
         if isinstance(weight, QuantizedWeight) and weight.is_float8:
             by_rows = self._multiplies_float8_rows
-            return torch_float8.Float8Product(weight, None, Epilogue(float_output=True), dtype, by_rows=by_rows)
+            return torch_float8.Float8LinearKernel(weight, None, Epilogue(float_output=True), dtype, by_rows=by_rows)
         if isinstance(weight, QuantizedWeight):
             epilogue = Epilogue(float_output=True)
             return QuantizedLinearKernel(weight, None, epilogue, dtype, block_elements=BLOCK_ELEMENTS)
@@ -282,9 +282,9 @@ class TritonDevice(CudaDevice):
         if isinstance(weight, GGUFWeight):
             return super().linear(weight, bias, epilogue, dtype)
         if isinstance(weight, QuantizedWeight) and weight.is_float8 and self._multiplies_float8_rows:
-            from vlmserve.kernels.triton.float8 import TritonFloat8Product
+            from vlmserve.kernels.triton.float8 import TritonFloat8LinearKernel
 
-            return TritonFloat8Product(weight, bias, epilogue, dtype)
+            return TritonFloat8LinearKernel(weight, bias, epilogue, dtype)
         if (reason := unsupported_reason(weight, epilogue.activation)) is not None:
             logger.info("linear of %s: torch (%s)", tuple(weight.shape), reason)
             return super().linear(weight, bias, epilogue, dtype)

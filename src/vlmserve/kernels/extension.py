@@ -12,7 +12,7 @@ from vlmserve.kernels.cpu_record import mismatch
 
 logger = logging.getLogger(__name__)
 
-INTERFACE = 10
+INTERFACE = 11
 """Version of the functions' arguments, equal to csrc/module.cpp."""
 
 

@@ -76,8 +76,9 @@ class Segments(NamedTuple):
     ) -> Segments:
         """Take each sequence's rows at positions ``start <= i < end`` and its working slot.
 
-        By sequence index: sources, the slot to read (default: the working slot, or zeros at position 0), checkpoints,
-        the slot for the state after ``start < n <= end`` tokens, and drafts of sequences without checkpoints.
+        sources, checkpoints and drafts are by sequence index. A source is the slot to read; the default is the working
+        slot, or zeros at position 0. A checkpoint is the slot for the state after ``start < n <= end`` tokens. Only
+        sequences without checkpoints have drafts.
         """
         sources, checkpoints = sources or {}, checkpoints or {}
         segments: list[tuple[int, int, int, int]] = []

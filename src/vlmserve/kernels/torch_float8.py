@@ -31,7 +31,7 @@ def _has_one_scale(weight: QuantizedWeight) -> bool:
     return bool((weight.scales == weight.scales[0]).all())
 
 
-class Float8Product(TorchLinearKernel):
+class Float8LinearKernel(TorchLinearKernel):
     """One scale, or one per output.
 
     Inputs are rounded with a scale per row, or with one scale if the weight has one. The weight must pass

@@ -23,7 +23,7 @@ def unsupported_reason(weight: QuantizedWeight, dtype: torch.dtype) -> str | Non
     return None
 
 
-class Int4Product(TorchLinearKernel):
+class Int4LinearKernel(TorchLinearKernel):
     """A 4-bit weight for bfloat16 inputs, with scales and zero points rounded to bfloat16.
 
     The weight must pass `unsupported_reason`.

@@ -34,7 +34,7 @@ class PoolSizes(NamedTuple):
 
 
 class Contents:
-    """What is stored of KV blocks or state slots."""
+    """Copies KV blocks or state slots to the host, to store them."""
 
     def __init__(self, layers: Sequence[Blocks]) -> None:
         self._tensors = [tensor for layer in layers for tensor in layer.tensors]

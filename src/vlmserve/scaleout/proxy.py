@@ -48,8 +48,7 @@ from vlmserve.server.streams import LINES, begin_in_time
 
 GENERATING = frozenset(
     "/v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/decisions /v1/embeddings /v1/score /v1/rerank "
-    "/v2/rerank /pooling /classify /api/chat /api/generate /api/embed "
-    "/api/embeddings".split()
+    "/v2/rerank /pooling /classify /api/chat /api/generate /api/embed /api/embeddings".split()
 )
 """Paths that an engine answers."""
 _OF_A_MODEL = GENERATING | {"/v1/messages/count_tokens", "/tokenize", "/detokenize", "/api/show"}

@@ -7,16 +7,16 @@ import torch
 
 from tests.kernels.test_torch_float8 import made
 from vlmserve.kernels.operations import Epilogue
-from vlmserve.kernels.torch_float8 import Float8Product
+from vlmserve.kernels.torch_float8 import Float8LinearKernel
 from vlmserve.kernels.triton import rounding
-from vlmserve.kernels.triton.float8 import TritonFloat8Product
+from vlmserve.kernels.triton.float8 import TritonFloat8LinearKernel
 
 
-def products(device: torch.device) -> list[Float8Product]:
+def products(device: torch.device) -> list[Float8LinearKernel]:
     torch.manual_seed(0)
     weight = made(torch.rand(32) / 400, device.type)
     arguments = weight, None, Epilogue(), torch.bfloat16
-    return [TritonFloat8Product(*arguments), Float8Product(*arguments, by_rows=True)]
+    return [TritonFloat8LinearKernel(*arguments), Float8LinearKernel(*arguments, by_rows=True)]
 
 
 def test_rounded_inputs_give_torchs_product(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

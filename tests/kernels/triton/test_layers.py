@@ -38,9 +38,9 @@ from tests.paged import BlockTables, PagedRun
 from vlmserve.devices.device import Device
 from vlmserve.kernels.adapters import AdapterRows, Change, LowRank
 from vlmserve.kernels.operations import NO_EPILOGUE, Rounding
-from vlmserve.kernels.torch_float8 import Float8Product
+from vlmserve.kernels.torch_float8 import Float8LinearKernel
 from vlmserve.kernels.triton import attention, products
-from vlmserve.kernels.triton.float8 import TritonFloat8Product
+from vlmserve.kernels.triton.float8 import TritonFloat8LinearKernel
 from vlmserve.kernels.triton.products import MOST_ROWS, TritonLinearKernel
 from vlmserve.layers.layer import arrange_layers
 from vlmserve.layers.linear import Linear
@@ -303,7 +303,7 @@ def test_float8_matmuls_round_inputs_in_one_launch(launches: Launches) -> None:
     weight = made(torch.rand(32))
     arguments = weight, None, NO_EPILOGUE, torch.bfloat16
     counts = []
-    for product in (Float8Product(*arguments, by_rows=True), TritonFloat8Product(*arguments)):
+    for product in (Float8LinearKernel(*arguments, by_rows=True), TritonFloat8LinearKernel(*arguments)):
         launches.names.clear()
         with launches:
             product(torch.randn(3, 64).bfloat16())
@@ -341,7 +341,7 @@ def test_norms_and_activations_round_inputs(
     arrange_layers(modules, Float8Device(CPU))
     x, results, launches.computes = torch.randn(3, 64).bfloat16(), [], True
     for fuses in (False, True):
-        for product in (TritonLinearKernel, TritonFloat8Product):
+        for product in (TritonLinearKernel, TritonFloat8LinearKernel):
             monkeypatch.setattr(product, "fuses", fuses)
         launches.names.clear()
         with launches:

@@ -31,7 +31,7 @@ void convolve_segment(const ConvolutionArgs& args, const Segment& segment, long 
     const T* mixed = static_cast<const T*>(args.mixed) + segment.first * width + first;
     const T* tail = slot_of(static_cast<const T*>(args.tail), segment.source, of_slot);
     T* kept = slot_of(static_cast<T*>(args.tail), segment.target, of_slot) + first;
-    T* drafts = static_cast<T*>(args.drafts) + segment.kept * args.channels + first;
+    T* drafts = args.drafts ? static_cast<T*>(args.drafts) + segment.kept * args.channels + first : nullptr;
     const GatedInputs<T> inputs{{mixed, width, tail ? tail + first : nullptr, args.channels, args.kernel, drafts, args.channels,
                                  segment.accepted},
                                 2 * args.channels};

@@ -342,10 +342,12 @@ private:
 
     Inputs<T> inputs(const Segment& segment, const T* tail, long channel) const {
         return {mixed(segment.first, channel), shape_.width, tail ? tail + channel : nullptr, shape_.channels, args_.kernel,
-                drafts(segment) + channel, shape_.draft_width, segment.accepted};
+                drafts(segment, channel), shape_.draft_width, segment.accepted};
     }
 
-    T* drafts(const Segment& segment) const { return static_cast<T*>(args_.drafts) + segment.kept * shape_.draft_width; }
+    T* drafts(const Segment& segment, long column = 0) const {
+        return args_.drafts ? static_cast<T*>(args_.drafts) + segment.kept * shape_.draft_width + column : nullptr;
+    }
 
     const T* gates(long row) const { return static_cast<const T*>(args_.gates) + 2 * row * args_.value_heads; }
 
@@ -366,7 +368,8 @@ private:
 
     // Rows `first` to `last` of a segment, at most one chunk. Rows before the segment's are accepted drafts.
     void run_chunk(const Segment& segment, const T* tail, long first, long last, const float* source, float* target) {
-        const long rows = last - first, reached = smaller(rows, segment.last - segment.drafts - first), padded = rows == 1 ? 1 : (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
+        const long rows = last - first, reached = smaller(rows, segment.last - segment.drafts - first);
+        const long padded = rows == 1 ? 1 : (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
         const Parts all = parts();
         auto convolved = [&](long channel, long size, float* to, long stride) {
             convolve(inputs(segment, tail, channel), args_.convolution + channel, first - segment.first, last - segment.first,
@@ -408,9 +411,9 @@ private:
 
     // Decays and step sizes of a head's rows. Padding rows change nothing.
     void find_gates(const Segment& segment, long head, long first, long rows, long reached, long padded) const {
-        const T* accepted = drafts(segment) + shape_.channels;
-        for (long row = 0; row < rows; ++row, accepted += shape_.draft_width) {
-            const T* from = first + row < segment.first ? accepted : gates(first + row);
+        const T* accepted = drafts(segment, shape_.channels);
+        for (long row = 0; row < rows; ++row) {
+            const T* from = first + row < segment.first ? accepted + row * shape_.draft_width : gates(first + row);
             own_.beta[row] = to_float(from[head]);
             own_.total[row] = to_float(from[args_.value_heads + head]) + args_.dt_bias[head];
         }

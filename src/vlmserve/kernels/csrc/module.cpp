@@ -19,7 +19,7 @@ const Kernels* selected = nullptr;
 constexpr long LONG_WORK = 1L << 24;
 
 // Increment when arguments change, see kernels/extension.py.
-constexpr long INTERFACE = 10;
+constexpr long INTERFACE = 11;
 
 // Positional arguments. All are integers or addresses, except where `number` is called.
 class Arguments {

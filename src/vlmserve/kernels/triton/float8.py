@@ -9,14 +9,14 @@ from torch import Tensor
 
 from vlmserve.kernels.operations import Epilogue, RoundedRows, Rounding
 from vlmserve.kernels.quantized import FLOAT8, QuantizedWeight
-from vlmserve.kernels.torch_float8 import Float8Product
+from vlmserve.kernels.torch_float8 import Float8LinearKernel
 from vlmserve.kernels.triton.activations import ACTIVATIONS
 from vlmserve.kernels.triton.gated import Layout, finish
 from vlmserve.kernels.triton.rounding import round_rows
 
 
-class TritonFloat8Product(Float8Product):
-    """A `Float8Product` with one scale per output and per input row. A `RoundingLinearKernel`."""
+class TritonFloat8LinearKernel(Float8LinearKernel):
+    """A `Float8LinearKernel` with one scale per output and per input row. A `RoundingLinearKernel`."""
 
     fuses: ClassVar[bool] = True
     """The preceding norm or activation rounds its inputs. False, for measurements: the matmul rounds them."""

@@ -99,7 +99,8 @@ class Host:
         while not self._is_closing:
             offer, until = self.offer(), loop.time() + BEAT
             yield msgspec.json.encode(offer) + b"\n"
-            while not self._is_closing and loop.time() < until and _lasting(self.offer()) == _lasting(offer):
+            lasting = _lasting(offer)
+            while not self._is_closing and loop.time() < until and _lasting(self.offer()) == lasting:
                 await asyncio.sleep(_LOOK)
 
     async def load(self, request: Request, held: contextlib.ExitStack) -> None:

@@ -11,8 +11,6 @@ from vlmserve.scheduler.resources.memory import boundaries_of, num_reusable, tur
 
 NEAR = 16
 """Boundaries closer than this many tokens share a checkpoint, because prompts seldom part between them."""
-
-
 MAX_STORED_PLACES = 32
 """Maximum checkpoints of a prompt that are looked for on disk."""
 

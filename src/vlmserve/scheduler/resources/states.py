@@ -141,9 +141,10 @@ class StateMemory(StateHits):
             if not state.accepted:
                 self._free_draft_place(state)
         if state is not None and state.leaving:
+            stored = set[int]() if self.stores is None or not state.planned else places_to_store(request)
             for num_tokens, slots in state.planned:
                 self._register(request, state, num_tokens, slots)
-                if self.stores is not None and num_tokens in places_to_store(request):
+                if num_tokens in stored:
                     keys = prefix_keys(request, num_tokens, self._size)
                     self.state_stores += [(slot, stored_key(key)) for slot, key in zip(slots, keys, strict=True)]
                     self._register_tail(request, num_tokens, stores=self.stores)
