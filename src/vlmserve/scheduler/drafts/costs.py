@@ -10,6 +10,8 @@ _SHARE = 0.02
 """Maximum cost of wrong drafts and searches, as a share of the time of steps."""
 _SHARE_OF_CROWDS = 0.005
 """The same for steps of several requests, whose times are measured less closely."""
+_VALUE_IN_CROWDS = 0.5
+"""Share of an accepted draft's time that counts in steps of several requests: the engine's own work is not measured."""
 _RESERVE = 0.5
 """Balance that searches of several requests leave for drafts, in steps of one row."""
 _FIRST_STEPS, _MOST_STEPS = 2.0, 8.0
@@ -52,6 +54,7 @@ class Account:
         share, self._reserve = _SHARE, 0.0
         if num_decodes > 1:
             share, self._reserve = _SHARE_OF_CROWDS, _RESERVE * self._step
+            self._value *= _VALUE_IN_CROWDS
         self._add(share * seconds if num_decodes else 0.0)
 
     def _add(self, seconds: float) -> None:
