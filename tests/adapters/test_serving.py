@@ -185,6 +185,30 @@ def test_changed_files_fail_only_their_requests(base, tmp_path):
     assert engine.stats().kv_blocks_used == 0
 
 
+def test_restored_files_are_read_again(base, tmp_path):
+    oracle, folder, prompt, known = base
+    engine = engine_for(oracle, enable_lora=True, max_loras=1, max_cpu_loras=1)
+    shutil.copytree(folder / "adapter-0", tmp_path / "restored")
+    load(engine, "restored", tmp_path / "restored")
+    load(engine, "other", folder / "adapter-1")
+    (tmp_path / "restored" / "adapter_model.safetensors").unlink()
+    for _ in range(2):
+        [failed] = [output for output in finish(engine, "restored", prompt) if output.error is not None]
+        assert "cannot be read again" in failed.error
+    shutil.copytree(folder / "adapter-0", tmp_path / "restored", dirs_exist_ok=True)
+    assert answers(engine, [("restored", prompt)]) == [known["0"]]
+
+
+def finish(engine, adapter: str, prompt):
+    """The outputs of one request."""
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    engine.add(EngineRequest("one", prompt, params, adapter=adapter))
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    return outputs
+
+
 def test_settings_that_do_not_fit_are_rejected(base):
     oracle, folder, _, _ = base
     path = folder / "adapter-0"

@@ -126,14 +126,18 @@ def test_documents_waiting_for_slow_templates_are_freed(tmp_path: Path, monkeypa
     monkeypatch.setattr(FairQueue, "acquire", acquire_and_note)
     monkeypatch.setattr(Page, "__init__", make_page)
     monkeypatch.setattr(ChatTemplate, "render", render_slowly)
-    data = base64.b64encode(pdf_file([page(square("1 0 0"))])).decode()
-    document = {"type": "file", "file": {"file_data": data}}
-    asked = {"messages": [{"role": "user", "content": [document]}], "max_tokens": 1}
+
+    def asked(color: str) -> dict[str, Any]:
+        """A question about a document of its own: equal pages are one in a set."""
+        data = base64.b64encode(pdf_file([page(square(color))])).decode()
+        document = {"type": "file", "file": {"file_data": data}}
+        return {"messages": [{"role": "user", "content": [document]}], "max_tokens": 1}
+
     with (
         LiveServer(make_mock_checkpoint(tmp_path), media={"media_processes": 1}) as server,
         ThreadPoolExecutor(3) as threads,
     ):
-        answers = [threads.submit(server.post, asked) for _ in range(3)]
+        answers = [threads.submit(server.post, asked(color)) for color in ("1 0 0", "0 1 0", "0 0 1")]
         wait_until(lambda: begun.is_set() and num_waiting() == 2)
         gc.collect()
         num_held = len(held)
@@ -141,4 +145,4 @@ def test_documents_waiting_for_slow_templates_are_freed(tmp_path: Path, monkeypa
         assert [answer.result().status_code for answer in answers] == [200] * 3
         assert num_held == 1
         assert num_waiting() == 0
-        assert server.post(asked).status_code == 200, "their places are free"
+        assert server.post(asked("1 0 0")).status_code == 200, "their places are free"
