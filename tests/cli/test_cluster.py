@@ -73,6 +73,14 @@ def test_a_number_beside_sections_is_refused(up):
     assert "[worker.words] port wrong" in up(DESCRIBED + "port = 'wrong'\n")
 
 
+def test_models_without_workers_are_rejected(up):
+    said = up('[model.words]\nmodel = "./words"\n')
+    assert "[model.words]" in said
+    assert "vlmserve serve --config" in said
+    kinds, _ = up(DESCRIBED + '[model.words]\nmodel = "./words"\n')
+    assert [kind.name for kind in kinds] == ["eyes", "words"]
+
+
 def test_cpu_engines_share_cores_and_get_no_gpu():
     def ready(**engine: object) -> WorkerKind:
         return WorkerKind("a", EngineConfig(**engine), MediaConfig(), ServerConfig(), gpus=1).ready(3)

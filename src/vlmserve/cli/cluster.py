@@ -47,6 +47,7 @@ def up(
     server: ServerConfig,
     gateway: GatewayConfig,
     described: Workers,
+    offered: Models,
     model: Model = BUILT_IN_MODEL,
     workers: Annotated[
         int | None, typer.Option(min=1, metavar="INT", help="Number of engines (default: 2, or as --config says).")
@@ -63,6 +64,11 @@ def up(
         raise ConfigurationError(
             f"--workers: the file of --config describes the workers, {', '.join(described)}; leave --workers out, or "
             "name one of them with --worker"
+        )
+    if offered and not described:
+        raise ConfigurationError(
+            f"the file of --config has [model.{next(iter(offered))}], but each worker of `cluster up` has one model: "
+            "write [worker.NAME] sections, or run `vlmserve serve --config FILE`"
         )
     kinds = [WorkerKind(name, own["engine"], own["media"], own["server"], gpus=gpus) for name, own in described.items()]
     kinds = kinds or [WorkerKind("worker", engine, media, server, count=workers or 2, gpus=gpus)]
