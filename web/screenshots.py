@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.web.browser import ARGUMENTS, find_chromium
-from tests.web.page import answer_of, ask, draw
+from tests.web.page import answer_of, answering, ask, draw, events
 
 DESKTOP = {"width": 1200, "height": 980}
 PHONE = {"width": 390, "height": 780}
@@ -38,6 +38,24 @@ INSPECTION = {
     "What is in the bottom right corner?": "a yellow triangle",
 }
 """Questions about `parts` with the right answers."""
+RIGHT_TO_LEFT = """## סיכום החשבונית
+
+הסכום הכולל הוא **128.40 ₪**, כולל מע״מ (`total_price`).
+
+- קפה: 3 יחידות
+- עוגת גבינה: 1 יחידה
+
+| פריט | כמות | מחיר |
+| --- | ---: | ---: |
+| קפה | 3 | 54.00 |
+| עוגת גבינה | 1 | 74.40 |
+
+> הערה: המחיר אינו כולל שירות.
+
+```python
+print("שלום")
+```
+"""
 IMAGES = ROOT / "docs/images"
 SHOWN = {"chat-light", "chat-dark", "chat-phone", "live-light", "live-phone", "draw-phone"}
 
@@ -132,6 +150,13 @@ def inspect(page: Page, questions: int) -> None:
             raise ValueError(f"{question} {answer}")
 
 
+def read_right_to_left(page: Page) -> None:
+    """Ask in Hebrew; the answer is fixed, because the built-in model knows no Hebrew."""
+    answering(page, events(RIGHT_TO_LEFT))
+    ask(page, "מה הסכום הכולל?")
+    answer_of(page, 0)
+
+
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -168,6 +193,10 @@ def main(folder: Path) -> None:
             shoot(page, f"batches-{suffix}")
             page.get_by_role("button", name="Cancel catalogue.jsonl").click()
             page.get_by_role("button", name="Save answers of catalogue.jsonl").first.wait_for()
+            page.context.close()
+            page = opened(browser, url, scheme, size)
+            read_right_to_left(page)
+            shoot(page, f"right-to-left-{suffix}")
             page.context.close()
         with under_load(url, 16):
             for scheme, size, suffix in (

@@ -480,7 +480,7 @@ def test_large_files_shrink_or_are_rejected_kindly(pixie, visit):
 def test_non_image_file_is_reported(pixie, visit):
     page = visit(pixie, complains="400")
     ask(page, "What is it?", {"name": "broken.png", "mimeType": "image/png", "buffer": b"nothing of that kind"})
-    expect(page.locator(".turn .problem")).to_contain_text("The request was refused")
+    expect(page.locator(".turn .problem")).to_contain_text("The server rejected the request")
     expect(page.locator(".turn .problem")).to_contain_text(re.compile("image|image"))
 
 
@@ -524,7 +524,7 @@ def test_question_waits_for_a_loading_server(pixie, visit):
 
     page.route("**/v1/chat/completions", refuse_once)
     ask(page, "What colour is the circle?", SHAPES)
-    expect(page.get_by_text("Your question is sent as soon as it is ready")).to_be_visible()
+    expect(page.get_by_text("Your question is sent once the server is ready")).to_be_visible()
     assert answer_of(page, 0) == "red"
     assert asked == 2
 
@@ -600,7 +600,7 @@ def test_formulas_and_tables_are_set_as_written(pixie, visit):
         page,
         events(
             "It is $5 or $6, with $x^2$, \\(y^2\\) and\n\n\\[ \\frac{1}{2} \\]\n\n$$\n\\frac{3}{4}\n$$\n\n",
-            "`$y$`\n\n\u05e9\u05dc\u05d5\u05dd 1\n\n",
+            "`$y$`\n\n",
             table,
         ),
     )
@@ -613,12 +613,47 @@ def test_formulas_and_tables_are_set_as_written(pixie, visit):
     assert page.evaluate(loaded)
     expect(answer.locator("p").first).to_contain_text("It is $5 or $6, with ")
     expect(answer.locator("code")).to_have_text("$y$")
-    assert answer.locator("p").last.evaluate("one => getComputedStyle(one).direction") == "rtl"
     height = answer.locator("th").first.evaluate("cell => cell.offsetHeight")
     cells = answer.locator("td").evaluate_all("cells => cells.map((cell) => cell.offsetHeight)")
     assert max(cells) <= height
     assert answer.locator(".scrolls").evaluate("one => one.scrollWidth > one.clientWidth")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_right_to_left_answers_start_at_the_right(pixie, visit):
+    page = visit(pixie)
+    word = "\u05e9\u05dc\u05d5\u05dd"
+    blocks = (
+        f"{word} 1",
+        f"- {word}",
+        f"1. {word}",
+        f"> {word}",
+        f"| {word} | a |\n| --- | --- |\n| b | 2 |",
+        "- left",
+    )
+    answering(page, events("\n\n".join(blocks)))
+    ask(page, "why?")
+    answer_of(page, 0)
+    answer = page.locator(".turn.answer .markdown")
+    direction = "one => getComputedStyle(one).direction"
+    found = answer.locator("ul, ol, blockquote, table").evaluate_all(f"all => all.map({direction})")
+    assert found == ["rtl", "rtl", "rtl", "rtl", "ltr"]
+    space = """one => {
+        const text = document.createRange();
+        text.selectNodeContents(one);
+        return one.getBoundingClientRect().right - text.getBoundingClientRect().right;
+    }"""
+    assert abs(answer.locator("p").first.evaluate(space)) < 1
+    boxes = "all => all.map((one) => one.getBoundingClientRect().right)"
+    assert max(answer.locator("ul, ol").evaluate_all(boxes)) <= answer.evaluate(
+        "one => one.getBoundingClientRect().right"
+    )
+    assert (
+        answer.locator("li").first.evaluate(
+            "one => one.parentElement.getBoundingClientRect().right - one.getBoundingClientRect().right"
+        )
+        > 10
+    )
 
 
 INVOICE = {

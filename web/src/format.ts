@@ -42,7 +42,7 @@ export function bytes(value: number): string {
   return value < 1024 ** 2 ? `${count(value / 1024)} KiB` : `${count(value / 1024 ** 2)} MiB`;
 }
 
-/** What an answer cost, in a line. */
+/** An answer's tokens and times in one line. */
 export function describeCost(cost: Cost): string {
   const cached = cost.cachedTokens ? ` (${count(cost.cachedTokens)} cached)` : "";
   const parts = [`${count(cost.promptTokens)} tokens read${cached}`, `${count(cost.answerTokens)} written`];
@@ -52,7 +52,7 @@ export function describeCost(cost: Cost): string {
   return parts.join(" · ");
 }
 
-/** What an answer waits for; undefined: the server has not said. */
+/** Why an answer waits; undefined: the server has not said. */
 export function describeWait(wait: Wait | undefined): string {
   switch (wait?.state) {
     case "waiting":

@@ -1,2 +1,2 @@
-/** Whether fingers are what people point with here: then there is no mouse, and mostly no keyboard but that on the screen. */
+/** True on touch screens, which mostly have no mouse and no keyboard. */
 export const coarse = matchMedia("(pointer: coarse)");

@@ -14,12 +14,12 @@ export interface Usage {
 /** A piece of an answer. The last one says how it ended. */
 export interface Piece {
   text?: string;
-  /** What the model thinks before its answer. */
+  /** Reasoning before the answer. */
   thought?: string;
   usage?: Usage;
   /** Tokens so far. */
   answerTokens?: number;
-  /** Of all images that the conversation has so far, in order. */
+  /** One entry for each image of the conversation so far, in order. */
   imageSizes?: ImageSize[];
   ending?: "complete" | "length";
 }

@@ -122,7 +122,7 @@ export async function cancelBatch(id: string): Promise<void> {
   await sendJson("POST", `v1/batches/${encodeURIComponent(id)}/cancel`);
 }
 
-/** That of the first request; the server says what is wrong with a file that has none. */
+/** The first request's path; the server rejects a file without one. */
 async function endpointOf(file: File): Promise<string> {
   const [line = ""] = (await file.slice(0, 2 ** 20).text()).split("\n", 1);
   return ENDPOINTS.find((endpoint) => line.includes(`"${endpoint}"`)) ?? "/v1/chat/completions";

@@ -67,7 +67,7 @@ export function sendForm(path: string, form: FormData, signal: AbortSignal, onSe
   });
 }
 
-/** What the first token of an answer waits for. */
+/** Why the first token of an answer is not here yet. */
 export type Wait =
   | { state: "waiting"; place: number }
   | { state: "images"; images: number }

@@ -14,7 +14,7 @@ interface Part {
 interface Item {
   id: string;
   type: string;
-  /** Of a message. */
+  /** The message's id. */
   role?: "user" | "assistant" | "system" | "developer";
   content: Part[];
 }
@@ -25,14 +25,14 @@ interface ItemList {
   last_id: string | null;
 }
 
-/** What the server calls the items of a question and its answer. */
+/** The server's ids of a question's and its answer's items. */
 export interface ItemNames {
   question?: string;
   thoughts?: string;
   answer?: string;
 }
 
-/** Whether the server keeps anything. */
+/** True if the server stores conversations. */
 export async function keepsHistory(): Promise<boolean> {
   try {
     await getJson("v1/files?limit=1");
@@ -159,7 +159,7 @@ async function attachmentOf({ type, file_id: fileId, pages }: Part): Promise<Att
   return { id: fileId!, name, kind: kindOf(name, "") ?? "document", fileId, pages };
 }
 
-/** What a file is called; its id if it is gone. */
+/** The file's name; its id if it is gone. */
 async function filename(fileId: string): Promise<string> {
   try {
     return (await getJson<{ filename: string }>(`v1/files/${fileId}`)).filename;

@@ -1,11 +1,11 @@
-/** What went wrong, in words for whoever asked. */
+/** Turns errors into messages for the user. */
 
 import { ApiError } from "./client";
 
 export interface Problem {
   title: string;
   detail: string;
-  /** What may help beside trying again. */
+  /** A remedy besides trying again. */
   remedy?: "key" | "shorten";
 }
 
@@ -26,7 +26,7 @@ export function explain(error: unknown): Problem {
     case 413:
       return { title: "That is too large for this server", detail: `${detail}. Use fewer or smaller images.`, remedy: "shorten" };
     case 429: {
-      const wait = error.retryAfter ? ` It suggests to wait ${error.retryAfter} s.` : "";
+      const wait = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
       return { title: "The server is overloaded", detail: `${detail}.${wait}` };
     }
     case 503:
@@ -40,5 +40,5 @@ export function explain(error: unknown): Problem {
   if (error.status >= 500 || error.code === "generation_failed" || error.code === "engine_dead") {
     return { title: "The server failed", detail };
   }
-  return { title: "The request was refused", detail };
+  return { title: "The server rejected the request", detail };
 }

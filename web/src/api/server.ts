@@ -1,4 +1,4 @@
-/** What this server is, and whether it is ready. */
+/** The server's model, abilities and state. */
 
 import { useCallback, useEffect, useState } from "react";
 import { useSettings } from "../state/settings";
@@ -15,17 +15,17 @@ export interface Model {
   max_request_bytes?: number | null;
   /** Area above which an image shows the model nothing more. */
   useful_image_pixels?: number | null;
-  /** Of an adapter, the model that it adapts. */
+  /** An adapter's base model. */
   parent?: string;
 }
 
 export interface Server {
   models: Model[];
-  /** Whether it keeps conversations. */
+  /** True if the server stores conversations. */
   keeps: boolean;
   /** Why it cannot be asked now. */
   problem?: Problem;
-  /** Whether it will be ready soon, by itself. */
+  /** True while the server starts or loads its model. */
   loading: boolean;
   refresh: () => void;
 }

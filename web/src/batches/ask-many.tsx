@@ -15,7 +15,7 @@ const REJECTED_SHOWN = 5;
 
 interface Chosen {
   files: Attachment[];
-  /** Of the folder. */
+  /** The folder's name. */
   name: string;
 }
 

@@ -5,7 +5,7 @@ import { kindOf, newId, type Attachment } from "../state/types";
 import { Dialog } from "./dialog";
 import { DocumentCard, DocumentPages } from "./document";
 
-/** What the file chooser offers; the server says what it really takes. */
+/** File types that the file chooser offers; the server may take fewer. */
 export const ACCEPTED = [
   "image/png,image/jpeg,image/webp,image/gif,image/bmp,image/avif,image/heic,.heic",
   "video/mp4,video/webm,video/x-msvideo,video/quicktime",
@@ -16,7 +16,7 @@ export function imageOf(file: Blob, name: string): Attachment {
   return { id: newId(), name, kind: "image", blob: file };
 }
 
-/** Those of some files that are images, videos or documents. */
+/** Keep images, videos and documents. */
 export function attachmentsOf(files: Iterable<File>): Attachment[] {
   return [...files].flatMap((file) => {
     const kind = kindOf(file.name, file.type);
@@ -24,7 +24,7 @@ export function attachmentsOf(files: Iterable<File>): Attachment[] {
   });
 }
 
-/** An address of an image for as long as it is shown; "" until it is there, undefined if it is gone. */
+/** Object URL of an image while it is shown; "" until it is loaded, undefined if it is gone. */
 export function useAttachmentUrl(attachment: Attachment): string | undefined {
   const [url, setUrl] = useState<string | undefined>("");
   useEffect(() => {

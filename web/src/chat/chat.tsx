@@ -20,7 +20,7 @@ import { useDropAndPaste } from "./drop-and-paste";
 
 const NOT_SHOWN: Problem = { title: "No model reads this file", detail: "Images, PDF and TIFF documents, and videos can be shown." };
 const DRAFT_DELAY = 300;
-/** What base64 makes of a byte. */
+/** Base64 characters per byte. */
 const BASE64 = 4 / 3;
 /** Pixels from its end within which a conversation follows what comes. */
 const NEAR = 120;
@@ -231,7 +231,7 @@ function useLoad(id: string | undefined, ready: boolean, onProblem: (problem: Pr
   }, [id, ready]);
 }
 
-/** What is written and not sent, kept in the browser. */
+/** The unsent question, kept in the browser. */
 function useDraft(name: string): [string, (text: string) => void] {
   const [text, setText] = useState("");
   const timer = useRef<ReturnType<typeof setTimeout>>(undefined);
@@ -265,7 +265,7 @@ function useFollow(conversation?: Conversation) {
     let before = scroller.scrollTop;
     const look = () => {
       const top = scroller.scrollTop;
-      // What grows below moves the end away as well: only who goes up wants to stay there.
+      // New text also moves the end away. Only a user who scrolls up wants to stay there.
       if (scroller.scrollHeight - top - scroller.clientHeight < NEAR) near.current = true;
       else if (top < before) near.current = false;
       before = top;

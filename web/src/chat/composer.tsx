@@ -21,7 +21,7 @@ interface Props {
 const ABOUT_IMAGES = ["What is in the image?", "How many objects are there?", "Describe the image."];
 const ABOUT_DOCUMENTS = ["What is this document about?", "Write down its text.", "What do its tables say?"];
 
-/** Where a question is written, and files are put beside it. */
+/** The field for a question and its files. */
 export function Composer(props: Props) {
   const { area, text, attachments, answering, sending, onText, onAttachments, onSend } = props;
   const files = useRef<HTMLInputElement>(null);

@@ -1,7 +1,7 @@
 import { X } from "lucide-react";
 import { useEffect, useId, useRef, type ReactNode } from "react";
 
-/** A modal dialog, open as long as it is there. */
+/** A modal dialog that is open while it is mounted. */
 export function Dialog({ title, wide, children, onClose }: { title: string; wide?: boolean; children: ReactNode; onClose: () => void }) {
   const ref = useRef<HTMLDialogElement>(null);
   const id = useId();

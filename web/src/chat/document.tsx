@@ -7,7 +7,7 @@ import { useAttachmentUrl } from "./attachments";
 
 const AT_A_TIME = 12;
 
-/** A document by its first page, name and number of pages. pages: those that are sent, if they are shown. */
+/** A document's first page, name and number of pages. pages: the pages to send, if shown. */
 export function DocumentCard({ document, pages }: { document: Attachment; pages?: string }) {
   const [first] = usePreviews(document, 1);
   const page = first?.pages[0];

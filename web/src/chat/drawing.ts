@@ -1,4 +1,4 @@
-/** What a drawing is made of, and how it is painted. Lengths are in pixels of the image. */
+/** The marks of a drawing, and how to paint them. Lengths are in pixels of the image. */
 
 import { newId, type Attachment } from "../state/types";
 

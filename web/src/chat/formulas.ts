@@ -42,7 +42,7 @@ export function formulaOf(code: string): Formula | undefined {
   return { tex: code.slice(1).trim(), display: code[0] === DISPLAY };
 }
 
-/** Of text without fenced code. */
+/** The same for text without fenced code. */
 function inText(text: string): string {
   let result = "";
   let index = 0;
@@ -86,7 +86,7 @@ function asCode({ tex, display }: Formula, row: boolean): string {
   return `${marks}${display ? DISPLAY : INLINE} ${line.trim()} ${marks}`;
 }
 
-/** Whether a place is in a row of a table, whose cells end at bars. */
+/** True for a place in a table row, whose cells end at bars. */
 function isRow(text: string, index: number): boolean {
   return /^\s*\|/.test(text.slice(text.lastIndexOf("\n", index - 1) + 1, index));
 }

@@ -19,7 +19,7 @@ import { jsx, jsxs } from "react/jsx-runtime";
 const lowlight = createLowlight({ bash, cpp, css, javascript, json, markdown, python, sql, typescript, xml, yaml });
 lowlight.registerAlias({ bash: ["sh", "shell", "console"], xml: ["html", "svg"], javascript: ["js", "jsx"], typescript: ["ts", "tsx"] });
 
-/** Code with its parts as spans; as it is if the language is none of ours. */
+/** Code with its tokens as spans; unchanged in an unknown language. */
 export function highlighted(code: string, language: string): ReactNode {
   if (!lowlight.registered(language)) return code;
   return toJsxRuntime(lowlight.highlight(language, code), { Fragment, jsx, jsxs });

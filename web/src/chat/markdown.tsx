@@ -12,24 +12,26 @@ const PLUGINS = [remarkGfm];
 /** Characters of the longest cell that stays on one line. */
 const SHORT = 24;
 const COMPONENTS: Components = {
-  p: ({ children }) => <p dir="auto">{children}</p>,
-  li: ({ children, className }) => (
-    <li dir="auto" className={className}>
+  // The browser finds the direction of each of these in its text. Blocks inside have no direction of their own, or it
+  // would skip them (styles/chat.css: "plaintext").
+  ul: ({ children, className }) => (
+    <ul dir="auto" className={className}>
       {children}
-    </li>
+    </ul>
   ),
-  h1: ({ children }) => <h1 dir="auto">{children}</h1>,
-  h2: ({ children }) => <h2 dir="auto">{children}</h2>,
-  h3: ({ children }) => <h3 dir="auto">{children}</h3>,
-  h4: ({ children }) => <h4 dir="auto">{children}</h4>,
+  ol: ({ children, className, start }) => (
+    <ol dir="auto" className={className} start={start}>
+      {children}
+    </ol>
+  ),
   blockquote: ({ children }) => <blockquote dir="auto">{children}</blockquote>,
   th: ({ children, style }) => (
-    <th dir="auto" className={cellClass(children)} style={style}>
+    <th className={cellClass(children)} style={style}>
       {children}
     </th>
   ),
   td: ({ children, style }) => (
-    <td dir="auto" className={cellClass(children)} style={style}>
+    <td className={cellClass(children)} style={style}>
       {children}
     </td>
   ),
@@ -48,20 +50,20 @@ const COMPONENTS: Components = {
       {children}
     </a>
   ),
-  // An answer must not make the browser load something from anywhere: whoever wrote it would learn of that.
+  // An answer must not make the browser load anything: the author of a prompt could then read the conversation.
   img: ({ src, alt }) => (
     <a href={typeof src === "string" ? src : undefined} target="_blank" rel="noreferrer noopener">
       {alt || "image"}
     </a>
   ),
   table: ({ children }) => (
-    <div className="scrolls" tabIndex={0} role="region" aria-label="Table">
-      <table dir="auto">{children}</table>
+    <div className="scrolls" dir="auto" tabIndex={0} role="region" aria-label="Table">
+      <table>{children}</table>
     </div>
   ),
 };
 
-/** What a model wrote, as Markdown, or as a table if it is JSON. HTML in it is shown as text. */
+/** An answer as Markdown, or as a table if it is JSON. HTML is shown as text. */
 export const Markdown = memo(function Markdown({ text }: { text: string }) {
   const json = useMemo(() => parseJson(text), [text]);
   return (
@@ -90,7 +92,7 @@ function CodeBlock({ children }: { children: ReactNode }) {
   const json = useMemo(() => (language === "json" ? parseJson(code) : undefined), [code, language]);
   if (json !== undefined) return <JsonBlock value={json} text={code} />;
   return (
-    <div className="code">
+    <div className="code" dir="ltr">
       <div className="head">
         <span>{language || "code"}</span>
         <CopyButton text={code} what="the code" />

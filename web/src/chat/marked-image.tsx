@@ -8,13 +8,13 @@ const COLOURS = 6;
 
 interface Props {
   images: Attachment[];
-  /** What the model saw of each of them, if it is known. */
+  /** The part of each image that the model saw, if known. */
   sizes?: ImageSize[];
   marks: Mark[];
   model?: string;
 }
 
-/** What an answer marks, drawn on the image that it is about. */
+/** An answer's marks, drawn on their image. */
 export function MarkedImage({ images, sizes, marks, model }: Props) {
   const [number, setNumber] = useState(0);
   const [chosen, setChosen] = useState<Unit>();

@@ -3,18 +3,18 @@
 import type { ImageSize } from "../state/types";
 import { isObject, parseJson, type Json, type JsonObject } from "./json";
 
-/** What coordinates count: pixels of the image, or parts of its width and height. */
+/** The unit of coordinates: pixels of the image, or shares of its width and height. */
 export type Unit = "pixels" | "thousandths" | "shares";
 
 export interface Mark {
   label: string;
   /** [x, y] of a point, or [left, top, right, bottom] of a box. */
   at: number[];
-  /** Where the way of writing says it. */
+  /** The unit, if the notation says it. */
   unit?: Unit;
 }
 
-/** What a model saw: its size in pixels, and which part of the image it is, as shares: left, top, right and bottom. */
+/** The model's view: its size in pixels, and its part of the image as shares (left, top, right, bottom). */
 export interface View {
   width: number;
   height: number;
@@ -48,7 +48,7 @@ export function marksIn(text: string): Mark[] {
   return [...values.flatMap(inJson), ...inTags(text)].slice(0, MOST);
 }
 
-/** What a model saw of an image of that size; all of it as it is where the server does not say. */
+/** The model's view of an image of this size; the whole image if the server does not say. */
 export function viewOf(width: number, height: number, seen?: ImageSize): View {
   if (!seen?.model_width || !seen.model_height) return { width, height, part: [0, 0, 1, 1] };
   const [left, top, right, bottom] = seen.box ?? [0, 0, seen.width, seen.height];
@@ -56,7 +56,7 @@ export function viewOf(width: number, height: number, seen?: ImageSize): View {
   return { width: seen.model_width, height: seen.model_height, part };
 }
 
-/** What coordinates count, for marks that do not say so. model: that wrote them, if it is known. */
+/** The unit of coordinates whose notation has none. model: the author, if known. */
 export function unitOf(marks: Mark[], { width, height }: View, model = ""): Unit {
   const open = marks.filter((mark) => !mark.unit);
   if (open.every(({ at }) => at.every((value) => value <= 1))) return "shares";

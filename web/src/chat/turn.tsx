@@ -14,9 +14,9 @@ import { Attachments } from "./attachments";
 interface Props {
   conversation: string;
   turn: Turn;
-  /** Of an answer, what it answers. */
+  /** An answer's question. */
   question?: Turn;
-  /** Of an answer, the files that were attached last before it. */
+  /** The latest files before an answer. */
   shown?: Attachment[];
   /** The server's own model. */
   model?: string;
@@ -111,7 +111,7 @@ function Answer({ conversation, turn, question, shown = [], model, busy, note, o
   const again = () => question && askAgain(conversation, question.id);
   const coming = turn.ending === undefined;
   const images = shown.filter((attachment) => attachment.kind === "image");
-  // Those of the question come last. Pages of documents and videos have sizes, too.
+  // The question's own images come last. Pages of documents and videos have sizes, too.
   const sizes = images.length === shown.length ? turn.imageSizes?.slice(-images.length) : undefined;
   const marks = useMemo(() => (coming ? [] : marksIn(turn.text)), [coming, turn.text]);
   return (

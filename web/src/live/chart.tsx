@@ -7,7 +7,7 @@ type Field = Exclude<keyof Sample, "time">;
 
 interface Props {
   title: string;
-  /** What is drawn, with its name and the CSS variable of its colour. */
+  /** A line of the chart: its field, name, and the CSS variable of its colour. */
   lines: { field: Field; label: string; colour: string }[];
   samples: readonly Sample[];
   format: (value: number) => string;

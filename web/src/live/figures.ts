@@ -1,4 +1,4 @@
-/** What the server says at live, and what follows from several such answers. */
+/** Answers of /live, and rates computed from two of them. */
 import { count } from "../format";
 
 export interface Percentiles {
@@ -51,7 +51,7 @@ export interface Figures {
   image_cache: { hits: number; misses: number; num_images: number; used_bytes: number; capacity_bytes: number } | null;
   blocks: Blocks | null;
   latencies: Record<Latency, Record<"60" | "300", Percentiles>>;
-  /** Of a cluster, the same of each of its workers, by name. */
+  /** The figures of a cluster's workers, by name. */
   workers?: Record<string, Figures>;
 }
 
@@ -66,9 +66,9 @@ export function missesInWords(engine: Engine): string {
   return told.join(" · ") || "none";
 }
 
-/** What went on between two answers, a point of the charts. */
+/** A point of the charts: the difference of two answers. */
 export interface Sample {
-  /** Of the server's clock, in seconds. */
+  /** The server's clock, in seconds. */
   time: number;
   running: number | null;
   waiting: number | null;

@@ -31,7 +31,7 @@ const REQUESTS = [
   { field: "waiting", label: "waiting", colour: "series-2" },
 ] as const;
 
-/** What the engine does now and did in the last minutes. */
+/** The engine's state, and the last minutes. */
 export default function Live() {
   const { figures: all, history, problem } = useFigures();
   const [worker, setWorker] = useState("");

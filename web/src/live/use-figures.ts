@@ -12,7 +12,7 @@ export interface Watch {
 
 const INTERVAL = 1000;
 
-/** What the server says, every second for as long as somebody can see it. */
+/** The server's figures, read every second while the page is visible. */
 export function useFigures(): Watch {
   const { key } = useSettings();
   const [watch, setWatch] = useState<Watch>({ history: {} });

@@ -9,7 +9,7 @@ interface Props {
   onChoose: (name: string) => void;
 }
 
-/** The workers of a cluster, each of which can be chosen to be shown by itself. */
+/** A cluster's workers. The user can choose one to see only its figures. */
 export function Workers({ workers, history, chosen, onChoose }: Props) {
   const names = Object.keys(workers).sort();
   return (
@@ -55,7 +55,7 @@ export function Workers({ workers, history, chosen, onChoose }: Props) {
           </tbody>
         </table>
       </div>
-      <p className="hint">{chosen ? `All other figures are those of ${chosen}.` : "Choose one to see its figures alone."}</p>
+      <p className="hint">{chosen ? `All other figures are about ${chosen}.` : "Choose one to see its figures alone."}</p>
     </section>
   );
 }

@@ -8,7 +8,7 @@ interface Schema extends DBSchema {
   drafts: { key: string; value: Draft };
 }
 
-/** What somebody has written and not sent. */
+/** An unsent question. */
 export interface Draft {
   conversation: string;
   text: string;
@@ -32,7 +32,7 @@ export async function allConversations(): Promise<Conversation[]> {
   return all.sort((one, other) => other.updated - one.updated);
 }
 
-/** Of a conversation that the server keeps, only what the server does not have. */
+/** If the server stores the conversation, only the data that it lacks. */
 export async function saveConversation(conversation: Conversation): Promise<void> {
   const turns = conversation.place === "server" ? conversation.turns.filter((turn) => !turn.itemId) : conversation.turns;
   await (await database()).put("conversations", { ...conversation, turns });

@@ -84,7 +84,7 @@ function isSize(size: unknown): boolean {
   return box === null || (Array.isArray(box) && numbers(box, [0, 1, 2, 3]));
 }
 
-/** Whether these members of a value are numbers. */
+/** True if these members of a value are numbers. */
 function numbers(value: unknown, names: (string | number)[]): boolean {
   return names.every((name) => Number.isFinite((value as Record<string | number, unknown> | undefined)?.[name]));
 }

@@ -21,7 +21,7 @@ export interface State {
   ready: boolean;
   conversations: readonly Conversation[];
   answering: ReadonlySet<string>;
-  /** What an answer is waiting for, or how fast it comes, by conversation. */
+  /** Progress of the answer that is being generated, by conversation. */
   notes: Readonly<Record<string, Note>>;
 }
 
@@ -164,7 +164,7 @@ function append(id: string, question: Turn): void {
   change({ conversations: [moved, ...state.conversations.filter((one) => one.id !== id)] });
 }
 
-/** Answer a question anew, `change`d or as it was. What followed it is gone. */
+/** Answer a question again, with changes if there are any. Removes later turns. */
 export function askAgain(id: string, questionId: string, changed: Partial<Pick<Turn, "text" | "attachments">> = {}): void {
   const conversation = find(id);
   const index = conversation?.turns.findIndex((turn) => turn.id === questionId) ?? -1;
@@ -264,7 +264,7 @@ async function receive(id: string, questionId: string, signal: AbortSignal, prog
       const soon = error instanceof ApiError && error.status === 503 && error.code === "unavailable";
       if (!soon || progress.text || progress.thoughts) throw error;
       progress.pause();
-      note(id, `${error.message}. Your question is sent as soon as it is ready.`);
+      note(id, `${error.message}. Your question is sent once the server is ready.`);
       await sleep(error.retryAfter ?? 1, signal);
     }
   }
@@ -325,7 +325,7 @@ class Progress {
     clearInterval(this.clock);
   }
 
-  /** What the first token waits for. */
+  /** Why the first token is not here yet. */
   waits(wait: Wait): void {
     this.wait = wait;
     this.tell();

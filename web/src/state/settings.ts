@@ -1,16 +1,16 @@
-/** What this browser remembers of whoever uses the page, beside conversations. */
+/** Settings that this browser keeps. */
 
 import { useSyncExternalStore } from "react";
 import { useKey } from "../api/client";
 import type { Place } from "./types";
 
 export const SAMPLING_FIELDS = {
-  temperature: { label: "Temperature", hint: "0 takes the likeliest word; higher is more varied.", min: 0, max: 100, step: 0.1 },
-  top_p: { label: "Top-p", hint: "Only the likeliest words that have this probability together.", min: 0.01, max: 1, step: 0.01 },
-  top_k: { label: "Top-k", hint: "Only so many of the likeliest words; 0: all.", min: 0, max: 100000, step: 1 },
-  min_p: { label: "Min-p", hint: "Only words at least this likely beside the likeliest.", min: 0, max: 1, step: 0.01 },
-  repetition_penalty: { label: "Repetition penalty", hint: "Above 1, what was said is less likely to come again.", min: 0.01, max: 100, step: 0.05 },
-  maxTokens: { label: "Max tokens", hint: "Of an answer.", min: 1, max: 1000000, step: 1 },
+  temperature: { label: "Temperature", hint: "0 always takes the likeliest token; higher values vary more.", min: 0, max: 100, step: 0.1 },
+  top_p: { label: "Top-p", hint: "Samples from the likeliest tokens whose probabilities add up to this.", min: 0.01, max: 1, step: 0.01 },
+  top_k: { label: "Top-k", hint: "Samples from this number of likeliest tokens; 0: all.", min: 0, max: 100000, step: 1 },
+  min_p: { label: "Min-p", hint: "Excludes tokens below this share of the highest probability.", min: 0, max: 1, step: 0.01 },
+  repetition_penalty: { label: "Repetition penalty", hint: "Above 1, earlier tokens become less likely.", min: 0.01, max: 100, step: 0.05 },
+  maxTokens: { label: "Max tokens", hint: "Maximum length of an answer.", min: 1, max: 1000000, step: 1 },
   seed: { label: "Seed", hint: "The same seed gives the same answer.", min: 0, max: Number.MAX_SAFE_INTEGER, step: 1 },
 } as const;
 
@@ -25,7 +25,7 @@ export interface Settings {
   key: string;
   /** Where new conversations are stored. */
   place: Place;
-  /** Whether single keys do something while nobody types. */
+  /** True if single keys are shortcuts outside text fields. */
   shortcuts: boolean;
   sampling: Sampling;
 }

@@ -22,7 +22,7 @@ export function shelves(conversations: readonly Conversation[], now: Date): Shel
   return found;
 }
 
-/** Whether a title or turn of a conversation has all words of a search. */
+/** True if a title or turn of a conversation has all words of a search. */
 export function matches(conversation: Conversation, search: string): boolean {
   const text = [conversation.title, ...conversation.turns.flatMap((turn) => [turn.text, ...turn.attachments.map(({ name }) => name)])]
     .join("\n")

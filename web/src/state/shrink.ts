@@ -14,7 +14,7 @@ export function shrunkSize(width: number, height: number, maxPixels: number): [w
   return [Math.max(1, Math.round(width * share)), Math.max(1, Math.round(height * share))];
 }
 
-/** Scale images down to what the model sees; other files stay as they are. maxPixels: the area that the model sees. */
+/** Scale images down to the model's maximum; other files do not change. maxPixels: maximum area. */
 export async function allShrunk(attachments: readonly Attachment[], maxPixels?: number | null): Promise<Attachment[]> {
   if (!maxPixels) return [...attachments];
   const fitting: Attachment[] = [];

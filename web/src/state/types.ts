@@ -1,4 +1,4 @@
-/** What a conversation is made of. */
+/** The parts of a conversation. */
 
 import type { Problem } from "../api/problems";
 
@@ -6,7 +6,7 @@ export interface Attachment {
   id: string;
   name: string;
   kind: "image" | "video" | "document";
-  /** Of a document, those that are shown, as in "1-3,7"; all if there are none. */
+  /** Pages of a document to send, like "1-3,7"; all if absent. */
   pages?: string;
   /** Its bytes, where they are in the browser. */
   blob?: Blob;
@@ -14,7 +14,7 @@ export interface Attachment {
   fileId?: string;
 }
 
-/** What the model saw of an image, as the server says it: box is the part that it saw, in pixels of the image. */
+/** The model's view of an image. box: the part that it saw, in pixels of the image. */
 export interface ImageSize {
   width: number;
   height: number;
@@ -23,7 +23,7 @@ export interface ImageSize {
   box: [number, number, number, number] | null;
 }
 
-/** What an answer cost. Times are in seconds. */
+/** An answer's tokens, and times in seconds. */
 export interface Cost {
   promptTokens: number;
   cachedTokens: number;
@@ -38,16 +38,16 @@ export interface Turn {
   id: string;
   role: "user" | "assistant";
   text: string;
-  /** What the model thought before its answer. */
+  /** Reasoning before the answer. */
   thoughts?: string;
   attachments: Attachment[];
   /** How an answer ended; none while it comes. */
   ending?: Ending;
   problem?: Problem;
   cost?: Cost;
-  /** Of an answer, what the model saw of the conversation's images, in order. */
+  /** An answer's views of the conversation's images, in order. */
   imageSizes?: ImageSize[];
-  /** Of an answer, the model or adapter that was chosen for it; none if it is the server's own. */
+  /** The model or adapter chosen for an answer; absent for the server's own. */
   model?: string;
   /** Its name on the server, which keeps it. */
   itemId?: string;
@@ -68,7 +68,7 @@ export interface Conversation {
   obsolete?: string[];
 }
 
-/** What a file is, by its name and what the browser calls its type; undefined if no model takes it. */
+/** The kind of a file, by its name and MIME type; undefined if no model takes it. */
 export function kindOf(name: string, type: string): Attachment["kind"] | undefined {
   if (type === "application/pdf" || type === "image/tiff" || /\.(pdf|tiff?)$/i.test(name)) return "document";
   if (type.startsWith("video/") || /\.(mp4|webm|avi|mov|mkv)$/i.test(name)) return "video";
@@ -80,7 +80,7 @@ export function newId(): string {
   return crypto.getRandomValues(new Uint32Array(4)).reduce((text, number) => text + number.toString(36), "");
 }
 
-/** The turns that a model is to see: those that came to nothing are left out. */
+/** Turns to send to the model, without failed ones. */
 export function seen(turns: Turn[]): Turn[] {
   return turns.filter((turn, index) => {
     const answer = turn.role === "assistant" ? turn : turns[index + 1];
