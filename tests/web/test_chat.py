@@ -307,9 +307,10 @@ def test_conversation_is_stored_and_opened_elsewhere(pixie, visit):
 
 UPLOAD = """() => {
   const send = XMLHttpRequest.prototype.send;
-  XMLHttpRequest.prototype.send = function (form) {
-    this.upload.dispatchEvent(new ProgressEvent("progress", { loaded: form.get("file").size / 4 }));
-    window.release = () => send.call(this, form);
+  XMLHttpRequest.prototype.send = function (body) {
+    const total = body.length ?? body.get("file").size;
+    this.upload.dispatchEvent(new ProgressEvent("progress", { loaded: total / 4, total }));
+    window.release = () => send.call(this, body);
   };
 }"""
 """Holds uploads back after a quarter."""
@@ -318,6 +319,17 @@ UPLOAD = """() => {
 def test_progress_of_an_upload_is_shown(pixie, visit):
     page = visit(pixie)
     keep_on_server(page)
+    page.evaluate(UPLOAD)
+    ask(page, "What colour is the circle?", SHAPES)
+    expect(page.get_by_role("progressbar", name="Sending files: 25%")).to_have_attribute("value", "0.25")
+    page.evaluate("() => { window.upload = release; release(); }")
+    page.wait_for_function("() => release !== upload")
+    page.evaluate("release()")
+    assert answer_of(page, 0) == "red"
+
+
+def test_files_in_the_request_show_their_progress(pixie, visit):
+    page = visit(pixie)
     page.evaluate(UPLOAD)
     ask(page, "What colour is the circle?", SHAPES)
     expect(page.get_by_role("progressbar", name="Sending files: 25%")).to_have_attribute("value", "0.25")
@@ -392,14 +404,23 @@ def test_files_that_no_model_reads_are_told_of(pixie, visit):
 
 
 STREAM = """() => {
-  const ask = window.fetch;
-  window.fetch = (url, init) => {
-    if (!String(url).endsWith("completions")) return ask(url, init);
-    const start = (controller) => {
-      window.send = (text) => controller.enqueue(new TextEncoder().encode(text));
-      init.signal.addEventListener("abort", () => controller.error(init.signal.reason));
+  const { open, send } = XMLHttpRequest.prototype;
+  XMLHttpRequest.prototype.open = function (method, url) {
+    this.isAnswered = !String(url).endsWith("completions");
+    open.call(this, method, url);
+  };
+  XMLHttpRequest.prototype.send = function (body) {
+    if (this.isAnswered) return send.call(this, body);
+    let text = "";
+    const readyState = { value: XMLHttpRequest.HEADERS_RECEIVED };
+    const values = { readyState, status: { value: 200 }, responseText: { get: () => text } };
+    Object.defineProperties(this, values);
+    this.abort = () => this.onabort();
+    this.onreadystatechange();
+    window.send = (more) => {
+      text += more;
+      this.onprogress();
     };
-    return Promise.resolve(new Response(new ReadableStream({ start })));
   };
 }"""
 

@@ -55,6 +55,8 @@ export function describeCost(cost: Cost): string {
 /** Why an answer waits; undefined: the server has not said. */
 export function describeWait(wait: Wait | undefined): string {
   switch (wait?.state) {
+    case "sending":
+      return wait.sent < wait.total ? `Sending files: ${percent(wait.sent, wait.total)}` : "Waiting";
     case "waiting":
       return wait.place === 1 ? "Next in the queue" : `Number ${wait.place} in the queue`;
     case "images":

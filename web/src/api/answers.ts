@@ -43,13 +43,13 @@ interface ResponseEvent {
 
 const STREAM_OPTIONS = { include_usage: true, continuous_usage_stats: true };
 
-/** An answer to all of these turns. onWait gets what its first token waits for. Throws ApiError. */
+/** An answer to all of these turns. onWait is told why the first token is not here yet. Throws ApiError. */
 export async function* chat(turns: Turn[], settings: Sampling, signal: AbortSignal, onWait: (wait: Wait) => void): AsyncGenerator<Piece> {
   const messages: unknown[] = settings.system ? [{ role: "system", content: settings.system }] : [];
   for (const turn of turns) messages.push({ role: turn.role, content: await chatContent(turn) });
   const { maxTokens, system: _, ...sampling } = settings;
   const body = { ...sampling, max_completion_tokens: maxTokens, messages, stream: true, stream_options: STREAM_OPTIONS };
-  const response = await sendForStream("v1/chat/completions", body, signal);
+  const response = await sendForStream("v1/chat/completions", body, signal, onWait);
   let ending: Piece["ending"];
   for await (const event of events(response, signal, onWait)) {
     const chunk = event as ChatChunk;
@@ -78,7 +78,7 @@ export async function* respond(
   onWait: (wait: Wait) => void,
 ): AsyncGenerator<Piece> {
   const body = { ...responseBody(question, settings), conversation, stream: true, truncation: "auto" };
-  const response = await sendForStream("v1/responses", body, signal);
+  const response = await sendForStream("v1/responses", body, signal, onWait);
   let ending: Piece["ending"];
   let deltas = 0;
   for await (const raw of events(response, signal, onWait)) {

@@ -40,43 +40,76 @@ export async function getJson<T>(path: string, signal?: AbortSignal): Promise<T>
   return (await request(path, { signal })).json();
 }
 
-export function sendJson(method: string, path: string, body?: unknown, signal?: AbortSignal, headers: HeadersInit = {}): Promise<Response> {
-  const content = body === undefined ? {} : { body: JSON.stringify(body), headers: { ...headers, "Content-Type": "application/json" } };
+export function sendJson(method: string, path: string, body?: unknown, signal?: AbortSignal): Promise<Response> {
+  const content = body === undefined ? {} : { body: JSON.stringify(body), headers: { "Content-Type": "application/json" } };
   return request(path, { method, signal, ...content });
 }
 
-/** A POST of files. onSent gets the bytes that were sent so far, which `fetch` does not tell. */
+/** A POST of files. onSent gets the bytes that were sent so far. */
 export function sendForm(path: string, form: FormData, signal: AbortSignal, onSent: (bytes: number) => void): Promise<Response> {
+  return post(path, form, {}, signal, onSent);
+}
+
+/** Like `request`, but onSent gets the bytes that were sent so far, and the body's. `fetch` does not tell them. */
+function post(
+  path: string,
+  body: string | FormData,
+  headers: Record<string, string>,
+  signal: AbortSignal,
+  onSent: (bytes: number, total: number) => void,
+): Promise<Response> {
   return new Promise((resolve, reject) => {
     const sending = new XMLHttpRequest();
+    const encoder = new TextEncoder();
+    let output: ReadableStreamDefaultController<Uint8Array>;
+    let read = 0;
+    const content = new ReadableStream<Uint8Array>({ start: (controller) => void (output = controller), cancel: () => sending.abort() });
+    const forward = () => {
+      const text = sending.responseText.slice(read);
+      read += text.length;
+      if (text) output.enqueue(encoder.encode(text));
+    };
+    const fail = (error: unknown) => {
+      reject(error);
+      output.error(error);
+    };
     sending.open("POST", new URL(path, document.baseURI));
-    if (key) sending.setRequestHeader("Authorization", `Bearer ${key}`);
-    sending.responseType = "blob";
-    sending.upload.onprogress = (event) => onSent(event.loaded);
-    sending.onload = () => {
-      const headers = { "Retry-After": sending.getResponseHeader("Retry-After") ?? "" };
-      const response = new Response(sending.response, { status: sending.status, statusText: sending.statusText, headers });
+    for (const [name, value] of Object.entries(key ? { ...headers, Authorization: `Bearer ${key}` } : headers)) {
+      sending.setRequestHeader(name, value);
+    }
+    sending.upload.onprogress = (event) => onSent(event.loaded, event.total);
+    sending.onreadystatechange = () => {
+      if (sending.readyState !== XMLHttpRequest.HEADERS_RECEIVED || sending.status === 0) return;
+      const retryAfter = { "Retry-After": sending.getResponseHeader("Retry-After") ?? "" };
+      const response = new Response(content, { status: sending.status, statusText: sending.statusText, headers: retryAfter });
       if (response.ok) resolve(response);
       else failure(response).then(reject);
     };
-    sending.onerror = () => reject(new ApiError(0, "unreachable", "The server cannot be reached"));
-    sending.onabort = () => reject(signal.reason);
+    sending.onprogress = forward;
+    sending.onload = () => {
+      forward();
+      output.close();
+    };
+    sending.onerror = () => fail(new ApiError(0, "unreachable", "The server cannot be reached"));
+    sending.onabort = () => fail(signal.reason);
     signal.addEventListener("abort", () => sending.abort());
     if (signal.aborted) reject(signal.reason);
-    else sending.send(form);
+    else sending.send(body);
   });
 }
 
 /** Why the first token of an answer is not here yet. */
 export type Wait =
+  | { state: "sending"; sent: number; total: number }
   | { state: "waiting"; place: number }
   | { state: "images"; images: number }
   | { state: "prompt"; tokens: number; total: number }
   | { state: "answer" };
 
-/** A POST whose stream has comments about what the first token waits for. */
-export function sendForStream(path: string, body: unknown, signal: AbortSignal): Promise<Response> {
-  return sendJson("POST", path, body, signal, { "X-Stream-Progress": "1" });
+/** A POST whose answer is a stream. onWait is told how much of the request was sent; see `events` for what follows. */
+export function sendForStream(path: string, body: unknown, signal: AbortSignal, onWait: (wait: Wait) => void): Promise<Response> {
+  const headers = { "Content-Type": "application/json", "X-Stream-Progress": "1" };
+  return post(path, JSON.stringify(body), headers, signal, (sent, total) => onWait({ state: "sending", sent, total }));
 }
 
 /** The data of server-sent events, as JSON. onWait gets what is in comments. Throws ApiError if the connection breaks. */

@@ -362,8 +362,7 @@ class Progress {
     const now = performance.now();
     const waited = (now - this.began) / SECOND;
     if (this.first === undefined) {
-      const share = this.wait?.state === "prompt" ? this.wait.tokens / this.wait.total : undefined;
-      if (waited >= 1) note(this.id, `${describeWait(this.wait)} · ${duration(waited)}`, share);
+      if (waited >= 1) note(this.id, `${describeWait(this.wait)} · ${duration(waited)}`, share(this.wait));
     } else if (this.tokens > 1 && now - this.first >= SECOND) {
       note(this.id, `${this.tokens} tokens · ${rate(((this.tokens - 1) * SECOND) / (now - this.first))} tokens/s`);
     }
@@ -373,6 +372,12 @@ class Progress {
     this.timer = undefined;
     updateTurn(this.id, this.turnId, { text: this.text, thoughts: this.thoughts });
   }
+}
+
+/** How much of a long step is done, if it is known. */
+function share(wait: Wait | undefined): number | undefined {
+  if (wait?.state === "prompt") return wait.tokens / wait.total;
+  return wait?.state === "sending" && wait.sent < wait.total ? wait.sent / wait.total : undefined;
 }
 
 function sleep(seconds: number, signal: AbortSignal): Promise<void> {
