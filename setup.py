@@ -18,12 +18,14 @@ SOURCES = Path("src/vlmserve/kernels/csrc")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 VNNI = [*AVX512, "-mavx512vnni"]
+BF16 = [*VNNI, "-mavx512bf16"]
 # GCC would load all inputs of a block before the products, and have no registers left for the sums.
 ARM = [] if sys.platform == "darwin" else ["-fno-schedule-insns"]
 # The last of each machine's runs everywhere; one that is too new for the compiler is left out.
 MACHINES: dict[str, dict[str, list[str]]] = {
     "x86_64": {
-        "avx512_bf16": [*VNNI, "-mavx512bf16"],
+        "amx": [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
+        "avx512_bf16": BF16,
         "avx512_vnni": VNNI,
         "avx512": AVX512,
         "avx2_vnni": [*AVX2, "-mavxvnni"],

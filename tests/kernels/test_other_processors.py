@@ -27,7 +27,7 @@ SOURCES = ROOT / "src" / "vlmserve" / "kernels" / "csrc"
 MAIN = Path(__file__).parent / "native" / "main.cpp"
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 ARM_ISAS = ("neon_bf16", "neon_dot", "neon")
-X86_ISAS = ("avx512_bf16", "avx512", "avx2_vnni")
+X86_ISAS = ("amx", "avx512_bf16", "avx512", "avx2_vnni")
 """avx512_vnni has no line that the first two do not have between them."""
 PRODUCTS_ONLY = ("neon_dot", "avx2_vnni")
 """Only their products by bytes differ from the kernels of "neon" and of "avx2"."""

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "VLMSERVE_KERNELS"
 CHOICES = ("auto", "torch", "native")
-MEASURED = frozenset(("avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"))
+MEASURED = frozenset(("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"))
 """Instruction sets whose kernels were measured to be at least as fast as torch (docs/performance.md)."""
 
 

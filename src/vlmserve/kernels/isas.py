@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import NamedTuple
 
-SUPERBLOCK_ISAS = ("avx512_bf16", "avx512_vnni", "avx512", "avx2")
+SUPERBLOCK_ISAS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2")
 """Instruction sets with measured faster superblock kernels. Others run a trial."""
 SUPERBLOCK = 256
 """Weights in one superblock of a GGUF K-quant or IQ4_XS."""

@@ -3,6 +3,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -17,7 +21,7 @@ namespace {
 
 // Includes whether the operating system saves the registers, which the compiler's builtin checks.
 struct Processor {
-    bool avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16;
+    bool avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16, amx;
 
     Processor() {
         __builtin_cpu_init();
@@ -27,9 +31,30 @@ struct Processor {
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
         avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
         avx512_bf16 = avx512_vnni && leaf_7_1_eax() >> 5 & 1;
+        amx = avx512_bf16 && has_tiles() && may_use_tiles();
     }
 
 private:
+    static bool has_tiles() {
+        constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25, ALL = BF16 | TILE | INT8;
+        constexpr unsigned XSAVE = 1u << 27, SAVED = 3u << 17;
+        unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+        if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & ALL) != ALL) return false;
+        if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & XSAVE)) return false;
+        asm volatile("xgetbv" : "=a"(eax), "=d"(edx) : "c"(0));
+        return (eax & SAVED) == SAVED;
+    }
+
+    // Linux gives a process tiles only if it asks. Threads and forked processes inherit the permission.
+    static bool may_use_tiles() {
+#if defined(__linux__)
+        constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+        return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+        return false;
+#endif
+    }
+
     static unsigned leaf_7_1_eax() {
         unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
         return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) ? eax : 0;
@@ -70,6 +95,9 @@ private:
 }  // namespace
 
 #define KERNELS_FOR(isa) extern const Kernels kernels_##isa;
+#if defined(VLMSERVE_WITH_amx)
+KERNELS_FOR(amx)
+#endif
 #if defined(VLMSERVE_WITH_avx512_bf16)
 KERNELS_FOR(avx512_bf16)
 #endif
@@ -101,17 +129,20 @@ KERNELS_FOR(portable)
 
 namespace {
 
-constexpr int MOST_ISAS = 6;
+constexpr int MOST_ISAS = 7;
 
 // The supported instruction sets of this build, best first; never empty.
 int supported(const Kernels** found) {
     int count = 0;
 #if defined(__x86_64__) || defined(__aarch64__)
-    const Processor processor;
+    static const Processor processor;
     (void)processor;
 #endif
 #define ADD_IF(condition, isa) \
     if (condition) found[count++] = &kernels_##isa;
+#if defined(VLMSERVE_WITH_amx)
+    ADD_IF(processor.amx, amx)
+#endif
 #if defined(VLMSERVE_WITH_avx512_bf16)
     ADD_IF(processor.avx512_bf16, avx512_bf16)
 #endif
