@@ -3,11 +3,14 @@
     python -m benchmarks.drafts
     python -m benchmarks.drafts --streams 1 16 --turns 10 --json report.json
     python -m benchmarks.drafts --family qwen3.5 --hidden 1024 --layers 8
+    python -m benchmarks.drafts --family qwen3.5 --hidden 2048 --layers 24 --vocabulary 248320 --mtp 0.8 --kinds
 
 Both engines share one model with random weights. Answers of "repeat", "JSON" and "copy" are scripted: each script token
 gets the highest logit, after the model has computed all logits. "repeat": the same prompt again. "JSON": another list
 of the same schema, after three others. "copy": passages of 24 tokens from the prompt, each followed by 4 new ones.
-"random": tokens sampled at temperature 1 after a new prompt. "repeats": several such requests again, with their seeds.
+"MTP": random scripts. A random layer for multi-token prediction computes all logits, then gives the highest one to the
+script's token with the probability of ``--mtp``. "random": tokens sampled at temperature 1 after a new prompt.
+"repeats": several such requests again, with their seeds.
 "Speedup" divides the time of requests without drafts by the time with them, prompts included. Figures are medians of
 the turns' ratios. Store a report in `benchmarks/results/caches/MACHINE`.
 """
@@ -15,6 +18,7 @@ the turns' ratios. Store a report in `benchmarks/results/caches/MACHINE`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import shutil
@@ -27,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.command import keep, show_rows
@@ -35,7 +40,9 @@ from vlmserve.engine.engine import Engine
 from vlmserve.engine.loading import load
 from vlmserve.models.hub import resolve_model
 from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.runner.runner import RunningStep
 from vlmserve.settings.config import EngineConfig
+from vlmserve.steps import SchedulerOutput
 from vlmserve.types import EngineRequest, Grammar, Prompt, SamplingParams
 
 COLUMNS = ("answers", "streams", "ms per token without drafts", "speedup", "accepted share")
@@ -82,6 +89,8 @@ class Tasks:
             return Task(self._prompts.setdefault(stream, self._tokens(64)), None)
         if kind == "random":
             return Task(self._tokens(64), None)
+        if kind == "MTP":
+            return Task(self._tokens(64), self._tokens(self._length))
         if kind == "copy":
             prompt, script = self._tokens(160), list[int]()
             while len(script) < self._length:
@@ -103,12 +112,31 @@ class Tasks:
 class Scripted:
     """An engine, one request of which gets the tokens of a script."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, right: float) -> None:
+        """right: probability that multi-token prediction predicts the next token of a script."""
         self.engine = engine
         self._script: list[int] | None = None
-        self._done = 0
-        self._logits_of = engine.runner.logits_of
+        self._done = self._known = 0
+        self._right, self._random = right, random.Random(0)
+        self._logits_of, self._submit = engine.runner.logits_of, engine.runner.submit
         engine.runner.logits_of = self._scripted  # type: ignore[method-assign]
+        if (predictions := engine.runner.predictions) is not None:
+            self._predicted_logits_of = predictions.logits_of
+            predictions.logits_of = self._predicted  # type: ignore[method-assign]
+            engine.runner.submit = self._submitted  # type: ignore[method-assign]
+
+    def _submitted(self, step: SchedulerOutput) -> RunningStep:
+        drafts = step.draft_token_ids.get("0", [])
+        agreeing = zip(drafts, (self._script or ())[self._done :], strict=False)
+        self._known = self._done + 1 + sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], agreeing))
+        return self._submit(step)
+
+    def _predicted(self, states: Tensor) -> Tensor:
+        logits = self._predicted_logits_of(states)
+        if self._script and self._known < len(self._script) and self._random.random() < self._right:
+            logits[0, self._script[self._known]] = _BEST
+        self._known += 1
+        return logits
 
     def _scripted(self, hidden: Tensor) -> Tensor:
         logits = self._logits_of(hidden)
@@ -160,16 +188,18 @@ def row(kind: str, streams: int, engines: Sequence[Scripted], tasks: Tasks, leng
 
 
 def _config(family: str, vocab_size: int, layers: int, hidden: int) -> Any:
-    """Sizes of SmolLM2-135M's, Qwen3.5-0.8B's and LFM2-1.2B's layers at hidden sizes of 576, 1024 and 2048."""
+    """Sizes of SmolLM2-135M's layers at a hidden size of 576, Qwen3.5-0.8B's and 2B's at 1024 and 2048, and
+    LFM2-1.2B's at 2048.
+    """
     from transformers import Lfm2Config, LlamaConfig, Qwen3_5TextConfig
 
     sizes = {"vocab_size": vocab_size, "hidden_size": hidden, "num_hidden_layers": layers}
     sizes |= {"max_position_embeddings": 2048}
     if family == "qwen3.5":
         return Qwen3_5TextConfig(
-            **sizes, intermediate_size=7 * hidden // 2, num_attention_heads=hidden // 128,
-            num_key_value_heads=max(1, hidden // 512), head_dim=256, linear_num_key_heads=hidden // 64,
-            linear_num_value_heads=hidden // 64,
+            **sizes, intermediate_size=3584 if hidden == 1024 else 3 * hidden, num_attention_heads=8,
+            num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16,
+            tie_word_embeddings=True,
         )  # fmt: skip
     if family == "lfm2":
         return Lfm2Config(
@@ -182,16 +212,31 @@ def _config(family: str, vocab_size: int, layers: int, hidden: int) -> Any:
     )  # fmt: skip
 
 
-def write_checkpoint(folder: Path, family: str, layers: int, hidden: int) -> None:
-    """Write a model with random weights and pixie's tokenizer."""
+def write_checkpoint(
+    folder: Path, family: str, layers: int, hidden: int, vocabulary: int | None = None, *, mtp: bool = False
+) -> None:
+    """Write a model with random weights and pixie's tokenizer.
+
+    mtp: add a layer for multi-token prediction, with the shape and weights of the last layer.
+    """
     from transformers import AutoModelForCausalLM
 
     pixie = resolve_model("pixie")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(pixie / name, folder / name)
     torch.manual_seed(0)
-    config = _config(family, Tokenizer.from_folder(pixie).vocab_size, layers, hidden)
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    config = _config(family, vocabulary or Tokenizer.from_folder(pixie).vocab_size, layers, hidden)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="1TB")
+    if mtp:
+        path, before = folder / "model.safetensors", f"model.layers.{layers - 1}."
+        tensors = load_file(path)
+        last = {name.removeprefix(before): one for name, one in tensors.items() if name.startswith(before)}
+        tensors |= {f"mtp.layers.0.{name}": one.clone() for name, one in last.items()}
+        for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+            tensors[f"mtp.{name}.weight"] = torch.zeros(hidden, dtype=torch.bfloat16)
+        tensors["mtp.fc.weight"] = 0.02 * torch.randn(hidden, 2 * hidden).to(torch.bfloat16)
+        save_file(tensors, path, {"format": "pt"})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -200,6 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--family", choices=FAMILIES, default="llama", help="kind of layers (default llama)")
     parser.add_argument("--layers", type=int, default=30, help="layers of the model (default 30)")
     parser.add_argument("--hidden", type=int, default=576, help="hidden size of the model (default 576)")
+    parser.add_argument("--vocabulary", type=int, help="tokens of the model's vocabulary (default: pixie's)")
+    parser.add_argument("--mtp", type=float, help="multi-token prediction, and its share of right tokens in scripts")
     parser.add_argument("--quantize", default="none", help="weights as of vlmserve serve (default none: bfloat16)")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="kinds of answers (default: all)")
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 16], help="streams of random answers")
@@ -210,23 +257,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="vlmserve-drafts-") as place:
         folder = Path(place)
-        write_checkpoint(folder, options.family, options.layers, options.hidden)
+        mtp = options.mtp is not None
+        write_checkpoint(folder, options.family, options.layers, options.hidden, options.vocabulary, mtp=mtp)
         config = EngineConfig(
             model=place, dtype="bfloat16", quantize=options.quantize, kv_cache_memory="256MiB", weights_cache_size=0
         )
         model = load(config, folder)
         engines = [
-            Scripted(Engine.from_model(config.model_copy(update={"speculation": way}), model))
+            Scripted(Engine.from_model(config.model_copy(update={"speculation": way}), model), options.mtp or 0.0)
             for way in ("off", "auto")
         ]
         tasks = Tasks(Tokenizer.from_folder(folder), engines[0].engine.info.vocab_size, options.length)
-        kinds = [(kind, 1) for kind in options.kinds] + [("random", streams) for streams in options.streams]
+        kinds = [(kind, 1) for kind in (*options.kinds, *(["MTP"] if mtp else []))] + [
+            ("random", streams) for streams in options.streams
+        ]
         kinds += [("repeats", streams) for streams in options.crowds]
         rows = [row(kind, streams, engines, tasks, options.length, options.turns) for kind, streams in kinds]
     report = {
         "title": "Drafts without a draft model",
         "command": " ".join(["python -m benchmarks.drafts", *(arguments or sys.argv[1:])]),
-        "model": f"{FAMILIES[options.family]} with {options.layers} layers of {options.hidden} values",
+        "model": f"{FAMILIES[options.family]} with {options.layers} layers of {options.hidden} values"
+        + (f", MTP right in {options.mtp:.0%} of scripts" if mtp else ""),
         "weights": "random, bfloat16" if options.quantize == "none" else f"random, {options.quantize}",
         "versions": {package: version(package) for package in ("vlmserve", "torch")},
         "columns": list(COLUMNS),

@@ -26,6 +26,7 @@ from tests.engine.test_drafts import logprobs, whole
 from tests.engine.test_parity import Oracle, bytes_of_4, llava_oracle, text_oracle
 from tests.engine.test_structured import PERSON, engine_of, run, tokens
 from tests.models.test_families import make
+from tests.mtp_checkpoints import add_mtp
 from tests.peft_adapters import make_adapter
 from tests.ranks import RankThreads
 from vlmserve.engine import drafting, loading
@@ -75,8 +76,12 @@ def text(kind: str, **settings: Any) -> Callable[[Path], Model]:
     return lambda folder: Model(text_oracle(make(folder, kind)), settings)
 
 
-def adapted(folder: Path) -> Model:
-    oracle = text_oracle(make_llama(folder))
+def predicting(folder: Path) -> Model:
+    return Model(text_oracle(add_mtp(make(folder, "qwen3.5 with shared keys"))))
+
+
+def adapted(folder: Path, make: Callable[[Path], Path] = make_llama) -> Model:
+    oracle = text_oracle(make(folder))
     base = AutoModelForCausalLM.from_pretrained(folder)
     for seed, name in enumerate(("one", "other")):
         make_adapter(base, folder / name, seed=seed, target_modules=["q_proj", "v_proj"])
@@ -94,6 +99,8 @@ FAMILIES: dict[str, Callable[[Path], Model]] = {
     "lfm3": text("lfm3"),
     "qwen3.5 with torch": text("qwen3.5 with shared keys", kernels="torch"),
     "two ranks of qwen3.5": text("qwen3.5 with shared keys"),
+    "qwen3.5 with MTP": predicting,
+    "qwen3.5 with MTP and adapters": lambda folder: adapted(folder, lambda place: add_mtp(make(place, "qwen3.5"))),
 }
 
 

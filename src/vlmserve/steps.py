@@ -156,6 +156,8 @@ class SchedulerOutput(msgspec.Struct):
     """With `cached_requests`, the batch. A request appears at most once."""
     draft_token_ids: dict[str, list[int]] = {}
     """By request, draft tokens after its newest token; they are its last computed tokens."""
+    num_predicted: dict[str, int] = {}
+    """By request, how many drafts the model's own layer makes after the step's tokens."""
 
     def append(self, request: CachedRequest | NewRequest) -> None:
         if isinstance(request, CachedRequest):
@@ -215,6 +217,8 @@ class ModelRunnerOutput(msgspec.Struct):
     """One for each token, if requested."""
     forced: dict[str, list[int]] = {}
     """Tokens that probably follow, because a grammar allows no other text. Empty unless the engine drafts."""
+    predicted: dict[str, list[int]] = {}
+    """Drafts after the new tokens, see `SchedulerOutput.num_predicted`; perhaps fewer."""
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
     """For the prompt's next tokens, if requested; None for images."""
     finish_reasons: dict[str, Literal["stop", "length"]] = {}

@@ -9,7 +9,7 @@ from vlmserve.engine.draft_costs import known_costs
 from vlmserve.engine.loading import CacheSizes, may_draft
 from vlmserve.kernels.trials import machine
 from vlmserve.runner.runner import ModelRunner
-from vlmserve.runner.warm_up import ROWS_OF_DRAFTS, time_rows
+from vlmserve.runner.warm_up import ROWS_OF_DRAFTS, time_predictions, time_rows
 from vlmserve.scheduler.drafts.costs import StepCosts
 from vlmserve.scheduler.drafts.drafter import Drafter
 from vlmserve.scheduler.scheduler import Scheduler
@@ -32,8 +32,13 @@ def start_drafting(
     measured = known_costs(key, partial(time_rows, runner, most))
     if len(measured) < 2:
         return None
-    (_, one), (rows, seconds) = measured[0], measured[-1]
-    logger.info("Speculation: a step of %d tokens takes %.1f times as long as a step of one", rows, seconds / one)
-    drafter = Drafter(StepCosts(measured))
+    (_, one), (rows, longest) = measured[0], measured[-1]
+    logger.info("Speculation: a step of %d tokens takes %.1f times as long as a step of one", rows, longest / one)
+    seconds: float | None = None
+    if runner.model.predictor is not None:
+        (none, without), *_, (most_drafts, with_drafts) = known_costs(f"{key} mtp", partial(time_predictions, runner))
+        seconds = max(0.0, with_drafts - without) / (most_drafts - none)
+        logger.info("Speculation: a draft of the model's own layer (MTP) takes %.2f steps", seconds / one)
+    drafter = Drafter(StepCosts(measured), seconds, sizes.draft_places or config.max_num_seqs)
     scheduler.propose_drafts = drafter.propose
     return drafter

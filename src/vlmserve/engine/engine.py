@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from vlmserve.engine.drafting import start_drafting
 from vlmserve.engine.grammars import grammar_compiler
 from vlmserve.engine.image_speed import image_cost
 from vlmserve.engine.intake import Intake
-from vlmserve.engine.loading import CacheSizes, cache_sizes, load
+from vlmserve.engine.loading import CacheSizes, cache_sizes, load, may_draft
 from vlmserve.errors import ConfigurationError
 from vlmserve.models.identity import cache_identity
 from vlmserve.models.protocols import LoadedModel, VisionEncoder
@@ -99,7 +99,7 @@ class Engine(BaseEngine):
     @classmethod
     def from_model(cls, config: EngineConfig, model: LoadedModel) -> Engine:
         engine = cls.__new__(cls)
-        engine._setup(config, model)
+        engine._setup(config, model if may_draft(config, model) else replace(model, predictor=None))
         return engine
 
     def _setup(
@@ -202,6 +202,8 @@ class Engine(BaseEngine):
             if self._drafter is not None:
                 self.runner.sampler.tells_forced = self._drafter.begin_step(self.scheduler.running)
             step = self.scheduler.schedule()
+            if self._drafter is not None:
+                self._drafter.predict(step, self.scheduler.requests)
             if not step.has_work:
                 return self._without_work()
             planned = time.perf_counter()

@@ -76,6 +76,7 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
         quantization=quantization,
         input_bits=config.input_bits,
         cache_type=config.kv_cache_dtype,
+        drafts=config.speculation != "off" and config.max_warm_up_seconds > 0 and device.type == "cpu",
     )
 
     def check(language_model: LanguageModel, max_position: int) -> None:

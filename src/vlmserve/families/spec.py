@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
@@ -143,6 +143,8 @@ class ArchSpec:
     """Experts of each layer; None: an MLP only. Empty: no layer has experts."""
     logit_cap: float | None = None
     """Bounds logits as `AttentionSpec.soft_cap` bounds scores."""
+    mtp: bool = False
+    """Has a layer for multi-token prediction, which is like the last layer with attention."""
 
     def inner_size(self, layer: int) -> int:
         return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
@@ -169,7 +171,26 @@ class ArchSpec:
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        return tuple(mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec))
+        """Layers with a KV cache, the layer for multi-token prediction last."""
+        own = tuple(mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec))
+        return (*own, own[-1]) if self.mtp else own
+
+    @property
+    def last_attention(self) -> int:
+        """The last layer with attention."""
+        return max(layer for layer, mixer in enumerate(self.mixers) if isinstance(mixer, AttentionSpec))
+
+    def with_mtp_layer(self) -> ArchSpec:
+        """Also counts the layer for multi-token prediction, as the last one."""
+        last = slice(self.last_attention, self.last_attention + 1)
+        return replace(
+            self,
+            mtp=False,
+            mixers=self.mixers + self.mixers[last],
+            ropes=self.ropes + self.ropes[last],
+            intermediate_sizes=self.intermediate_sizes + self.intermediate_sizes[last],
+            experts=self.experts + self.experts[last],
+        )
 
     @property
     def states(self) -> tuple[StateSpec, ...]:

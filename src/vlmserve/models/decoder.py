@@ -28,6 +28,7 @@ from vlmserve.models.blocks.cross import CrossAttention, CrossStates
 from vlmserve.models.blocks.per_layer import PerLayerEmbeddings
 from vlmserve.models.decoder_layer import DecoderLayer
 from vlmserve.models.image_rows import LayerFeatures, add_features
+from vlmserve.models.mtp import MTPLayer
 from vlmserve.types import Bidirectional
 
 
@@ -96,6 +97,11 @@ class Decoder(nn.Module):
         )
         self.cross_states = CrossStates(spec, dtype=dtype, device=device) if spec.cross_size else None
         self.norm = None if spec.norms == "post" else norm()
+        self.mtp: MTPLayer | None = None
+        if spec.mtp:
+            rope_spec = spec.ropes[spec.last_attention]
+            rope_number = None if rope_spec is None else rope_specs.index(rope_spec)
+            self.mtp = MTPLayer(spec, rope_number, backend, dtype=dtype, device=device)
         self.head_transform = HeadTransform(spec, dtype=dtype, device=device) if spec.head_transform else None
         self.lm_head: OutputLinear | Bias | None
         if not spec.tied_embeddings:
@@ -183,6 +189,20 @@ class Decoder(nn.Module):
             return hidden if wanted is None else hidden[wanted]
         x = self._part(x, caches, step, first, count - 1)
         return self.through_layers(x, caches, step, count - 1, count, wanted)
+
+    def predict(
+        self,
+        embeddings: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        metadata: BatchMetadata,
+        caches: list[LayerCache],
+        wanted: Tensor,
+    ) -> Tensor:
+        assert self.mtp is not None
+        step = self._step(positions, metadata, caches, ())
+        states: Tensor = self.mtp(embeddings, hidden, caches, step, wanted)
+        return states
 
     def _step(
         self, positions: Tensor, metadata: BatchMetadata, caches: Sequence[LayerCache], states: Sequence[StateCache]

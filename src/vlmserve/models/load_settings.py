@@ -30,6 +30,8 @@ class LoadSettings:
     input_bits: int | None = None
     """Bits of activations for quantized weights of a checkpoint, 8 or 16; None: by format."""
     cache_type: CacheType = "auto"
+    drafts: bool = False
+    """Load the layer for multi-token prediction, which drafts, if the checkpoint has one."""
 
     def __post_init__(self) -> None:
         if self.quantization is not None and not self.quantization.wanted:

@@ -166,6 +166,22 @@ class LanguageModel(Protocol):
         ...
 
 
+class Predictor(Protocol):
+    """A decoder with a layer for multi-token prediction (MTP)."""
+
+    def predict(
+        self,
+        embeddings: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        metadata: BatchMetadata,
+        caches: list[LayerCache],
+        wanted: Tensor,
+    ) -> Tensor:
+        """Run the layer. See `MTPLayer.forward` and `LanguageModel.forward`."""
+        ...
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     architecture: str
@@ -189,6 +205,8 @@ class LoadedModel:
     ranks: Ranks | None = None
     """Share the decoder; None: it is not sharded."""
     output_layers: OutputLayers | None = None
+    predictor: Predictor | None = None
+    """The language model, if it drafts."""
 
     @property
     def embedding_size(self) -> int:

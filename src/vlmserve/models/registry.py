@@ -35,6 +35,7 @@ from vlmserve.models.decoder import Decoder
 from vlmserve.models.filling import Filling
 from vlmserve.models.identity import model_identity
 from vlmserve.models.load_settings import LoadSettings
+from vlmserve.models.mtp import PREFIX, has_mtp_layer
 from vlmserve.models.output_layers import OutputLayers
 from vlmserve.models.parallel import share_of, split_decoder
 from vlmserve.models.protocols import LanguageModel, LoadedModel, VisionEncoder
@@ -100,7 +101,7 @@ def _load(
     if packed and settings.quantization is not None:
         raise ConfigurationError("the checkpoint is quantized already: leave --quantize out, or load the original one")
     with description.errors():
-        spec = description.spec(checkpoint)
+        spec = with_mtp(description.spec(checkpoint), checkpoint, settings, ranks)
         layouts = stored_layouts(packed) if packed else []
         stated = settings.dtype or description.dtype(checkpoint)
         on, wanted = open_device(device, settings.kernels, stated, automatic=settings.dtype is None)
@@ -148,6 +149,7 @@ def _load(
         adaptable=adaptable,
         ranks=ranks,
         output_layers=OutputLayers.read(read_vectors(folder).layers, checkpoint, spec.hidden_size, device),
+        predictor=None if decoder.mtp is None else decoder,
     )
 
 
@@ -325,6 +327,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path} does not hold a JSON object")
     return content
+
+
+def with_mtp(spec: ArchSpec, checkpoint: Checkpoint, settings: LoadSettings, ranks: Ranks | None) -> ArchSpec:
+    """The spec with the layer for multi-token prediction, if this process may draft with it."""
+    if not settings.drafts or not any(name.startswith(PREFIX) for name in checkpoint.names):
+        return spec
+    if ranks is None and has_mtp_layer(spec, checkpoint.names):
+        return replace(spec, mtp=True)
+    reason = "it has another format than the other layers" if ranks is None else "several ranks share the model"
+    logger.info("speculation: the checkpoint's layer for multi-token prediction (MTP) is not used, because %s", reason)
+    return spec
 
 
 def _tie_as_stored(spec: ArchSpec, text_config: Mapping[str, Any], checkpoint: Checkpoint) -> ArchSpec:

@@ -49,6 +49,7 @@ _PREFIXES = (
     (re.compile(r"^(model\.)?language_model\.(model\.)?"), "language_model."),
     (re.compile(r"^(model|transformer)\."), "language_model."),
     (re.compile(r"^lm_head\."), "language_model.lm_head."),
+    (re.compile(r"^mtp\."), "language_model.mtp."),
     (re.compile(r"^(?=(embed_tokens|layers|norm)\.)"), "language_model."),
 )
 

@@ -238,6 +238,7 @@ def source_parts(folder: Path, settings: LoadSettings) -> dict[str, Any]:
         "kernels": [settings.kernels, _extension_digest()],
         "code": code_digest(PACKING, PACKAGE),
         **computation_parts(settings),
+        "drafts": settings.drafts,
         "files": files,
         "configs": {path.name: blake3(path.read_bytes()).hexdigest() for path in configs},
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple, NoReturn
@@ -23,6 +23,7 @@ from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.encoder import ImageEncoder
 from vlmserve.runner.heads.reading import head_rows, read_rows, write_results
 from vlmserve.runner.kv import Contents, KVTensors, PoolSizes
+from vlmserve.runner.predictions import Predictions
 from vlmserve.runner.prompt_logprobs import score_prompts
 from vlmserve.runner.requests import RequestStates, ScheduledRequest
 from vlmserve.runner.sampling import TokenSampler, append_drawn, can_draw_later
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 class Run(NamedTuple):
     batch: Batch
+    embeddings: Tensor
     hidden: Tensor
     """Final hidden states, of all rows if a prompt is scored."""
     of_heads: Tensor | None
@@ -136,6 +138,7 @@ class ModelRunner:
             sizes.block_size, model.device, sizes.pages, self.images.embeddings, columns, has_states=self._has_states
         )
         self._kv = KVTensors(model, sizes)
+        self.predictions = Predictions.of(model, sizes.block_size, columns, self._kv.layers)
         # tokens that the last step sampled asynchronously, and each request's index
         self._drawn = torch.zeros(1, dtype=torch.int32, device=model.device.torch_device)
         self._drawn_rows: dict[str, int] = {}
@@ -227,7 +230,7 @@ class ModelRunner:
             return lambda: output
         output.scalings = run.scalings
         clock.mark()
-        results, tokens = self._read(run, scheduled, output)
+        results, tokens = self._read(run, scheduled, output, step.num_predicted)
         clock.mark()
 
         def finish() -> ModelRunnerOutput:
@@ -242,9 +245,9 @@ class ModelRunner:
         return finish
 
     def _read(
-        self, run: Run, scheduled: list[ScheduledRequest], output: ModelRunnerOutput
+        self, run: Run, scheduled: list[ScheduledRequest], output: ModelRunnerOutput, num_predicted: Mapping[str, int]
     ) -> tuple[list[tuple[str, Tensor]], Callable[[], list[int]] | None]:
-        """Pass rows to heads, sample, and score prompts. Returns results of heads, and what `_sample` returns.
+        """Pass rows to heads, sample, score prompts, and draft. Returns results of heads, and what `_sample` returns.
 
         If memory runs out, requests that lack a token, a result or log-probabilities fail.
         """
@@ -257,6 +260,8 @@ class ModelRunner:
             tokens = self._sample(run, scheduled, output)
             sampling = []
             output.prompt_logprobs = score_prompts(scheduled, run.hidden, language_model, self._adapters)
+            if self.predictions is not None:
+                self.predictions.run(run.batch, run.embeddings, run.hidden, scheduled, num_predicted, output)
         except MEMORY_ERRORS as error:
             _note_memory_error(error, self.model)
             if sampling:
@@ -302,8 +307,8 @@ class ModelRunner:
                 scalings = self._scalings(scheduled, batch.scaling_pass, sums)
                 self._adapters.use_for_batch(scheduled, batch, scalings)
             of_heads = head_rows(scheduled, device.torch_device)
-            wanted = _wanted_rows(batch, scheduled, of_heads)
-            hidden = self.hidden_states(batch, wanted)
+            wanted = None if self.predictions else _wanted_rows(batch, scheduled, of_heads)
+            embeddings, hidden = self.hidden_states(batch, wanted)
             if self._adapters is not None:
                 self._adapters.use_for_samples()
             own, read = _parted(hidden, batch, wanted, of_heads)
@@ -311,7 +316,7 @@ class ModelRunner:
         except MEMORY_ERRORS as error:
             _note_memory_error(error, self.model)
             return None
-        return Run(batch, hidden, read, logits, later, sampled, sums)
+        return Run(batch, embeddings, hidden, read, logits, later, sampled, sums)
 
     def _build(self, scheduled: list[ScheduledRequest], extra: list[np.ndarray], clock: Clock | None) -> Batch:
         try:
@@ -333,10 +338,10 @@ class ModelRunner:
         assert self._adapters is not None
         mixed = _mixed(scheduled, self.num_columns)
         self._adapters.use_for_scaling_pass(mixed, batch)
-        return self._adapters.scalings(scheduled, mixed, self.hidden_states(batch), sums)
+        return self._adapters.scalings(scheduled, mixed, self.hidden_states(batch)[1], sums)
 
-    def hidden_states(self, batch: Batch, wanted: Tensor | None = None) -> Tensor:
-        """Returns final hidden states ``[tokens, hidden_size]``, of `wanted` rows only."""
+    def hidden_states(self, batch: Batch, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns embeddings and final hidden states ``[tokens, hidden_size]``, the latter of `wanted` rows only."""
         language_model = self.model.language_model
         token_ids = batch.token_ids
         if batch.drawn_rows is not None:
@@ -345,7 +350,8 @@ class ModelRunner:
         embeddings = language_model.embed(token_ids)
         features = place_images(embeddings, batch.image_rows, self.images.embeddings)
         caches, states = self._kv.layers, self._kv.states
-        return language_model.forward(embeddings, batch.positions, batch.metadata, caches, features, wanted, states)
+        positions, metadata = batch.positions, batch.metadata
+        return embeddings, language_model.forward(embeddings, positions, metadata, caches, features, wanted, states)
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         language_model = self.model.language_model

@@ -36,6 +36,7 @@ SCALED_ROWS = 128
 """Maximum rows of X-LoRA chunks. Larger chunks use the same scaling kernels."""
 _IMAGE = b"warm-up"
 ROWS_OF_DRAFTS = (1, 2, 4, 8, 16, 32)
+PREDICTED = (0, 4)
 _ROUNDS_OF_DRAFTS = 3
 _SECONDS_OF_DRAFTS = 1.0
 """No round of `time_rows` begins after this time."""
@@ -138,15 +139,29 @@ def time_rows(runner: ModelRunner, max_rows: int) -> list[tuple[int, float]]:
     return sorted(fastest.items())
 
 
-def _check_drafts(runner: ModelRunner, rows: int) -> float:
-    request = msgspec.structs.replace(_request(runner, 0, 1, max_tokens=rows), num_tokens=rows, max_len=rows + 1)
+def time_predictions(runner: ModelRunner) -> list[tuple[int, float]]:
+    """Measure steps of one row in which the model drafts. Returns ascending numbers of drafts, and seconds."""
+    fastest: dict[int, float] = {}
+    for _ in range(_ROUNDS_OF_DRAFTS):
+        for count in PREDICTED:
+            seconds = _check_drafts(runner, 1, count)
+            fastest[count] = min(seconds, fastest.get(count, seconds))
+    return sorted(fastest.items())
+
+
+def _check_drafts(runner: ModelRunner, rows: int, num_predicted: int = 0) -> float:
+    """num_predicted: drafts that the model makes."""
+    request = _request(runner, 0, 1, max_tokens=rows + num_predicted)
+    request = msgspec.structs.replace(request, num_tokens=rows, max_len=rows + 1)
     drafts = {request.request_id: [0] * (rows - 1)} if rows > 1 else {}
     if runner.model.language_model.state_specs:
         # as if all drafts of the last step had been right
         state = StateStep(PADDING_SLOT, PADDING_SLOT, num_accepted=rows - 1)
         request = msgspec.structs.replace(request, states=(state,))
     started = time.perf_counter()
-    runner.submit(SchedulerOutput(new_requests=[request], draft_token_ids=drafts)).result()
+    predicted = {request.request_id: num_predicted}
+    step = SchedulerOutput(new_requests=[request], draft_token_ids=drafts, num_predicted=predicted)
+    runner.submit(step).result()
     seconds = time.perf_counter() - started
     _finish(runner, [request])
     return seconds

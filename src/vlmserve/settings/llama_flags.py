@@ -70,7 +70,7 @@ _ENTRIES: Mapping[tuple[str, ...], Entry] = {
     ("-mu", "--model-url"): Missing("Give a Hugging Face id like owner/name:Q4_K_M, or a downloaded file."),
     ("-hff", "--hf-file"): Missing("Name the file after the repository: owner/name:Q4_K_M or owner/name/file.gguf."),
     ("-md", "--model-draft", "--draft-max", "--spec-type"): Missing(
-        "Drafts come from known text, without a draft model; --speculation off stops them."
+        "Drafts come from known text and MTP layers, without a draft model; --speculation off stops them."
     ),
     ("-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu"): Missing(
         "--tensor-parallel-size divides a model among GPUs, and --device cuda:1 chooses one."

@@ -225,7 +225,7 @@ _PROXY = "Put a reverse proxy in front of the server, such as nginx or Caddy."
 _TOKENIZER = "A tokenizer belongs to its checkpoint; put its files into a copy of the model's folder."
 _HUB = "Set HF_HOME for the folder of downloads and HF_TOKEN for the token; --revision names the version."
 _CONFIG = "Change config.json in a copy of the model's folder."
-_SPECULATION = "Drafts come from known text, without a draft model; --speculation off stops them."
+_SPECULATION = "Drafts come from known text and MTP layers, without a draft model; --speculation off stops them."
 _MISSING: Mapping[tuple[str, ...], Missing] = {
     ("--code-revision",): Missing("Code from a checkpoint is never run; --revision names the version of its files."),
     ("--tokenizer", "--tokenizer-revision", "--skip-tokenizer-init"): Missing(_TOKENIZER),

@@ -61,19 +61,29 @@ class Account:
         self._left = min(self._left + seconds, _MOST_STEPS * self._step)
 
     def best_count(self, rates: Sequence[float]) -> int:
-        """rates: probability of each draft to be right if all earlier ones are."""
+        return self.best(rates)[0]
+
+    def best(self, rates: Sequence[float], seconds_each: float = 0.0) -> tuple[int, float]:
+        """Return the number of drafts that saves most, and the expected seconds that they save.
+
+        rates: probability of each draft to be right if all earlier ones are. seconds_each: to make a draft.
+        """
         before = self._costs.seconds(self._rows)
         reached, expected, best, best_gain = 1.0, 0.0, 0, _SHARE * self._value
         for count, rate in enumerate(rates, start=1):
             reached *= rate
             expected += reached
-            cost = self._costs.seconds(self._rows + count) - before
+            cost = self._costs.seconds(self._rows + count) - before + count * seconds_each
             if cost > self._left:
                 break
             gain = expected * self._value - cost
             if gain > best_gain:
                 best, best_gain = count, gain
-        return best
+        return best, best_gain if best else 0.0
+
+    def share(self, seconds: float, num_decodes: int) -> float:
+        """A request's share of what a draft for each of several requests takes. seconds: for one."""
+        return seconds * self._costs.seconds(num_decodes) / self._step / num_decodes
 
     def pay(self, count: int) -> None:
         before = self._costs.seconds(self._rows)

@@ -17,7 +17,7 @@ from vlmserve.tasks import GENERATE
 
 MAX_KEPT_TOKENS = 1 << 18
 """Maximum tokens of earlier answers, about 60 MB."""
-_ORDER: tuple[Source, ...] = ("repeat", "grammar", "prediction", "own", "image", "schema")
+_ORDER: tuple[Source, ...] = ("repeat", "grammar", "prediction", "own", "image", "schema", "mtp")
 _FORCED: Kind = "grammar", NUM_CLASSES - 1
 _MAX_KEPT_OF_KEY = 1 << 13
 _MAX_INDEXED = 1 << 14
@@ -30,6 +30,12 @@ _MAX_PROMPT_ROWS = 512
 """Prompt tokens of a step beyond which the cost per row is constant."""
 _FIRST_RATES = ((1.0, 1.0), (1.0, 1.0), (2.0, 1.0), (4.0, 1.0), (8.0, 1.0))
 """Assumed right and wrong drafts at start, by match class."""
+_FIRST_RATE_OF_MODEL = 2.0, 1.0
+"""Assumed right and wrong drafts of the model at start."""
+_PATIENCE = 64
+"""Steps without the model's drafts after which one is made to see if it is right."""
+_MAX_PREDICTED = 8
+"""Maximum drafts of the model after a step."""
 _TRUSTED = 3.0
 """Drafts after which a request's own rate counts as much as the global rate."""
 
@@ -43,14 +49,18 @@ class _Found(NamedTuple):
 
 
 class Drafter:
-    def __init__(self, costs: StepCosts) -> None:
+    def __init__(self, costs: StepCosts, seconds_of_model: float | None = None, max_predicting: int = 256) -> None:
+        """seconds_of_model: that the model takes for a draft; None: it makes none. max_predicting: requests of a step
+        with such drafts.
+        """
         self.num_drafted = self.num_accepted = 0
         self._account = Account(costs)
+        self._seconds_of_model, self._max_predicting = seconds_of_model, max_predicting
         self._forced: Mapping[str, list[int]] = {}
         """Tokens that grammars force after the last step, by request."""
         self._answers = Answers(MAX_KEPT_TOKENS, _MAX_KEPT_OF_KEY)
         self._rates: dict[Kind, Rate] = {
-            (source, number): Rate(*_FIRST_RATES[number], most=128)
+            (source, number): Rate(*(_FIRST_RATE_OF_MODEL if source == "mtp" else _FIRST_RATES[number]), most=128)
             for source in _ORDER
             for number in range(NUM_CLASSES)
         }
@@ -79,7 +89,12 @@ class Drafter:
             reader.read(request.token_ids)
         forced = self._forced.get(request.request_id, [])
         found = self._find(drafting, request.token_ids, forced, max(0, most))
-        num_drafts = self._account.best_count([rate for part in found for rate in [part.rate] * len(part.token_ids)])
+        num_drafts, gain = self._account.best(_rates_of(found))
+        if drafting.num_known == len(request.token_ids):
+            predicted = self._predicted(drafting, drafting.predicted[: max(0, most)])
+            number, own_gain = self._account.best(_rates_of(predicted))
+            if own_gain > gain:
+                found, num_drafts = predicted, number
         if not num_drafts:
             return ()
         self._account.pay(num_drafts)
@@ -106,6 +121,39 @@ class Drafter:
                 rate = self._rate(drafting, kind)
                 best = _Found(kind, rate, token_ids) if best is None or rate > best.rate else best
         return best
+
+    def _predicted(self, drafting: Drafting, token_ids: Sequence[int]) -> list[_Found]:
+        kinds = [_kind_of_model(number) for number in range(len(token_ids))]
+        return [_Found(kind, self._rate(drafting, kind), [token]) for kind, token in zip(kinds, token_ids, strict=True)]
+
+    def predict(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        """Let the model make drafts after a planned step. requests: the running ones."""
+        if self._seconds_of_model is None:
+            return
+        sampling = [
+            request
+            for one in step.requests
+            if (request := requests.get(one.request_id)) is not None
+            and one.start + one.num_tokens >= len(request.token_ids)
+            and request.task == GENERATE
+        ]
+        seconds = self._account.share(self._seconds_of_model, max(1, len(sampling)))
+        for request in sampling[: self._max_predicting]:
+            if self._account.affords_search and (count := self._num_predicted(request, seconds)):
+                step.num_predicted[request.request_id] = count
+                self._account.spend(count * seconds)
+
+    def _num_predicted(self, request: Request, seconds: float) -> int:
+        """Drafts that save more than they cost, or one now and then to see if it is right. None beside other drafts."""
+        drafting = request.drafting = request.drafting or self._start(request)
+        if any(kind[0] != "mtp" for kind, _ in drafting.proposed):
+            return 0
+        rates = [self._rate(drafting, _kind_of_model(number)) for number in range(_MAX_PREDICTED)]
+        count, _ = self._account.best(rates, seconds)
+        drafting.num_unpredicted = 0 if count else drafting.num_unpredicted + 1
+        if drafting.num_unpredicted > _PATIENCE:
+            count, drafting.num_unpredicted = 1, 0
+        return count
 
     def _start(self, request: Request) -> Drafting:
         keys = _keys_of(request)
@@ -144,15 +192,36 @@ class Drafter:
             self._account.earn(accepted)
             self._note(drafting, right, len(drafts))
         self._forced = output.forced
+        if self._seconds_of_model is not None:
+            self._note_predicted(step, output, requests)
+
+    def _note_predicted(
+        self, step: SchedulerOutput, output: ModelRunnerOutput, requests: Mapping[str, Request]
+    ) -> None:
+        """Compare the model's last drafts, checked or not, with the new tokens, and keep its next ones."""
+        for request_id, sampled in output.token_ids.items():
+            request = requests.get(request_id)
+            if request is None or (drafting := request.drafting) is None:
+                continue
+            if drafting.num_known == len(request.token_ids):
+                for number, (draft, token) in enumerate(zip(drafting.predicted, sampled, strict=False)):
+                    self._add(drafting, _kind_of_model(number), int(draft == token), int(draft != token))
+                    if draft != token:
+                        break
+            drafting.predicted = output.predicted.get(request_id, [])
+            drafting.num_known = len(request.token_ids) + len(sampled)
+
+    def _add(self, drafting: Drafting, kind: Kind, right: int, wrong: int) -> None:
+        self._rates[kind].add(right, wrong)
+        drafting.rates.setdefault(kind, Rate(0, 0, most=16)).add(right, wrong)
 
     def _note(self, drafting: Drafting, right: int, num_drafts: int) -> None:
         for kind, count in drafting.proposed:
             count = min(count, num_drafts)
             if not count or right < 0:
                 return
-            of_kind = min(right, count), int(right < count)
-            self._rates[kind].add(*of_kind)
-            drafting.rates.setdefault(kind, Rate(0, 0, most=16)).add(*of_kind)
+            if kind[0] != "mtp":  # `_note_predicted` counts these
+                self._add(drafting, kind, min(right, count), int(right < count))
             right, num_drafts = right - count, num_drafts - count
 
     def learn(self, ended: Iterable[Request]) -> None:
@@ -163,6 +232,15 @@ class Drafter:
             keys = _keys_of(request) if request.drafting is None else request.drafting.keys
             for key in keys.values():
                 self._answers.append(key, answer)
+
+
+def _kind_of_model(number: int) -> Kind:
+    """number: index of a draft."""
+    return "mtp", min(number, NUM_CLASSES - 1)
+
+
+def _rates_of(found: Iterable[_Found]) -> list[float]:
+    return [rate for part in found for rate in [part.rate] * len(part.token_ids)]
 
 
 def _keys_of(request: Request) -> dict[Source, bytes]:

@@ -9,12 +9,12 @@ from typing import Literal, TypeAlias
 
 from vlmserve.scheduler.drafts.corpus import GRAM, LONGEST_MATCH, SEPARATOR, Corpus
 
-Source: TypeAlias = Literal["repeat", "grammar", "prediction", "own", "image", "schema"]
+Source: TypeAlias = Literal["repeat", "grammar", "prediction", "own", "image", "schema", "mtp"]
 """repeat: earlier answers to the same prompt. grammar: text that the grammar forces. prediction: the client's predicted
 text. own: the request's prompt and answer. image: earlier answers to the same images. schema: earlier answers with the
-same grammar."""
+same grammar. mtp: the model's layer for multi-token prediction."""
 Kind: TypeAlias = tuple[Source, int]
-"""Source and match class."""
+"""Source and match class. The class of "mtp" is the draft's index."""
 NEAR = 16
 """Tokens to search after a wrong draft."""
 BACK = 256
@@ -101,5 +101,10 @@ class Drafting:
     """By source and match class."""
     proposed: list[tuple[Kind, int]] = field(default_factory=list)
     """Drafts in flight: their kinds, in order, and the number of each."""
+    predicted: list[int] = field(default_factory=list)
+    """Drafts that the model made after its first `num_known` tokens."""
+    num_known: int = 0
+    num_unpredicted: int = 0
+    """Steps since the model made a draft."""
     num_accepted: int = 0
     num_rejected: int = 0

@@ -1,0 +1,61 @@
+"""A layer that drafts: multi-token prediction (MTP, https://arxiv.org/abs/2412.19437), as in Qwen3.5.
+
+Row `i` reads the decoder's final state of token `i` and the embedding of token ``i + 1``, and predicts token ``i + 2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Unpack, cast
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.families.spec import ArchSpec
+from vlmserve.kernels.attention import AttentionBackend, LayerCache
+from vlmserve.layers.layer import Factory
+from vlmserve.layers.linear import Linear
+from vlmserve.layers.residual import ResidualStream
+from vlmserve.layers.step import StepContext
+from vlmserve.models.blocks.block import make_norm
+from vlmserve.models.decoder_layer import DecoderLayer
+
+PREFIX = "language_model.mtp."
+"""Of canonical tensor names."""
+
+
+class MTPLayer(nn.Module):
+    """Shares the decoder's embeddings and head. Its keys and values are in the last of the decoder's caches."""
+
+    def __init__(self, spec: ArchSpec, rope: int | None, backend: AttentionBackend, **factory: Unpack[Factory]) -> None:
+        """rope: index of the step's rotary embedding."""
+        super().__init__()
+        size, own = spec.hidden_size, spec.with_mtp_layer()
+        self.pre_fc_norm_embedding = make_norm(spec.norm, size, **factory)
+        self.pre_fc_norm_hidden = make_norm(spec.norm, size, **factory)
+        self.fc = Linear(2 * size, size, bias=False, **factory)
+        self.layers = nn.ModuleList([DecoderLayer(own, len(own.mixers) - 1, rope, backend, **factory)])
+        self.norm = make_norm(spec.norm, size, **factory)
+
+    def forward(
+        self, embeddings: Tensor, hidden: Tensor, caches: Sequence[LayerCache], step: StepContext, wanted: Tensor
+    ) -> Tensor:
+        """Write keys and values of all rows. Returns normed states of the `wanted` rows, for the head and the next row.
+
+        embeddings: of the next tokens, ``[tokens, hidden_size]``. hidden: final, normed states of the tokens.
+        """
+        joined = torch.cat((self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)), 1)
+        stream = ResidualStream(self.fc(joined))
+        cast(DecoderLayer, self.layers[0])(stream, caches, step, wanted)
+        return stream.normed(self.norm) if len(wanted) else stream.rows
+
+
+def has_mtp_layer(spec: ArchSpec, names: Collection[str]) -> bool:
+    """Return whether a checkpoint has such a layer, with the weights of the last layer with attention.
+
+    names: canonical tensor names. Quantized checkpoints with another format in this layer do not qualify.
+    """
+    before = f"language_model.layers.{spec.last_attention}."
+    wanted = {f"{PREFIX}layers.0.{name.removeprefix(before)}" for name in names if name.startswith(before)}
+    wanted |= {f"{PREFIX}{name}.weight" for name in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    return wanted <= {name for name in names if name.startswith(PREFIX)}

@@ -1,0 +1,73 @@
+"""The layer for multi-token prediction against its formula in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.test_decoder import assert_equal, token_sequences
+from tests.models.test_families import make
+from tests.mtp_checkpoints import Reference, add_mtp
+from tests.paged import BlockTables
+from vlmserve.models.load_settings import LoadSettings
+from vlmserve.models.registry import load_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5 with shared keys"])
+@torch.inference_mode()
+def test_logits_of_mtp_equal_its_formula(tmp_path: Path, name: str) -> None:
+    folder = add_mtp(make(tmp_path, name))
+    loaded = load_model(folder, LoadSettings(CPU, torch.float32, drafts=True))
+    model, predictor, reference = loaded.language_model, loaded.predictor, Reference(folder)
+    assert predictor is not None
+    sequences = token_sequences(300, [40, 1, 23])
+    embeddings = [model.embed(sequence) for sequence in sequences]
+    hidden = [torch.randn(one.shape, generator=torch.Generator().manual_seed(len(one))) for one in embeddings]
+    tables = BlockTables([len(one) for one in sequences], 4)
+    caches = model.allocate_cache(tables.num_blocks, 4)
+    states: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for chunks in ([(1, 0, 1), (0, 0, 33), (2, 0, 5)], [(0, 33, 1), (2, 5, 1)], [(0, 34, 6), (2, 6, 17)]):
+        rows = [slice(before, before + new) for _, before, new in chunks]
+        numbers = [number for number, *_ in chunks]
+        joined = [torch.cat([of[number][row] for number, row in zip(numbers, rows, strict=True)])
+                  for of in (embeddings, hidden)]  # fmt: skip
+        positions = torch.cat([torch.arange(row.start, row.stop) for row in rows])
+        metadata = replace(tables.metadata(chunks), states=None)
+        found = predictor.predict(*joined, positions, metadata, caches, torch.arange(len(positions)))
+        for number, part in zip(numbers, found.split([row.stop - row.start for row in rows]), strict=True):
+            states[number].append(part)
+    expected = [reference.states(*both) for both in zip(embeddings, hidden, strict=True)]
+    assert_equal([torch.cat(parts) for parts in states], [one.float() for one in expected])
+    logits = [model.logits(torch.cat(parts)) for parts in states]
+    assert_equal(logits, [reference.logits(one).float() for one in expected])
+
+
+@pytest.mark.parametrize("lacking", ["mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight", None])
+def test_incomplete_mtp_layers_are_ignored(tmp_path: Path, lacking: str | None, caplog: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = add_mtp(make(tmp_path, "qwen3.5"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop(lacking, None)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with caplog.at_level("INFO"):
+        loaded = load_model(folder, LoadSettings(CPU, torch.float32, drafts=True))
+    assert (loaded.predictor is None) == (lacking is not None)
+    assert ("(MTP) is not used" in caplog.text) == (lacking is not None)
+
+
+def test_mtp_layers_load_for_drafts_only(tmp_path: Path) -> None:
+    folder = add_mtp(make(tmp_path, "qwen3.5"))
+    without, drafting = (
+        load_model(folder, LoadSettings(CPU, torch.float32, drafts=drafts)) for drafts in (False, True)
+    )
+    assert without.predictor is None
+    assert without.num_parameters < drafting.num_parameters
+    assert len(drafting.language_model.cache_layout.places) == len(without.language_model.cache_layout.places) + 1
