@@ -26,13 +26,14 @@ struct alignas(64) TileShapes {
 static_assert(sizeof(TileShapes) == 64, "the instruction reads 64 bytes");
 constexpr TileShapes FULL_TILES;
 
-// Configures the calling thread's tiles for its lifetime. Must not be nested. Afterwards a context switch saves no tiles.
-class Tiles {
-public:
-    explicit Tiles(const TileShapes& shapes = FULL_TILES) { asm volatile("ldtilecfg %0" : : "m"(shapes)); }
-    ~Tiles() { asm volatile("tilerelease"); }
-    Tiles(const Tiles&) = delete;
-    Tiles& operator=(const Tiles&) = delete;
+// Configures the calling thread's tiles, if they are not. They stay configured: asking takes 8 ns, configuring 90 ns, and a
+// context switch little more than without. oneDNN asks as well before it uses tiles.
+struct Tiles {
+    explicit Tiles(const TileShapes& shapes = FULL_TILES) {
+        TileShapes now;
+        asm volatile("sttilecfg %0" : "=m"(now));
+        if (__builtin_memcmp(&now, &shapes, sizeof now) != 0) asm volatile("ldtilecfg %0" : : "m"(shapes));
+    }
 };
 
 template <int TILE>

@@ -33,7 +33,7 @@ public:
         inner_ = take<char>(pairs * layer_.inner * element);
         results_ = take<float>(pairs * layer_.size);
         long largest = larger(row_bytes(UP), row_bytes(DOWN));
-        prepared_ = take<char>(larger(weight_scratch(router(most_rows_)), pairs * largest + experts * 128));
+        prepared_ = take<char>(larger(weight_scratch(router(most_rows_)), pairs * largest + experts * 128 + OVERREAD));
     }
 
     long bytes() const { return used_; }

@@ -348,25 +348,6 @@ struct PlainProduct {
     }
 };
 
-// Calls `work` with the kind of a plain matmul.
-template <class OutType, class Work>
-INLINE auto with_bfloat16(const LinearArgs& args, Work work) {
-    if constexpr (EXPANDS_MANY_ROWS)
-        if (args.rows >= EXPANDED_ROWS) return work(PlainProduct<ExpandedBFloat16, OutType>());
-    return work(PlainProduct<BFloat16, OutType>());
-}
-
-template <class Work>
-INLINE auto with_plain(const LinearArgs& args, Work work) {
-    if (args.dtype == FLOAT32) return work(PlainProduct<Float32, float>());
-    return args.float_output ? with_bfloat16<float>(args, work) : with_bfloat16<bf16>(args, work);
-}
-
-long plain_scratch(const LinearArgs& args) {
-    return args.dtype == FLOAT32 ? args.rows * args.in * static_cast<long>(sizeof(Float32::Input))
-                                 : args.rows * (args.in / 2) * static_cast<long>(sizeof(BFloat16::Input));
-}
-
 template <class Format>
 void pack_tiles(const typename Format::Element* weight, typename Format::Element* packed, long out, long in, bool gated,
                 int threads) {

@@ -5,6 +5,8 @@
 // bytes.
 #pragma once
 
+#include "plain.h"
+
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #define INTEGER_INPUTS
 #include "quantized_dot.h"
@@ -227,7 +229,7 @@ long quantized_scratch(const LinearArgs& args) {
 // Bytes of prepared rows, proportional to their number.
 long prepared_bytes(const LinearArgs& args) { return args.weight_bits ? quantized_scratch(args) : plain_scratch(args); }
 
-long weight_scratch(const LinearArgs& args) { return cache_lines(prepared_bytes(args)); }
+long weight_scratch(const LinearArgs& args) { return cache_lines(prepared_bytes(args)) + OVERREAD; }
 
 // Bytes of a weight packed by `pack` or `pack_quantized`.
 long packed_bytes(const LinearArgs& args) {
