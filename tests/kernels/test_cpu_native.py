@@ -100,7 +100,7 @@ def test_wide_inputs_are_multiplied_in_chunks(dtype: torch.dtype) -> None:
     expected = F.linear(x.double(), weight.double(), bias.double()) + residual.double()
     together = packed(x, residual)
     assert_close(together, expected, magnitude)
-    for rows in (1, 23, 24):
+    for rows in (1, 16, 17, 23, 24, 33):
         assert torch.equal(packed(x[:rows], residual[:rows]), together[:rows])
     gated = PackedLinear(weight, bias, activation="silu", gated=True)
     gate, up = F.linear(x.double(), weight.double(), bias.double()).chunk(2, -1)
@@ -213,6 +213,26 @@ def test_row_results_do_not_depend_on_the_batch(product: LinearKernel, data: st.
     for row in range(product.rows):
         alone = packed(x[row : row + 1], residual[row : row + 1])
         assert torch.equal(alone[0], together[row]), row
+
+
+@built
+@pytest.mark.parametrize("input_bits", [16, 8])
+@pytest.mark.parametrize(("bits", "group_size"), [(8, 1100), (8, 32), (8, 16), (4, 32), (4, 64), (4, 128), (4, 320)])
+@pytest.mark.usefixtures("isa")
+def test_quantized_rows_equal_those_of_many(bits: int, group_size: int, input_bits: int) -> None:
+    """More inputs than a chunk has, and about as few rows as are multiplied in another way."""
+    x, _, bias, residual = LinearKernel(270, 1100, 70, torch.bfloat16, 0).tensors()
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randint(0, 2**bits, (70, 1100), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(70, -(-1100 // group_size), generator=generator) / 100 + 0.001).half().float()
+    for minimums in (-(2 ** (bits - 1)) * scales, (-3 * scales).half().float()):
+        if group_size == 1100 and not torch.equal(minimums, -128 * scales):
+            continue
+        weight = QuantizedWeight(bits, group_size, values, scales, minimums, input_bits)
+        packed = PackedLinear(weight, bias, dtype=x.dtype)
+        together = packed(x, residual)
+        for rows in (1, 15, 16, 17, 33):
+            assert torch.equal(packed(x[-rows:], residual[-rows:]), together[-rows:]), rows
 
 
 @built

@@ -10,6 +10,7 @@
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #define INTEGER_INPUTS
 #include "quantized_dot.h"
+#include "amx_quantized.h"
 #elif defined(__AVX2__)
 #define INTEGER_INPUTS
 #include "quantized_madd.h"
@@ -199,9 +200,9 @@ typedef GroupRows<8> ByteGroupRows;
 typedef WideGroupRows<8> ByteGroupRows;
 #endif
 
-// Calls `work` with the weight's kind of rows.
+// Calls `work` with the weight's kind of rows, for few rows if there are two.
 template <class Work>
-auto with_prepared(const LinearArgs& args, Work work) {
+auto with_few(const LinearArgs& args, Work work) {
 #if defined(INTEGER_INPUTS)
     if (args.weight_bits == SUPERBLOCKS) return work(SuperblockRows(args));
 #endif
@@ -211,19 +212,31 @@ auto with_prepared(const LinearArgs& args, Work work) {
     return args.input_bits == 8 ? work(ByteRows(args)) : work(Int8Rows(args));
 }
 
+// Calls `work` with the kind of a quantized matmul with some rows.
+template <template <class, class, class> class Product, class Rows, class Work>
+void with_types(const LinearArgs& args, Work work) {
+    if (args.dtype == FLOAT32) return work(Product<Rows, float, float>());
+    args.float_output ? work(Product<Rows, bf16, float>()) : work(Product<Rows, bf16, bf16>());
+}
+
 // Calls `work` with the kind of a matmul.
 template <class Work>
 void with_product(const LinearArgs& args, Work work) {
     if (!args.weight_bits) return with_plain(args, work);
-    with_prepared(args, [&](auto rows) {
-        typedef decltype(rows) Rows;
-        if (args.dtype == FLOAT32) return work(QuantizedProduct<Rows, float, float>());
-        args.float_output ? work(QuantizedProduct<Rows, bf16, float>()) : work(QuantizedProduct<Rows, bf16, bf16>());
-    });
+#if defined(AMX)
+    if (args.rows >= TILED_ROWS && has_tiled_rows(args))
+        return with_tiled(args, [&](auto rows) { with_types<TiledProduct, decltype(rows)>(args, work); });
+#endif
+    with_few(args, [&](auto rows) { with_types<QuantizedProduct, decltype(rows)>(args, work); });
 }
 
+// Bytes of prepared rows, proportional to their number.
 long quantized_scratch(const LinearArgs& args) {
-    return with_prepared(args, [&](auto rows) { return rows.bytes(args.rows); });
+    auto bytes = [&](auto rows) { return rows.bytes(args.rows); };
+#if defined(AMX)
+    if (has_tiled_rows(args)) return larger(with_few(args, bytes), with_tiled(args, bytes));
+#endif
+    return with_few(args, bytes);
 }
 
 // Bytes of prepared rows, proportional to their number.

@@ -107,9 +107,10 @@ INLINE i32v multiply_sums(const u32v (&words)[WORDS], const InputSums<4 * WORDS>
     return total;
 }
 
-// Splits row `place` of a block of `count` rows with interleaved quads. Returns the factor of its inputs.
-template <class T>
-float split_row(const T* x, long in, long padded, Quad* quads, float* scales, std::int32_t* sums, long place, long count) {
+// Splits a row into high and low bytes. Calls `put` with a place, `LANES` high and as many low bytes. Returns the factor of its
+// inputs. scale, high_sum, low_sum: where to store the row's scale and the sums of its bytes.
+template <class T, class Put>
+INLINE float split_inputs(const T* x, long in, long padded, float* scale, std::int32_t* high_sum, std::int32_t* low_sum, Put put) {
     float most = largest_size(x, in);
     float factor = most > 0 ? MOST_OF_16_BITS / most : 0.0f;
     i32v high_sums{}, low_sums{};
@@ -119,15 +120,24 @@ float split_row(const T* x, long in, long padded, Quad* quads, float* scales, st
         i32v high = (value + 128) >> 8, low = value - (high << 8);
         high_sums += high;
         low_sums += low;
+        put(i, high, low);
+    }
+    *scale = most == most ? most / MOST_OF_16_BITS : most;
+    *high_sum = sum(high_sums);
+    *low_sum = sum(low_sums);
+    return factor;
+}
+
+// Splits row `place` of a block of `count` rows with interleaved quads. Returns the factor of its inputs.
+template <class T>
+float split_row(const T* x, long in, long padded, Quad* quads, float* scales, std::int32_t* sums, long place, long count) {
+    auto put = [&](long i, i32v high, i32v low) __attribute__((always_inline)) {
         Quad* to = quads + i / 4 * count + place;
         long num_quads = smaller(LANES, padded - i) / 4, stride = count * static_cast<long>(sizeof(Quad) / sizeof(Four));
         store_fours(&to->high, high, num_quads, stride);
         store_fours(&to->low, low, num_quads, stride);
-    }
-    scales[place] = most == most ? most / MOST_OF_16_BITS : most;
-    sums[place] = sum(high_sums);
-    sums[count + place] = sum(low_sums);
-    return factor;
+    };
+    return split_inputs(x, in, padded, scales + place, sums + place, sums + count + place, put);
 }
 
 template <int ROWS>

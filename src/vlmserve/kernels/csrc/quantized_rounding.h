@@ -71,9 +71,10 @@ void add_groups(const T* x, long in, long padded, long group, float factor, Grou
     }
 }
 
-// Rounds a row to bytes with a scale per group: row `place` of a block of `count` rows with interleaved fours.
-template <class T>
-void round_row(const T* x, long in, long padded, long group, Four* fours, GroupScale* scales, long place, long count) {
+// Rounds a row to bytes with a scale per group. Calls `put` with a place, `LANES` bytes and how many of them count, and
+// `put_scale` with a group's number.
+template <class T, class Put, class PutScale>
+INLINE void round_inputs(const T* x, long in, long padded, long group, Put put, PutScale put_scale) {
     for (long start = 0; start < padded; start += group) {
         long end = smaller(start + group, padded);
         float most = largest_size(x + start, smaller(group, in - start));
@@ -83,11 +84,21 @@ void round_row(const T* x, long in, long padded, long group, Four* fours, GroupS
             f32v scaled = i < in ? load_some(x + i, smaller(LANES, smaller(end, in) - i)) * factor : f32v{};
             i32v value = round_to_integers(scaled);
             total += value;
-            store_fours(fours + i / 4 * count + place, value, smaller(LANES, end - i) / 4, count);
+            put(i, value, smaller(LANES, end - i));
         }
         std::int32_t integer = sum(total);
-        scales[start / group * count + place] = {scale, scale * static_cast<float>(integer), integer};
+        put_scale(start / group, GroupScale{scale, scale * static_cast<float>(integer), integer});
     }
+}
+
+// The same into row `place` of a block of `count` rows with interleaved fours.
+template <class T>
+void round_row(const T* x, long in, long padded, long group, Four* fours, GroupScale* scales, long place, long count) {
+    round_inputs(
+        x, in, padded, group,
+        [&](long i, i32v value, long some)
+            __attribute__((always_inline)) { store_fours(fours + i / 4 * count + place, value, some / 4, count); },
+        [&](long number, GroupScale scale) { scales[number * count + place] = scale; });
 }
 
 }  // namespace
