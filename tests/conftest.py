@@ -29,8 +29,10 @@ from tests.forked_workers import can_fork_workers, fork_workers
 from tests.lanes import LONGEST, MOST_SECONDS, SLOW
 from tests.postgres import Postgres, running_postgres
 from vlmserve.cache.costs import CostModel
+from vlmserve.engine import drafting
 from vlmserve.kernels.choice import VARIABLE
 from vlmserve.kernels.extension import supported_isas
+from vlmserve.runner import warm_up
 
 if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     # Interprets kernels in Triton. Its own functions look at this when it is imported, which transformers does.
@@ -170,6 +172,23 @@ def patient_clients() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("connect", "read", "write", "pool"):
             patch.setattr(default, name, 60.0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def drafts_timed_once() -> Iterator[None]:
+    """Three loads time steps with drafts, three times each. That takes longer than to load a tiny model."""
+    known_costs = drafting.known_costs
+    curves: dict[str, Any] = {}
+
+    def measured_once(key: str, measure: Any) -> Any:
+        if key not in curves:
+            curves[key] = known_costs(key, measure)
+        return curves[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warm_up, "ROUNDS_OF_DRAFTS", 1)
+        patch.setattr(drafting, "known_costs", measured_once)
         yield
 
 

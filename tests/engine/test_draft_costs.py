@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.checkpoints import make_llama
 from tests.engine.test_structured import engine_of
 from vlmserve.cli.cache import clear_cache, show_cache
-from vlmserve.engine import draft_costs
+from vlmserve.engine import draft_costs, drafting
 from vlmserve.engine.draft_costs import COSTS, MAX_AGE, MOST_LOADS, Curve, known_costs
+from vlmserve.runner import warm_up
 from vlmserve.settings.config import EngineConfig
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # Other tests time drafts once.
+    monkeypatch.setattr(drafting, "known_costs", known_costs)
 
 
 def costs(measure: Callable[[], Curve], key: str = "model, format and machine") -> Curve:
@@ -58,6 +63,17 @@ def test_engines_share_curves_of_one_weight_format(tmp_path: Path):
         keys.append({*COSTS.facts})
     assert [len(known) for known in keys] == [1, 1, 2, 3]
     assert sorted(one.loads for one in COSTS.facts.values()) == [1, 1, 2]
+
+
+def test_fastest_round_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    runner = engine_of(make_llama(tmp_path / "llama")).runner
+    # a start; two steps in each round; a look at the time before the second and the third round
+    rounds = [0.05, 0, 0.04], [0, 0.03, 0, 0.06], [0, 0.07, 0, 0.02]
+    clock = accumulate([0, *(seconds for one in rounds for seconds in (0, *one))])
+    monkeypatch.setattr(warm_up, "ROUNDS_OF_DRAFTS", 3)
+    monkeypatch.setattr(warm_up, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert warm_up.time_rows(runner, 3) == [(1, pytest.approx(0.03)), (2, pytest.approx(0.02))]
+    assert [*clock] == []
 
 
 def test_old_curves_are_measured_anew(monkeypatch: pytest.MonkeyPatch):

@@ -37,7 +37,7 @@ SCALED_ROWS = 128
 _IMAGE = b"warm-up"
 ROWS_OF_DRAFTS = (1, 2, 4, 8, 16, 32)
 PREDICTED = (0, 4)
-_ROUNDS_OF_DRAFTS = 3
+ROUNDS_OF_DRAFTS = 3
 _SECONDS_OF_DRAFTS = 1.0
 """No round of `time_rows` begins after this time."""
 _PROGRESS_SECONDS = 5.0
@@ -129,7 +129,7 @@ def time_rows(runner: ModelRunner, max_rows: int) -> list[tuple[int, float]]:
     """Measure steps that verify drafts. Returns ascending rows, and seconds."""
     fastest: dict[int, float] = {}
     started = time.perf_counter()
-    for number in range(_ROUNDS_OF_DRAFTS):
+    for number in range(ROUNDS_OF_DRAFTS):
         if number and time.perf_counter() - started > _SECONDS_OF_DRAFTS:
             break
         for rows in ROWS_OF_DRAFTS:
@@ -142,7 +142,7 @@ def time_rows(runner: ModelRunner, max_rows: int) -> list[tuple[int, float]]:
 def time_predictions(runner: ModelRunner) -> list[tuple[int, float]]:
     """Measure steps of one row in which the model drafts. Returns ascending numbers of drafts, and seconds."""
     fastest: dict[int, float] = {}
-    for _ in range(_ROUNDS_OF_DRAFTS):
+    for _ in range(ROUNDS_OF_DRAFTS):
         for count in PREDICTED:
             seconds = _check_drafts(runner, 1, count)
             fastest[count] = min(seconds, fastest.get(count, seconds))
