@@ -13,7 +13,8 @@ _SLOW = {
     ".": "cores examples folders forked_workers gguf imports mmproj second_tries",
     "adapters": "captured merge parity serving xlora xlora_checkpoint xlora_pool",
     "batch": "run",
-    "benchmarks": "context gpu gpu_static image_reuse mutations sizes soak state_reuse",
+    "benchmarks": """checkouts context gpu gpu_static image_reuse mutations photos restart retrieval sizes soak
+        state_reuse""",
     "calibration": "blip cache prompts quality run",
     "clients": "coding_agents",
     "devices": "cpu",
@@ -52,11 +53,12 @@ SLOW = frozenset(
 """The files, as paths within ``tests``."""
 
 LONGEST = """
-    kernels/triton/test_emulated.py kernels/test_other_processors.py kernels/triton/test_compiled.py
-    scaleout/test_ray.py web/test_chat.py server/test_ranks.py test_gguf.py engine/test_tiles.py server/test_run.py
-    engine/test_stress.py calibration/test_run.py kernels/triton/test_attention.py engine/test_ranks.py
-    engine/test_structured.py server/test_supervision.py server/test_attacks.py scaleout/test_faults.py
-    models/test_gguf.py server/test_hostile_files.py server/test_hostile_grammars.py server/test_batch_faults.py
+    kernels/triton/test_emulated.py kernels/test_other_processors.py kernels/triton/test_compiled.py web/test_chat.py
+    scaleout/test_ray.py server/test_ranks.py clients/test_coding_agents.py engine/test_tiles.py test_gguf.py
+    engine/test_ranks.py server/test_run.py calibration/test_run.py kernels/triton/test_attention.py
+    engine/test_transformers_images.py server/test_attacks.py engine/test_families.py engine/test_qwen_vl.py
+    models/test_gguf.py server/test_supervision.py server/test_hostile_files.py scaleout/test_faults.py
+    engine/test_stress.py engine/test_structured.py server/test_hostile_grammars.py server/test_batch_faults.py
 """.split()
 """The longest files, with the longest one first: workers begin with them, so that none has one left at the end."""
 
