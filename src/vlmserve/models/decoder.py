@@ -89,19 +89,16 @@ class Decoder(nn.Module):
             if rope is not None and rope not in rope_specs:
                 rope_specs.append(rope)
         self.ropes = [Rope.of(rope, device) for rope in rope_specs]
+        rope_numbers = [None if rope is None else rope_specs.index(rope) for rope in spec.ropes]
         self.layers = nn.ModuleList(
-            DecoderLayer(
-                spec, index, None if rope is None else rope_specs.index(rope), backend, dtype=dtype, device=device
-            )
-            for index, rope in enumerate(spec.ropes)
+            DecoderLayer(spec, index, number, backend, dtype=dtype, device=device)
+            for index, number in enumerate(rope_numbers)
         )
         self.cross_states = CrossStates(spec, dtype=dtype, device=device) if spec.cross_size else None
         self.norm = None if spec.norms == "post" else norm()
         self.mtp: MTPLayer | None = None
         if spec.mtp:
-            rope_spec = spec.ropes[spec.last_attention]
-            rope_number = None if rope_spec is None else rope_specs.index(rope_spec)
-            self.mtp = MTPLayer(spec, rope_number, backend, dtype=dtype, device=device)
+            self.mtp = MTPLayer(spec, rope_numbers[spec.last_attention], backend, dtype=dtype, device=device)
         self.head_transform = HeadTransform(spec, dtype=dtype, device=device) if spec.head_transform else None
         self.lm_head: OutputLinear | Bias | None
         if not spec.tied_embeddings:
