@@ -268,6 +268,7 @@ struct TiledGroupRows {
                 const u8* from = tile + TILE * sizeof(float) + number * group * TILE;
                 for (long i = 0; i < group * TILE; i += 4 * LANES)
                     store(to + i, i < stored ? load_bytes(from + i) ^ static_cast<u8>(128) : u8v{});
+                for (int vector = 0; vector < VECTORS; ++vector) ::store(chunk.scales[number - first] + vector * LANES, broadcast(1));
                 continue;
             }
             const u8* from = tile + number * form.group_bytes();
@@ -321,21 +322,34 @@ struct TiledGroupRows {
         alignas(64) std::int32_t sums[TILES][TILE_ROWS][PANEL];
     };
 
-    // Multiplies a block by a panel of a group's weights, number UNIT of those in tiles.
-    template <int UNIT>
-    INLINE void multiply_group(const TiledGroupRows& own, TileBlock block, const u8* weights, long number) {
-        constexpr int C = UNIT * TILES, A = WIDE ? 4 : 4 + UNIT % 2, B = 6 + UNIT % 2;
+    // Multiplies a block by a panel of the weights of one or two groups, from tile `FIRST` of sums on. Products that add to the
+    // same tile do not follow each other.
+    template <int FIRST, int COUNT>
+    INLINE void multiply_pair(const TiledGroupRows& own, TileBlock block, const u8* weights, long number) {
+        constexpr int C = FIRST, D = COUNT == 2 ? FIRST + TILES : FIRST;
         const long step = own.planes.step, row = step * SIZE, row_of_weights = FLOATS ? TILE_BYTES : 4 * TILE;
+        const long next = own.group * block.count * SIZE, next_weights = own.group * (FLOATS ? PANEL * 2 : TILE);
         const u8 *high = BytePlanes::at(own.planes, 0, block, 0, number * own.group), *low = high + own.planes.rows * own.padded * SIZE;
         clear_tile<C>();
-        if constexpr (TILES == 2) clear_tile<C + TILES - 1>();
+        if constexpr (TILES == 2) clear_tile<C + 1>();
+        if constexpr (COUNT == 2) clear_tile<D>();
+        if constexpr (COUNT == 2 && TILES == 2) clear_tile<D + 1>();
         for (long i = 0; i < own.group; i += step, high += block.count * row, low += block.count * row, weights += step * (FLOATS ? PANEL * 2 : TILE)) {
-            load_tile<A>(high, row);
-            load_tile<B>(weights, row_of_weights);
-            FLOATS ? multiply_bf16_tiles<C, A, B>() : multiply_s8_tiles<C, A, B>();
+            load_tile<4>(high, row);
+            load_tile<6>(weights, row_of_weights);
+            FLOATS ? multiply_bf16_tiles<C, 4, 6>() : multiply_s8_tiles<C, 4, 6>();
+            if constexpr (COUNT == 2) {
+                load_tile<5>(high + next, row);
+                load_tile<7>(weights + next_weights, row_of_weights);
+                FLOATS ? multiply_bf16_tiles<D, 5, 7>() : multiply_s8_tiles<D, 5, 7>();
+            }
             if constexpr (WIDE) {
-                load_tile<5>(low, row);
-                FLOATS ? multiply_bf16_tiles<C, 5, B>() : multiply_s8_tiles<C + TILES - 1, 5, B>();
+                load_tile<4>(low, row);
+                FLOATS ? multiply_bf16_tiles<C, 4, 6>() : multiply_s8_tiles<C + TILES - 1, 4, 6>();
+            }
+            if constexpr (WIDE && COUNT == 2) {
+                load_tile<5>(low + next, row);
+                FLOATS ? multiply_bf16_tiles<D, 5, 7>() : multiply_s8_tiles<D + TILES - 1, 5, 7>();
             }
         }
     }
@@ -349,11 +363,8 @@ struct TiledGroupRows {
     // The same for COUNT groups, so that a tile's sums are stored while others multiply.
     template <int COUNT>
     INLINE void multiply_groups(const TiledGroupRows& own, TileBlock block, const u8* weights, long number, PanelSums* to) {
-        const long bytes = own.group * (FLOATS ? PANEL * 2 : TILE);
-        multiply_group<0>(own, block, weights, number);
-        if constexpr (COUNT > 1) multiply_group<1>(own, block, weights + bytes, number + 1);
-        if constexpr (COUNT > 2) multiply_group<2 % UNITS>(own, block, weights + 2 * bytes, number + 2);
-        if constexpr (COUNT > 3) multiply_group<3 % UNITS>(own, block, weights + 3 * bytes, number + 3);
+        multiply_pair<0, (COUNT < 2 ? COUNT : 2)>(own, block, weights, number);
+        if constexpr (COUNT > 2) multiply_pair<2, COUNT - 2>(own, block, weights + 2 * own.group * (FLOATS ? PANEL * 2 : TILE), number + 2);
         store_sums<0>(to[0]);
         if constexpr (COUNT > 1) store_sums<1>(to[1]);
         if constexpr (COUNT > 2) store_sums<2 % UNITS>(to[2]);
@@ -384,7 +395,7 @@ struct TiledGroupRows {
                 if constexpr (WIDE)
                     totals[row] += sum_of(own, row) * scale;
                 else
-                    totals[row] += sum_of(own, row) * (form.group ? scale * scales[row] : broadcast(scales[row]));
+                    totals[row] += sum_of(own, row) * (scale * scales[row]);
                 if constexpr (MINIMUMS) totals[row] += minimum * of_inputs[row];
             }
         };
