@@ -13,7 +13,7 @@
 namespace {
 
 // Inputs of a tile, and of the weights that stay in the first-level cache for all rows.
-constexpr long TILE_INPUTS = 32, CHUNK_INPUTS = 512;
+constexpr long TILE_INPUTS = 32, CHUNK_INPUTS = 256;
 // Bytes after prepared rows that tiles may read.
 constexpr long TILE_OVERREAD = TILE_ROWS * TILE_BYTES;
 
