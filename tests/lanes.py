@@ -18,9 +18,9 @@ _SLOW = {
     "calibration": "blip cache prompts quality run",
     "clients": "coding_agents",
     "devices": "cpu",
-    "engine": """beams blip captures contract drafts embeddings families gemma3 gemma4 image_budget moondream ocr
-        original_families overlap parity preload process quantized_cache quantized_images qwen_chat qwen_vl ranks
-        sampling slow_grammars state_fuzz states stress structured thoughts tiles transformers_backend
+    "engine": """beams blip captures contract drafts embeddings families gemma3 gemma4 image_budget moondream
+        muse_glimmer ocr original_families overlap parity preload process quantized_cache quantized_images qwen_chat
+        qwen_vl ranks sampling slow_grammars state_fuzz states stress structured thoughts tiles transformers_backend
         transformers_images warm_up""",
     "frontend": "beams client processors tools xml_tools",
     "kernels": "attention_backends cpu_attention cpu_program other_processors quantized_cache",
@@ -28,8 +28,8 @@ _SLOW = {
     "loadtest": "command perform",
     "media": "decoding fork_server heif pdf processor tiles",
     "models": """bitsandbytes blip broken_checkpoints decoder estimate families footprint gemma4_vision gguf hybrids
-        internvl llava ocr original_families pixtral published published_quantization quantized stages tiles weights
-        weights_cache""",
+        internvl llava muse_glimmer ocr original_families pixtral published published_quantization quantized stages
+        tiles weights weights_cache""",
     "offline": "async_llm confidence llm llm_threads",
     "pixie": "model suggestions",
     "prompt": "detokenize template_limits text_time tokenizer",

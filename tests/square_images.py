@@ -1,4 +1,4 @@
-"""transformers' image processor of LFM2-VL without torchvision."""
+"""transformers' image processors of LFM2-VL and others without torchvision."""
 
 from __future__ import annotations
 
@@ -57,9 +57,11 @@ def _listed(images: Any) -> Sequence[Any]:
     return images if isinstance(images, list | tuple) else [images]
 
 
-def with_pillow(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def with_pillow(
+    image: torch.Tensor, height: int, width: int, resample: Image.Resampling = Image.Resampling.BILINEAR
+) -> torch.Tensor:
     """A uint8 image ``[3, height, width]`` in another size."""
-    levels = Image.fromarray(image.permute(1, 2, 0).numpy()).resize((width, height), Image.Resampling.BILINEAR)
+    levels = Image.fromarray(image.permute(1, 2, 0).numpy()).resize((width, height), resample)
     return torch.from_numpy(np.array(levels)).permute(2, 0, 1)
 
 
@@ -70,15 +72,21 @@ def with_torch(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 def image_processor(resized: Resize = with_pillow, **settings: Any) -> Any:
     """transformers' `Lfm2VlImageProcessor` with these settings."""
+    return processor_class("lfm2_vl", "Lfm2VlImageProcessor", resized)(**settings)
+
+
+def processor_class(module: str, name: str, resized: Resize) -> Any:
+    """A class of a module of transformers' models, which resizes images this way."""
     backends = ModuleType("backends")
     backends.TorchvisionBackend = BaseImageProcessor  # type: ignore[attr-defined]
     v2 = ModuleType("v2")
-    v2.functional = functional  # type: ignore[attr-defined]
+    v2.functional = ModuleType("functional")  # type: ignore[attr-defined]
+    vars(v2.functional).update(vars(functional), InterpolationMode=int)
     stubs = {name: ModuleType(name) for name in ("torchvision", "torchvision.transforms")}
     stubs |= {"torchvision.transforms.v2": v2, "transformers.image_processing_backends": backends}
     with replaced_modules(stubs):
-        module = importlib.import_module("transformers.models.lfm2_vl.image_processing_lfm2_vl")
-    return type("Processor", (module.Lfm2VlImageProcessor,), {"resized": staticmethod(resized)})(**settings)
+        imported = importlib.import_module(f"transformers.models.{module}.image_processing_{module}")
+    return type("Processor", (getattr(imported, name),), {"resized": staticmethod(resized)})
 
 
 def squares_of(inputs: Any, side: int, merge: int = 2) -> np.ndarray:

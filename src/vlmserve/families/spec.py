@@ -32,6 +32,7 @@ class HeadNormSpec:
     """"head": each head, with shared weights. "each head": with its own weights. "row": all heads of a token."""
     norm: NormSpec
     bias: bool = False
+    weights: bool = True
     values: bool = False
     """Each head of values is normalized too, without weights."""
 
@@ -112,9 +113,13 @@ class ArchSpec:
     """Attention and MLP read the same normalized input."""
     gated: bool = True
     """The MLP multiplies its activation by a second projection."""
-    output_gate: Literal["elements", "heads"] | None = None
+    output_norm: NormSpec | None = None
+    """Norm of the outputs of attention and MLP; None: as `norm`."""
+    final_norm: NormSpec | None = None
+    """Norm after the last layer; None: as `norm`."""
+    output_gate: Literal["elements", "heads", "projected"] | None = None
     """Attention multiplies its result by the sigmoid of gates. "elements": ``q_proj`` also makes them, after each
-    head's queries. "heads": ``g_proj`` makes one per head.
+    head's queries. "heads": ``g_proj`` makes one per head. "projected": ``gate_proj`` makes one per element.
     """
     qkv_bias: bool = False
     output_bias: bool = False
@@ -132,6 +137,8 @@ class ArchSpec:
     embedding_norm: bool = False
     """Normalize embeddings after adding positions."""
     embedding_scale: float = 1.0
+    token_norm_eps: float | None = None
+    """Normalize embeddings of tokens, but not of images, without weights."""
     deepstack: int = 0
     """Number of first layers whose outputs get image features added; see `LayerFeatures`."""
     per_layer: PerLayerSpec | None = None
@@ -141,6 +148,8 @@ class ArchSpec:
     """Inner size of each layer's MLP; empty: `intermediate_size`."""
     experts: tuple[ExpertsSpec | None, ...] = ()
     """Experts of each layer; None: an MLP only. Empty: no layer has experts."""
+    logit_scale: float = 1.0
+    """Factor of logits, before `logit_cap`."""
     logit_cap: float | None = None
     """Bounds logits as `AttentionSpec.soft_cap` bounds scores."""
     mtp: bool = False

@@ -157,6 +157,11 @@ class DynamicResolutionProcessor(RecipeProcessor[DynamicResolutionRecipe]):
                 f"the image has {width} x {height} pixels; one side may be at most {LARGEST_ASPECT} times as long as "
                 "the other"
             )
+        down, across = self._grid_of(size)
+        return across * self._recipe.side, down * self._recipe.side
+
+    def _grid_of(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of squares. size: width and height of the image."""
         side, least, most = self._recipe.side, self._recipe.min_pixels, self._recipe.max_pixels
         depth = self._recipe.depth
         counted = 1 if depth is None else _counted(self._recipe.frames, depth)
@@ -175,7 +180,7 @@ class DynamicResolutionProcessor(RecipeProcessor[DynamicResolutionRecipe]):
                     down -= 1
                 else:
                     across -= 1
-        return across * side, down * side
+        return down, across
 
 
 def _widened(size: tuple[int, int], side: int, widening: Widening | None) -> tuple[int, int]:

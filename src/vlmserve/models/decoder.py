@@ -20,6 +20,7 @@ from vlmserve.kernels.transfers import to_device
 from vlmserve.layer_specs import AttentionSpec, CacheBytes, CacheLayout, RopeSpec, StateSpec
 from vlmserve.layers.layer import Factory
 from vlmserve.layers.linear import Bias, Embedding, Linear, OutputLinear, TiedEmbedding
+from vlmserve.layers.norm import UnitNorm
 from vlmserve.layers.residual import ResidualStream
 from vlmserve.layers.rope import Rope, RopeTables
 from vlmserve.layers.step import StepContext
@@ -74,6 +75,9 @@ class Decoder(nn.Module):
         self.embed_tokens: TiedEmbedding | Embedding = kind(
             spec.vocab_size, spec.hidden_size, dtype=dtype, device=device
         )
+        self.token_norm = (
+            None if spec.token_norm_eps is None else UnitNorm(spec.hidden_size, spec.token_norm_eps, device=device)
+        )
         self.per_layer = (
             None if spec.per_layer is None else PerLayerEmbeddings(spec, spec.per_layer, dtype=dtype, device=device)
         )
@@ -84,10 +88,7 @@ class Decoder(nn.Module):
         )
         norm = partial(make_norm, spec.norm, spec.hidden_size, dtype=dtype, device=device)
         self.embedding_norm = norm() if spec.embedding_norm else None
-        rope_specs: list[RopeSpec] = []
-        for rope in spec.ropes:
-            if rope is not None and rope not in rope_specs:
-                rope_specs.append(rope)
+        rope_specs = _distinct(spec.ropes)
         self.ropes = [Rope.of(rope, device) for rope in rope_specs]
         rope_numbers = [None if rope is None else rope_specs.index(rope) for rope in spec.ropes]
         self.layers = nn.ModuleList(
@@ -95,18 +96,14 @@ class Decoder(nn.Module):
             for index, number in enumerate(rope_numbers)
         )
         self.cross_states = CrossStates(spec, dtype=dtype, device=device) if spec.cross_size else None
-        self.norm = None if spec.norms == "post" else norm()
+        self.norm = None
+        if spec.norms != "post":
+            self.norm = make_norm(spec.final_norm or spec.norm, spec.hidden_size, dtype=dtype, device=device)
         self.mtp: MTPLayer | None = None
         if spec.mtp:
             self.mtp = MTPLayer(spec, rope_numbers[spec.last_attention], backend, dtype=dtype, device=device)
         self.head_transform = HeadTransform(spec, dtype=dtype, device=device) if spec.head_transform else None
-        self.lm_head: OutputLinear | Bias | None
-        if not spec.tied_embeddings:
-            self.lm_head = OutputLinear(
-                spec.hidden_size, spec.vocab_size, bias=spec.head_bias, dtype=dtype, device=device
-            )
-        else:
-            self.lm_head = Bias(spec.vocab_size, dtype=dtype, device=device) if spec.head_bias else None
+        self.lm_head: OutputLinear | Bias | None = _lm_head(spec, dtype=dtype, device=device)
         # Rounded like in transformers.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
@@ -123,6 +120,8 @@ class Decoder(nn.Module):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         embeddings: Tensor = self.embed_tokens(token_ids)
+        if self.token_norm is not None:
+            embeddings = self.token_norm(embeddings)
         embeddings = embeddings if self._embedding_scale == 1 else embeddings * self._embedding_scale
         return embeddings if self.per_layer is None else torch.cat((embeddings, self.per_layer.of_tokens(token_ids)), 1)
 
@@ -280,9 +279,25 @@ class Decoder(nn.Module):
             logits = self.embed_tokens.logits(hidden, out)
             if self.lm_head is not None:
                 logits = self.lm_head(logits)
+        if (scale := self.spec.logit_scale) != 1:
+            logits.mul_(scale)
         if (cap := self.spec.logit_cap) is not None:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
+
+
+def _lm_head(spec: ArchSpec, **factory: Unpack[Factory]) -> OutputLinear | Bias | None:
+    if not spec.tied_embeddings:
+        return OutputLinear(spec.hidden_size, spec.vocab_size, bias=spec.head_bias, **factory)
+    return Bias(spec.vocab_size, **factory) if spec.head_bias else None
+
+
+def _distinct(ropes: Sequence[RopeSpec | None]) -> list[RopeSpec]:
+    found: list[RopeSpec] = []
+    for rope in ropes:
+        if rope is not None and rope not in found:
+            found.append(rope)
+    return found
 
 
 def _query_scale(

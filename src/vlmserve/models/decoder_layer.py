@@ -38,9 +38,10 @@ class DecoderLayer(nn.Module):
         norm = partial(make_norm, spec.norm, spec.hidden_size, **factory)
         of_inputs, of_outputs = spec.norms in ("pre", "sandwich"), spec.norms != "pre"
         self.attention_norm = norm() if of_inputs else None
-        self.attention_output_norm = norm() if of_outputs else None
+        output_norm = partial(make_norm, spec.output_norm or spec.norm, spec.hidden_size, **factory)
+        self.attention_output_norm = output_norm() if of_outputs else None
         self.mlp_norm = norm() if of_inputs and not spec.parallel else None
-        self.mlp_output_norm = norm() if of_outputs else None
+        self.mlp_output_norm = output_norm() if of_outputs else None
         mixer, before = spec.mixers[index], spec.mixers[:index]
         self._has_attention = isinstance(mixer, AttentionSpec)
         self._number = sum(isinstance(one, AttentionSpec) == self._has_attention for one in before)
@@ -54,7 +55,7 @@ class DecoderLayer(nn.Module):
             self._mixer = "linear_attn"
             self.linear_attn = GatedDelta(mixer, spec.hidden_size, spec.norm.eps, **factory)
         self.cross_norm = norm() if of_inputs and spec.cross_size else None
-        self.cross_output_norm = norm() if of_outputs and spec.cross_size else None
+        self.cross_output_norm = output_norm() if of_outputs and spec.cross_size else None
         self.cross_attn = CrossAttention(spec, index, **factory) if spec.cross_size else None
         self.mlp = _feed_forward(spec, index, **factory)
         self.beside = None

@@ -40,11 +40,12 @@ class QKVLinear(MergedLinear):
     def __init__(self, spec: ArchSpec, heads: AttentionSpec, rope: RopeSpec | None, **factory: Unpack[Factory]) -> None:
         self._heads, self._rope = heads, rope
         query_size, kv_size = (count * heads.head_size for count in (heads.num_heads, heads.num_kv_heads))
-        self.num_gates = {"elements": query_size, "heads": heads.num_heads, None: 0}[spec.output_gate]
+        gates = {"elements": query_size, "projected": query_size, "heads": heads.num_heads, None: 0}
+        self.num_gates = gates[spec.output_gate]
         self._gates_queries = spec.output_gate == "elements"
         parts = {"q_proj": query_size + self.num_gates}
-        if spec.output_gate == "heads":
-            parts = {"g_proj": self.num_gates, "q_proj": query_size}
+        if spec.output_gate in ("heads", "projected"):
+            parts = {"g_proj" if spec.output_gate == "heads" else "gate_proj": self.num_gates, "q_proj": query_size}
         if heads.shares_with is None:
             parts |= {"k_proj": kv_size, "v_proj": kv_size}
         super().__init__(spec.hidden_size, parts, bias=spec.qkv_bias, **factory)
@@ -126,6 +127,8 @@ class Attention(Block, Layer):
         parts = [scaled(queries, 2) if whole.output_gate == "elements" else queries]
         if whole.output_gate == "heads":
             parts.insert(0, shares(heads.num_heads, ranks))
+        elif whole.output_gate == "projected":
+            parts.insert(0, queries)
         self.qkv_proj.shard = Shard(tuple(parts) if self._shares else (*parts, keys, keys))
         self.o_proj = RowParallelLinear(self.o_proj, queries, ranks)
         if isinstance(self.q_norm, NormOfEachHead) and isinstance(self.k_norm, NormOfEachHead):
@@ -233,6 +236,8 @@ def _normed_heads(norm: nn.Module | None, first: int, heads: int) -> NormedHeads
 def _head_norm(spec: ArchSpec, head_size: int, heads: int, **factory: Unpack[Factory]) -> nn.Module | None:
     if (kind := spec.head_norm) is None:
         return None
+    if not kind.weights:
+        return UnitNorm(head_size, kind.norm.eps, device=factory["device"])
     if kind.over == "head":
         return make_norm(kind.norm, head_size, **factory)
     if kind.over == "each head":

@@ -81,6 +81,28 @@ class SquareConvolution(Linear):
         return super().forward(x.transpose(1, 2).flatten(1), residual)
 
 
+class AdaptingMerger(nn.Module):
+    """`PatchMerger` of Muse Glimmer: two layers, each with an activation, a projection, and a norm without weights."""
+
+    def __init__(self, spec: QwenVisionSpec, **factory: Unpack[Factory]) -> None:
+        super().__init__()
+        inner = spec.adapter
+        assert inner is not None
+        kind: dict[str, Any] = {"bias": False, **factory}
+        self.post_layernorm = tower_norm(spec, **factory)
+        self.fc1 = Linear(spec.hidden_size * spec.merge**2, inner, act=spec.projector_act, **kind)
+        self.fc2 = Linear(inner, inner, act=spec.projector_act, **kind)
+        self.projection = Linear(inner, spec.output_size, **kind)
+        self._eps = spec.merger_eps
+        self.products = sum(layer.products for layer in (self.fc1, self.fc2, self.projection))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Channels first, as in a convolution's weight.
+        squares = self.post_layernorm(x).transpose(1, 2).flatten(1)
+        output: Tensor = self.projection(self.fc2(self.fc1(squares)))
+        return F.rms_norm(output, output.shape[-1:], None, self._eps)
+
+
 class ConvolvingMerger(nn.Module):
     """`PatchMerger` of GLM-4.1V (https://arxiv.org/abs/2507.01006) and GLM-OCR: convolution, projection, gated MLP."""
 

@@ -29,7 +29,7 @@ from vlmserve.layers.residual import ResidualStream
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.blocks.mlp import MLP
 from vlmserve.models.vision.grid_convolution import GridConvolution
-from vlmserve.models.vision.mergers import ConvolvingMerger, PatchMerger, ProjectingMerger, tower_norm
+from vlmserve.models.vision.mergers import AdaptingMerger, ConvolvingMerger, PatchMerger, ProjectingMerger, tower_norm
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 from vlmserve.models.vision.rotation import patch_angles, rotated
 from vlmserve.models.vision.staged import LayerParts, SquaresVision, StagedLayer, with_following
@@ -49,7 +49,7 @@ class Layout:
     back: Tensor
     """int64 ``[embeddings]``, index of each merged patch, in row order, in the order of the windows."""
     positions: Tensor | None
-    """Learned embeddings of a frame's patches, ``[patches of a frame, hidden_size]``."""
+    """Learned embeddings of a frame's patches in this order, ``[patches of a frame, hidden_size]``."""
 
     @classmethod
     def join(cls, layouts: Sequence[Layout]) -> Layout:
@@ -76,7 +76,7 @@ class Layouts(NamedTuple):
     joined: Layout
 
 
-Merger = PatchMerger | ConvolvingMerger | ProjectingMerger
+Merger = PatchMerger | ConvolvingMerger | ProjectingMerger | AdaptingMerger
 KEPT_PATCHES = 2**15
 """Maximum patches whose layouts are cached by grid, besides the last image."""
 
@@ -99,7 +99,7 @@ class PositionGrid(nn.Module):
         super().__init__()
         self.weight = empty_parameter(spec.num_positions, spec.hidden_size, **factory)
         self._side = math.isqrt(spec.num_positions)
-        self._corners, self._cubic = spec.corners, spec.cubic
+        self._corners, self._cubic, self._bounded = spec.corners, spec.cubic, spec.positions_first
 
     def forward(self, rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
         """Return embeddings of patches, ``[patches, hidden_size]``.
@@ -125,7 +125,10 @@ class PositionGrid(nn.Module):
         weights = [(0, 1 - share), (1, share)]
         if self._cubic:
             weights = [(step, _cubic((share - step).abs())) for step in range(-1, 3)]
-        return [((first + step).long().clamp(0, self._side - 1), weight) for step, weight in weights]
+        taps = [((first + step).long(), weight) for step, weight in weights]
+        if self._bounded:
+            taps = [(place, weight * ((place >= 0) & (place < self._side))) for place, weight in taps]
+        return [(place.clamp(0, self._side - 1), weight) for place, weight in taps]
 
 
 def _cubic(distance: Tensor) -> Tensor:
@@ -230,9 +233,7 @@ class QwenVisionTower(SquaresVision):
         self._layers = [VisionLayer(spec, index, **factory) for index in range(spec.num_layers)]
         self.blocks = nn.ModuleList(self._layers)
         self.patch_norm = tower_norm(spec, **factory) if spec.patch_norm else None
-        projecting = PatchMerger if spec.projector is None else ProjectingMerger
-        merger = projecting if spec.convolved is None else ConvolvingMerger
-        self.merger = merger(spec, **factory)
+        self.merger = _merger(spec, **factory)
         self.layouts: OrderedDict[tuple[int, int, int], Layout] = OrderedDict()
         self.pos_embed = PositionGrid(spec, **factory) if spec.num_positions else None
         self.deepstack_merger_list = nn.ModuleList(
@@ -288,9 +289,11 @@ class QwenVisionTower(SquaresVision):
         patches = [self._patches(*image) for image in zip(filled, layouts.grids, strict=True)]
         ordered = torch.cat(patches)[layout.order]
         x = yield from by_rows(self._projection, self._projection.products, budget, ordered)
+        if self.pos_embed is not None and spec.positions_first:
+            x = _placed(x, layouts.of_images)
         if self.patch_norm is not None:
             x = self.patch_norm(x)
-        if self.pos_embed is not None:
+        if self.pos_embed is not None and not spec.positions_first:
             x = _placed(x, layouts.of_images)
         shapes = [(down, across) for deep, down, across in layouts.grids for _ in range(deep)]
         frames = Frames(layout.frames.lengths, layout.frames.blocks, layout.frames.block_rows, shapes)
@@ -320,7 +323,8 @@ class QwenVisionTower(SquaresVision):
         split = pixels.view(
             deep, spec.frames, spec.num_channels, down // merge, merge, size, across // merge, merge, size
         )
-        return split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(deep * down * across, -1)
+        inner = (1, 2) if spec.frames_first else (2, 1)
+        return split.permute(0, 3, 6, 4, 7, *inner, 5, 8).reshape(deep * down * across, -1)
 
     def _layout(self, grid: tuple[int, int, int]) -> Layout:
         layout = self.layouts.pop(grid, None) or self._new_layout(grid)
@@ -337,9 +341,11 @@ class QwenVisionTower(SquaresVision):
         merged = torch.cat(windows)
         order = (merged[:, None] * unit + torch.arange(unit)).flatten()
         of_frame = self._rows_and_columns(down, across)
-        row, column = (axis.repeat(deep)[order] for axis in of_frame)
+        axes = of_frame[::-1] if spec.columns_first else of_frame
+        row, column = (axis.repeat(deep)[order] for axis in axes)
         frequencies = 1.0 / spec.theta ** (torch.arange(0, spec.head_size // 2, 2).float() / (spec.head_size // 2))
         cos, sin = patch_angles(row, column, frequencies, frequencies, device)
+        positions = None if self.pos_embed is None else self.pos_embed(*of_frame, (down, across))
         return Layout(
             cos=cos,
             sin=sin,
@@ -347,7 +353,7 @@ class QwenVisionTower(SquaresVision):
             frames=Ranges.of([down * across] * deep, device),
             order=to_device(order, device),
             back=to_device(merged.argsort(), device),
-            positions=None if self.pos_embed is None else self.pos_embed(*of_frame, (down, across)),
+            positions=None if positions is None else positions[to_device(order[: down * across], device)],
         )
 
     def _windows(self, grid: tuple[int, int, int]) -> list[Tensor]:
@@ -363,6 +369,14 @@ class QwenVisionTower(SquaresVision):
         row, column = torch.meshgrid(torch.arange(down), torch.arange(across), indexing="ij")
         shape = (down // merge, merge, across // merge, merge)
         return row.view(shape).transpose(1, 2).flatten(), column.view(shape).transpose(1, 2).flatten()
+
+
+def _merger(spec: QwenVisionSpec, **factory: Unpack[Factory]) -> Merger:
+    if spec.adapter is not None:
+        return AdaptingMerger(spec, **factory)
+    if spec.convolved is not None:
+        return ConvolvingMerger(spec, **factory)
+    return (PatchMerger if spec.projector is None else ProjectingMerger)(spec, **factory)
 
 
 def _placed(x: Tensor, layouts: Sequence[Layout]) -> Tensor:

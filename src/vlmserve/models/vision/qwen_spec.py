@@ -63,8 +63,18 @@ class QwenVisionSpec:
     """Checkpoints have the patch projection as a matrix."""
     patch_norm: bool = False
     """A norm follows the patch projection."""
+    positions_first: bool = False
+    """Learned embeddings of positions are added before that norm, and are zero outside their square."""
+    frames_first: bool = False
+    """A patch is stored frame by frame, not channel by channel."""
+    columns_first: bool = False
+    """Rotary embeddings have columns before rows."""
     projector: int | None = None
     """Inner size of a merger with a LayerNorm of each patch and two layers; None: the usual merger."""
+    adapter: int | None = None
+    """Inner size of a merger with two activated layers, a projection, and a norm without weights; None: the usual
+    merger.
+    """
     projector_act: str = "gelu"
     projector_bias: bool = True
 
@@ -241,6 +251,48 @@ def _lfm3(config: Config, output_size: int) -> dict[str, Any]:
     }
 
 
+def _muse_glimmer(config: Config, output_size: int) -> dict[str, Any]:
+    layers, side = config.get("num_hidden_layers", 50), config.get("pos_emb_height", 32)
+    needed = {"layer_norm_eps": 1e-5, "pos_emb_width": side}
+    for name, value in needed.items():
+        if config.get(name, value) != value:
+            raise UnsupportedModelError(f"vision_config: {name} {config[name]!r} is not supported; supported: {value}")
+    patch_size, merge = config.get("patch_size", 14), config.get("merge_size", 2)
+    if side % merge:
+        raise ModelLoadError(f"vision_config: pos_emb_height, {side}, is no multiple of merge_size, {merge}")
+    full = [layer for layer in range(layers) if layer % 4 == 3 or layer == layers - 1]
+    if kinds := config.get("layer_types"):
+        full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    return {
+        "num_layers": layers,
+        "hidden_size": config.get("hidden_size", 1536),
+        "intermediate_size": config.get("intermediate_size", 8960),
+        "num_heads": config.get("num_attention_heads", 16),
+        "num_channels": 3,
+        "patch_size": patch_size,
+        "merge": merge,
+        "frames": config.get("patch_temporal", 2),
+        "output_size": output_size,
+        "activation": config.get("hidden_act", "gelu"),
+        "gated": False,
+        "norm_eps": 1e-5,
+        "theta": _theta(config),
+        "window": side * patch_size,
+        "full_layers": tuple(full),
+        "num_positions": side**2,
+        "corners": False,
+        "projections": ("q_proj", "k_proj", "v_proj"),
+        "patch_matrix": True,
+        "patch_norm": True,
+        "positions_first": True,
+        "frames_first": True,
+        "columns_first": True,
+        "adapter": config["projector_hidden_size"],
+        "projector_act": config["projector_hidden_act"],
+        "merger_eps": config["output_eps"],
+    }
+
+
 def _theta(config: Config) -> float:
     return float((config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta") or 10000.0)
 
@@ -253,6 +305,7 @@ KINDS: Mapping[str, Callable[[Config, int], dict[str, Any]]] = {
     "glm_ocr": _glm_ocr,
     "glm4v": _glm4v,
     "lfm3_vl": _lfm3,
+    "muse_glimmer": _muse_glimmer,
     "paddleocr_vl": _paddleocr,
 }
 """Readers of a spec's fields, by prefix of the tower's model type. They get the config and the decoder's width."""
