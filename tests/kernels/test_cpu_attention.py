@@ -79,6 +79,21 @@ def test_long_ranges_may_be_cut(chunks: list[Chunk], window: int | None, dtype: 
 
 
 @built
+@pytest.mark.parametrize(
+    ("head_size", "block_size", "window", "soft_cap"),
+    [(64, 16, None, None), (80, 8, 50, None), (96, 32, None, 5.0), (128, 24, 300, None), (256, 16, 40, 3.0)],
+)
+@pytest.mark.usefixtures("isa")
+def test_rows_around_blocks_equal_naive_attention(
+    head_size: int, block_size: int, window: int | None, soft_cap: float | None
+) -> None:
+    for group, chunks in ((1, [(30, 12), (31, 13), (250, 33)]), (3, [(0, 5), (257, 6), (15, 43)]), (2, [(17, 300)])):
+        spec = AttentionSpec(2 * group, 2, head_size, head_size**-0.5, window, soft_cap)
+        output, expected = attend(CpuAttention(), chunks, spec, block_size, torch.bfloat16)
+        assert_close(output, expected, spec)
+
+
+@built
 @either_dtype
 @pytest.mark.usefixtures("isa")
 def test_scores_far_apart_keep_the_weights_finite(dtype: torch.dtype) -> None:

@@ -25,7 +25,8 @@ DELTA = DeltaSpec(num_key_heads=2, num_value_heads=6, key_size=16, value_size=48
 WIDE_KERNEL = DeltaSpec(num_key_heads=2, num_value_heads=2, key_size=48, value_size=16, kernel=7)
 CONVOLUTION = ConvolutionSpec(channels=150, kernel=3)
 WIDEST = ConvolutionSpec(channels=20, kernel=8)
-SPECS = (DELTA, WIDE_KERNEL, CONVOLUTION, WIDEST)
+QWEN35 = DeltaSpec(num_key_heads=1, num_value_heads=2, key_size=128, value_size=128, kernel=4)
+SPECS = (DELTA, WIDE_KERNEL, QWEN35, CONVOLUTION, WIDEST)
 SLOTS = 12
 Chunks = list[tuple[int, int]]
 STEPS: tuple[tuple[Chunks, Mapping[int, int], Mapping[int, Mapping[int, int]]], ...] = (
@@ -33,6 +34,8 @@ STEPS: tuple[tuple[Chunks, Mapping[int, int], Mapping[int, Mapping[int, int]]], 
     ([(5, 6), (100, 101), (0, 1)], {1: 9}, {}),
     # A checkpoint inside and at the end, chunks of two and three rows and across multiples of 64.
     ([(5, 6), (0, 150), (70, 72), (3, 70)], {3: 7}, {1: {37: 8, 149: 9}, 2: {72: 11}, 3: {5: 10}}),
+    # Chunks of 15, 16, 17 and 33 rows.
+    ([(49, 64), (48, 64), (47, 64), (0, 33)], {}, {}),
 )
 
 pytestmark = built

@@ -59,7 +59,10 @@ def test_it_is_that_of_float64(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("length", "heads", "head_size"), [(577, 2, 64), (82, 6, 32), (257, 1, 88)])
+@pytest.mark.parametrize(
+    ("length", "heads", "head_size"),
+    [(577, 2, 64), (82, 6, 32), (257, 1, 88), (23, 2, 64), (24, 3, 80), (33, 1, 72), (256, 2, 128), (271, 1, 96)],
+)
 @pytest.mark.usefixtures("isa")
 def test_it_is_that_of_float64_for_real_towers(length: int, heads: int, head_size: int, dtype: torch.dtype) -> None:
     qkv = random_qkv(2, length, heads, head_size, dtype)

@@ -77,6 +77,16 @@ def test_long_ranges_equal_naive_attention(chunks: list[Chunk], window: int | No
 
 
 @built
+@pytest.mark.parametrize(("head_size", "block_size", "soft_cap"), [(64, 16, None), (80, 8, 5.0), (128, 24, None)])
+@pytest.mark.usefixtures("isa")
+def test_rows_around_blocks_equal_naive_attention(head_size: int, block_size: int, soft_cap: float | None) -> None:
+    for group, chunks in ((1, [(30, 12), (31, 13), (250, 33)]), (3, [(0, 5), (257, 6), (15, 43)])):
+        spec = AttentionSpec(2 * group, 2, head_size, head_size**-0.5, soft_cap=soft_cap)
+        output, expected = attend(native(), chunks, spec, block_size, torch.bfloat16)
+        assert_close(output, expected, spec)
+
+
+@built
 @pytest.mark.usefixtures("isa")
 def test_the_largest_head_does_not_overflow() -> None:
     spec = AttentionSpec(2, 1, 512, 1e-3)

@@ -15,6 +15,8 @@
 #include "attention_chunk.h"
 #include "attention_formats.h"
 #include "attention_plan.h"
+#include "attention_rows.h"
+#include "attention_tiled_items.h"
 #include "linear.h"
 #include "threads.h"
 
@@ -66,6 +68,9 @@ template <class Format>
 INLINE long space_bytes(const AttentionArgs& args) {
     long bytes = Workspace<Format>::bytes(args);
     if constexpr (MAY_EXPAND<Format>) bytes = larger(bytes, Workspace<Expanded>::bytes(args));
+#if defined(AMX)
+    if (is_tiled(args)) bytes = larger(bytes, TiledWorkspace::bytes(args));
+#endif
     return cache_lines(bytes);
 }
 
@@ -79,22 +84,6 @@ long attention_scratch(const AttentionArgs& args, long* work) {
     Plan plan = plan_items(args, Geometry(args), nullptr);
     *work = plan.cost * args.head_size * 2;
     return item_bytes(plan) + attention_memory(args, plan);
-}
-
-// One head of a token after RoPE: `row` itself without RoPE, else `buffer`.
-template <class Element>
-INLINE const Element* rotated(const AttentionArgs& args, const Element* row, long token, Element* buffer) {
-    if (!args.cos) return row;
-    long half = args.rope_size / 2, place = (args.positions ? args.positions[token] : token) * half;
-    for (long i = 0; i < half; i += LANES) {
-        long count = smaller(LANES, half - i);
-        f32v cos = load_some(args.cos + place + i, count), sin = load_some(args.sin + place + i, count);
-        f32v first = load_some(row + i, count), second = load_some(row + half + i, count);
-        store_some(buffer + i, first * cos - second * sin, count);
-        store_some(buffer + half + i, second * cos + first * sin, count);
-    }
-    for (long i = args.rope_size; i < args.head_size; ++i) buffer[i] = row[i];
-    return buffer;
 }
 
 // Writes a token's key and value of one head to its slot.
@@ -146,18 +135,6 @@ void arrange_queries(const AttentionArgs& args, const Geometry& at, const Item& 
             scales[first + i] = Format::arrange(query, args.head_size, to + first * units + i, count);
         }
     }
-}
-
-// Writes one row's result, `scale` times the totals.
-template <class Element>
-INLINE void write_row(const AttentionArgs& args, const Geometry& at, const Item& item, long row, const float* totals,
-                      float scale) {
-    long kv_head = item.kv_head + row / item.rows;
-    row = item.first_row + row % item.rows;
-    long token = args.query_starts[item.sequence] + row / at.group, head = kv_head * at.group + row % at.group;
-    Element* output = static_cast<Element*>(args.output) + (token * args.heads + head) * args.head_size;
-    for (long i = 0; i < args.head_size; i += LANES)
-        store_some(output + i, load(totals + i) * scale, smaller(LANES, args.head_size - i));
 }
 
 // Attends rows of one head to the tiles `chunk <= tile < end`. later: the next tiles, to prefetch.
@@ -274,6 +251,10 @@ void attend_with(const AttentionArgs& args, const Plan& plan, const Item* items,
     auto attend_to = [&](long i, int thread) {
         char* own = spaces + thread * space_bytes<Format>(args);
         float* partial = items[i].splits > 1 ? partials + items[i].partial : nullptr;
+#if defined(AMX)
+        if constexpr (sizeof(typename Format::Element) == sizeof(bf16))
+            if (items[i].rows > FEW_ROWS) return attend_tiled_item<Format>(args, at, items[i], own, partial);
+#endif
         if constexpr (MAY_EXPAND<Format>)
             if (items[i].rows > FEW_ROWS)
                 return attend_item<Expanded>(args, at, items[i], Workspace<Expanded>(at, own), partial);

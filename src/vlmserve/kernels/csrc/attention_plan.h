@@ -1,6 +1,7 @@
 // Divides a step's attention into items for the threads.
 #pragma once
 
+#include "amx.h"
 #include "attention_formats.h"
 #include "linear.h"
 #include "table.h"
@@ -15,6 +16,15 @@ constexpr int TOKEN_VECTORS = TOKENS / LANES;
 constexpr long ITEM_ROWS = EXPANDS_BFLOAT16 ? 96 : 48;
 // Up to this many rows, an item has several heads, which are adjacent in a block: long runs of memory are read faster.
 constexpr long FEW_ROWS = 12;
+// Rows of an item that matrix tiles compute, and whether they compute items of more than FEW_ROWS rows.
+constexpr long TILED_ITEM_ROWS = 128;
+INLINE bool is_tiled([[maybe_unused]] const AttentionArgs& args) {
+#if defined(AMX)
+    return args.dtype == BFLOAT16;
+#else
+    return false;
+#endif
+}
 // Cost of reading a tile, in rows computed with it.
 constexpr long TILE_COST = 4;
 // Smaller splits cost more to merge than they save.
@@ -70,8 +80,9 @@ INLINE long first_visible(const AttentionArgs& args, long sequence, long positio
 // Visits all items before splitting, roughly the largest first: prompts come last in a batch, and their last rows see most.
 template <class Visit>
 INLINE void each_item(const AttentionArgs& args, const Geometry& at, Visit visit) {
+    const long most_rows = is_tiled(args) ? TILED_ITEM_ROWS : ITEM_ROWS;
     for (long sequence = args.sequences - 1; sequence >= 0; --sequence) {
-        long rows = new_tokens(args, sequence) * at.group, parts = (rows + ITEM_ROWS - 1) / ITEM_ROWS;
+        long rows = new_tokens(args, sequence) * at.group, parts = (rows + most_rows - 1) / most_rows;
         long most_heads = rows <= FEW_ROWS ? ITEM_ROWS / rows : 1;
         long head_groups = (args.kv_heads + most_heads - 1) / most_heads;
         for (long group = 0; group < head_groups; ++group) {

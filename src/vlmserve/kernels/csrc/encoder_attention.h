@@ -6,6 +6,7 @@
 // everything is converted to float32 once, because it is multiplied many times.
 #pragma once
 
+#include "encoder_tiles.h"
 #include "linear.h"
 
 namespace {
@@ -225,29 +226,34 @@ struct EncoderAttention {
     }
 };
 
-template <class Format, class Stored>
-void attend_encoder(const EncoderAttentionArgs& args) {
+// Attention: `EncoderAttention` or `TiledEncoder`. Each part of a head has a multiple of `block` queries.
+template <class Attention>
+void attend_encoder(const EncoderAttentionArgs& args, long block) {
     // A head is one item, unless there are more threads than heads.
-    long heads = args.images * args.heads, tiles = (args.last - args.first + TILE - 1) / TILE;
-    long parts = smaller(tiles, (args.threads + heads - 1) / heads), items = heads * parts;
+    long heads = args.images * args.heads, blocks = (args.last - args.first + block - 1) / block;
+    long parts = smaller(blocks, (args.threads + heads - 1) / heads), items = heads * parts;
     each_in_turn(args.threads, items, [&](long item, int thread) {
         long head = item / parts, part = item % parts;
-        long first = args.first + tiles * part / parts * TILE;
-        long last = smaller(args.last, args.first + tiles * (part + 1) / parts * TILE);
-        EncoderAttention<Format, Stored>(args, thread).attend(head / args.heads, head % args.heads, first, last);
+        long first = args.first + blocks * part / parts * block;
+        long last = smaller(args.last, args.first + blocks * (part + 1) / parts * block);
+        Attention(args, thread).attend(head / args.heads, head % args.heads, first, last);
     });
 }
 
 void encoder_attention(const EncoderAttentionArgs& args) {
-    if (args.dtype == FLOAT32)
-        attend_encoder<Float32, float>(args);
-    else
-        attend_encoder<EncoderBFloat16, bf16>(args);
+    if (args.dtype == FLOAT32) return attend_encoder<EncoderAttention<Float32, float>>(args, TILE);
+#if defined(AMX)
+    if (is_tiled(args)) return attend_encoder<TiledEncoder>(args, TILED_BLOCK_ROWS);
+#endif
+    attend_encoder<EncoderAttention<EncoderBFloat16, bf16>>(args, TILE);
 }
 
 long encoder_attention_scratch(const EncoderAttentionArgs& args) {
-    long bytes = args.dtype == FLOAT32 ? EncoderScratch<Float32>::bytes(args) : EncoderScratch<EncoderBFloat16>::bytes(args);
-    return args.threads * bytes;
+    if (args.dtype == FLOAT32) return args.threads * EncoderScratch<Float32>::bytes(args);
+#if defined(AMX)
+    if (is_tiled(args)) return args.threads * EncoderTiles::bytes(args);
+#endif
+    return args.threads * EncoderScratch<EncoderBFloat16>::bytes(args);
 }
 
 }  // namespace
