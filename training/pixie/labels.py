@@ -51,27 +51,27 @@ LABELS: Final = (
 )
 
 
-def dense_labels(scene: Scene) -> npt.NDArray[np.uint8]:
-    """``[labels, GRID, GRID]``: for each cell of the squashed image, the class of each kind in `LABELS`."""
-    labels = np.zeros((len(LABELS), GRID, GRID), np.uint8)
+def dense_labels(scene: Scene, rows: int = GRID, columns: int = GRID) -> npt.NDArray[np.uint8]:
+    """``[labels, rows, columns]``: for each cell of the resized image, the class of each kind in `LABELS`."""
+    labels = np.zeros((len(LABELS), rows, columns), np.uint8)
     width, height = scene.size
     if scene.items:
-        mask = Image.new("L", (IMAGE_SIZE, IMAGE_SIZE), 0)
+        mask = Image.new("L", (columns * CELL_SIZE, rows * CELL_SIZE), 0)
         draw = ImageDraw.Draw(mask)
         for rank, item in enumerate(scene.items, start=1):
-            _draw_mask(draw, item, rank, IMAGE_SIZE / width, IMAGE_SIZE / height)
-        covered = np.asarray(mask)[CELL_SIZE // 2 :: CELL_SIZE, CELL_SIZE // 2 :: CELL_SIZE]
+            _draw_mask(draw, item, rank, columns * CELL_SIZE / width, rows * CELL_SIZE / height)
+        shown = np.asarray(mask)[CELL_SIZE // 2 :: CELL_SIZE, CELL_SIZE // 2 :: CELL_SIZE]
         for rank, item in enumerate(scene.items, start=1):
             alike = (*_alike(item, scene.items[:rank]), *_alike(item, scene.items))
             described = (SHAPES.index(item.shape) + 1, COLOURS.index(item.colour) + 1, 0, rank, *alike)
-            labels[:, covered == rank] = _column(*described)
+            labels[:, shown == rank] = _column(*described)
     if scene.writing is not None:
         colour = COLOURS.index(scene.writing.colour) + 1
         boxes = zip(scene.writing.text, scene.writing.boxes, strict=True)
         for rank, (character, (left, top, right, bottom)) in enumerate(boxes, start=1):
-            rows, columns = _cells(top, bottom, height), _cells(left, right, width)
+            covered = _cells(top, bottom, height, rows), _cells(left, right, width, columns)
             described = (_WRITING, colour, _CHARACTERS.index(character) + 1, rank, *6 * (0,))
-            labels[:, rows, columns] = _column(*described)[..., None]
+            labels[:, *covered] = _column(*described)[..., None]
     return labels
 
 
@@ -88,9 +88,9 @@ def _column(*classes: int) -> npt.NDArray[np.uint8]:
     return np.array(classes, np.uint8)[:, None]
 
 
-def _cells(start: float, end: float, length: int) -> slice:
-    first = round(start * GRID / length)
-    return slice(max(0, first), max(first + 1, round(end * GRID / length)))
+def _cells(start: float, end: float, length: int, count: int) -> slice:
+    first = round(start * count / length)
+    return slice(max(0, first), max(first + 1, round(end * count / length)))
 
 
 def _draw_mask(draw: ImageDraw.ImageDraw, item: Item, value: int, x_scale: float, y_scale: float) -> None:

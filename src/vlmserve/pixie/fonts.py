@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -24,21 +25,52 @@ DECLARED_FONTS: Final[dict[str, tuple[str, ...]]] = {
     "font_lato": ("files/Lato-Regular.ttf", "files/Lato-Bold.ttf"),
 }
 
+#: As `DECLARED_FONTS`; fonts that documents are printed in besides those, in training and in evaluation.
+DOCUMENT_FONTS: Final[dict[str, tuple[str, ...]]] = {
+    "font_rhd": ("files/RedHatDisplay-Regular.ttf", "files/RedHatDisplay-Bold.ttf"),
+    "ttf_opensans": ("ttf/OpenSans-Regular.ttf", "ttf/OpenSans-SemiBold.ttf", "ttf/OpenSans-Italic.ttf"),
+    "font_roboto": ("files/Roboto-Light.ttf", "files/Roboto-Italic.ttf", "files/Roboto-Black.ttf"),
+    "font_lato": ("files/Lato-Light.ttf", "files/Lato-Italic.ttf", "files/Lato-Black.ttf"),
+    "font_source_sans_pro": ("files/SourceSansPro-Light.ttf", "files/SourceSansPro-It.ttf"),
+    "font_source_serif_pro": ("files/SourceSerifPro-Semibold.ttf", "files/SourceSerifPro-It.ttf"),
+    "font_hanken_grotesk": ("files/HankenGrotesk-Medium.otf",),
+}
+
+#: As `DECLARED_FONTS`; fonts that only the evaluation of documents prints in.
+HELD_OUT_FONTS: Final[dict[str, tuple[str, ...]]] = {
+    "font_manrope": ("files/Manrope-Regular.ttf", "files/Manrope-Bold.ttf"),
+    "font_fjallaone": ("files/FjallaOne-Regular.ttf",),
+    "matplotlib": ("mpl-data/fonts/ttf/STIXGeneral.ttf", "mpl-data/fonts/ttf/STIXGeneralBol.ttf"),
+}
+
 #: The name of Pillow's own font, which is always available.
 BUILTIN_FONT: Final[str] = "Pillow"
 
 
-@cache
-def available_fonts() -> tuple[str, ...]:
-    """Return the installed fonts: ``"Pillow"`` first, then file paths in declared order."""
-    found = [BUILTIN_FONT]
-    for package, files in DECLARED_FONTS.items():
+def _installed(declared: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """The file paths of declared fonts whose package is installed."""
+    found: list[str] = []
+    for package, files in declared.items():
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
             continue
         folder = Path(spec.origin).parent
         found.extend(str(folder / name) for name in files if (folder / name).is_file())
-    return tuple(found)
+    return found
+
+
+@cache
+def available_fonts() -> tuple[str, ...]:
+    """Return the installed fonts: ``"Pillow"`` first, then file paths in declared order."""
+    return (BUILTIN_FONT, *_installed(DECLARED_FONTS))
+
+
+@cache
+def document_fonts(*, new: bool = False) -> tuple[str, ...]:
+    """Return the installed fonts of documents. new: fonts that training never shows; Pillow's own if there are none."""
+    if new:
+        return tuple(_installed(HELD_OUT_FONTS)) or (BUILTIN_FONT,)
+    return (*available_fonts(), *_installed(DOCUMENT_FONTS))
 
 
 @cache

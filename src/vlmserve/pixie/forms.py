@@ -127,7 +127,8 @@ class _Writer:
         self.text += "}"
 
 
-def _form(question: str, schema: Schema, value: Any, rng: random.Random) -> Form:
+def form_of(question: str, schema: Schema, value: Any, rng: random.Random) -> Form:
+    """Write the right answer of a form, and mark what the schema decides."""
     writer = _Writer(rng)
     writer.write(value)
     text = json.dumps(schema, ensure_ascii=False)
@@ -179,7 +180,7 @@ def _about_scene(scene: Scene, rng: random.Random, *, new: bool) -> Form | None:
     question = _choose(rng, _ANY, _NEW_ANY, new=new)
     if len(asked) == len(fields) and len(fields) < 4 and rng.random() < 0.55:
         question = " ".join(asked)
-    return _form(vary(rng, question, " "), *object_of(_typed(fields), rng), rng)
+    return form_of(vary(rng, question, " "), *object_of(_typed(fields), rng), rng)
 
 
 def _item_and_question(scene: Scene, rng: random.Random, *, new: bool) -> tuple[Item | None, str] | None:
@@ -205,7 +206,7 @@ def _about_item(scene: Scene, rng: random.Random, *, new: bool) -> Form | None:
     if rng.random() < 0.15:
         group = _choose(rng, _ITEM_GROUP_NAMES, _NEW_ITEM_GROUP_NAMES, new=new)
         schema, value = object_of({group: (schema, value)}, rng)
-    return _form(vary(rng, question, " "), schema, value, rng)
+    return form_of(vary(rng, question, " "), schema, value, rng)
 
 
 def _listed(scene: Scene, rng: random.Random, *, new: bool) -> tuple[Schema, list[Any]] | None:
@@ -258,7 +259,7 @@ def _about_all(scene: Scene, rng: random.Random, *, new: bool) -> Form | None:
     if rng.random() < 0.12:
         schema, value = object_of({_choose(rng, _GROUP_NAMES, _NEW_GROUP_NAMES, new=new): (schema, value)}, rng)
     usual, new_ones = (_LIST, _NEW_LIST) if rng.random() < 0.6 else (_ANY, _NEW_ANY)
-    return _form(vary(rng, _choose(rng, usual, new_ones, new=new), " "), schema, value, rng)
+    return form_of(vary(rng, _choose(rng, usual, new_ones, new=new), " "), schema, value, rng)
 
 
 def _nested(scene: Scene, rng: random.Random, *, new: bool) -> Form | None:
@@ -276,7 +277,7 @@ def _nested(scene: Scene, rng: random.Random, *, new: bool) -> Form | None:
             parts[_choose(rng, _GROUP_NAMES, _NEW_GROUP_NAMES, new=new)] = object_of(_typed(fields), rng)
     if not parts:
         return None
-    return _form(vary(rng, _choose(rng, _ANY, _NEW_ANY, new=new), " "), *object_of(parts, rng), rng)
+    return form_of(vary(rng, _choose(rng, _ANY, _NEW_ANY, new=new), " "), *object_of(parts, rng), rng)
 
 
 def _one_answer(scene: Scene, rng: random.Random, *, new: bool) -> Form | None:
@@ -299,7 +300,7 @@ def _one_answer(scene: Scene, rng: random.Random, *, new: bool) -> Form | None:
     elif answer.isdigit() and rng.random() < 0.8:
         schema, value = {"type": "integer"}, int(answer)
     name = _choose(rng, _ANSWER_NAMES, _NEW_ANSWER_NAMES, new=new)
-    return _form(question, *object_of({name: (schema, value)}, rng), rng)
+    return form_of(question, *object_of({name: (schema, value)}, rng), rng)
 
 
 _ATTRIBUTES: Final = {"colour": phrasings.COLOUR_OF, "shape": phrasings.SHAPE_OF, "place": phrasings.WHERE}
@@ -316,7 +317,7 @@ def _one_attribute(scene: Scene, rng: random.Random, *, new: bool) -> Form | Non
     if field is None:
         return None
     question = rng.choice(_ATTRIBUTES[topic.sort]).format(what=name)
-    return _form(vary(rng, question, " "), *object_of(_typed([field]), rng), rng)
+    return form_of(vary(rng, question, " "), *object_of(_typed([field]), rng), rng)
 
 
 def _one_count(scene: Scene, rng: random.Random, *, new: bool) -> Form | None:
@@ -328,11 +329,11 @@ def _one_count(scene: Scene, rng: random.Random, *, new: bool) -> Form | None:
     question, answer = found
     if task == "count":
         name = rng.choice(("amount", "num_found") if new else ("count", "count", "number", "total", "how_many", "n"))
-        return _form(question, *object_of({name: ({"type": "integer"}, int(answer))}, rng), rng)
+        return form_of(question, *object_of({name: ({"type": "integer"}, int(answer))}, rng), rng)
     name = rng.choice(
         ("is_there", "visible") if new else ("present", "exists", "found", "is_present", "yes", "contains")
     )
-    return _form(question, *object_of({name: ({"type": "boolean"}, answer == "yes")}, rng), rng)
+    return form_of(question, *object_of({name: ({"type": "boolean"}, answer == "yes")}, rng), rng)
 
 
 def _keys_in_question(scene: Scene, rng: random.Random, *, new: bool) -> Form | None:

@@ -79,7 +79,8 @@ class Scene:
     seed: int
 
 
-def _jittered(rng: random.Random, anchor: Rgb, spread: int) -> Rgb:
+def jittered(rng: random.Random, anchor: Rgb, spread: int) -> Rgb:
+    """An anchor, mostly with up to `spread` more or less in each channel."""
     if rng.random() < 0.3:
         return anchor
     red, green, blue = (min(255, max(0, channel + rng.randint(-spread, spread))) for channel in anchor)
@@ -103,17 +104,17 @@ def _background(rng: random.Random) -> Rgb:
         return rng.randint(190, 255), rng.randint(190, 255), rng.randint(190, 255)
     if draw < 0.85:
         return rng.randint(0, 70), rng.randint(0, 70), rng.randint(0, 70)
-    return _jittered(rng, rng.choice(COLOUR_ANCHORS[rng.choice(COLOURS)]), 12)
+    return jittered(rng, rng.choice(COLOUR_ANCHORS[rng.choice(COLOURS)]), 12)
 
 
-def _ink(rng: random.Random, backgrounds: tuple[Rgb, ...], colours: tuple[str, ...] = COLOURS) -> tuple[str, Rgb]:
+def ink_on(rng: random.Random, backgrounds: tuple[Rgb, ...], colours: tuple[str, ...] = COLOURS) -> tuple[str, Rgb]:
     """Choose a colour that contrasts with all backgrounds."""
     for _ in range(200):
         colour = rng.choice(colours)
-        rgb = _jittered(rng, rng.choice(COLOUR_ANCHORS[colour]), 12)
+        rgb = jittered(rng, rng.choice(COLOUR_ANCHORS[colour]), 12)
         if all(_contrast(rgb, background) >= LEAST_CONTRAST for background in backgrounds):
             return colour, rgb
-    return _ink(rng, backgrounds)
+    return ink_on(rng, backgrounds)
 
 
 def _native_size(rng: random.Random) -> tuple[int, int]:
@@ -170,7 +171,7 @@ def _grid_items(rng: random.Random, size: tuple[int, int], backgrounds: tuple[Rg
     shapes = tuple(rng.sample(SHAPES, rng.choice((1, 2, 2, 3, 8, 8))))
     items = []
     for place in sorted(rng.sample(range(9), count)):
-        colour, rgb = _ink(rng, backgrounds, colours)
+        colour, rgb = ink_on(rng, backgrounds, colours)
         side = rng.uniform(0.17, 0.3)
         free = (1 / 3 - side) / 2
         x = (place % 3 + 0.5) / 3 + rng.uniform(-free, free)
@@ -182,7 +183,7 @@ def _grid_items(rng: random.Random, size: tuple[int, int], backgrounds: tuple[Rg
 
 def _one_item(rng: random.Random, size: tuple[int, int], backgrounds: tuple[Rgb, ...]) -> tuple[Item, ...]:
     width, height = size
-    colour, rgb = _ink(rng, backgrounds)
+    colour, rgb = ink_on(rng, backgrounds)
     side = rng.uniform(0.2, 0.9) * min(width, height)
     x, y = 0.5, 0.5
     if rng.random() < 0.7:
@@ -204,7 +205,7 @@ def _text(rng: random.Random, kind: Kind, listed_words: bool) -> str:
 def _writing(rng: random.Random, text: str, size: tuple[int, int], backgrounds: tuple[Rgb, ...]) -> Writing:
     width, height = size
     colours = ("black", "white") if rng.random() < 0.4 else COLOURS
-    colour, rgb = _ink(rng, backgrounds, colours)
+    colour, rgb = ink_on(rng, backgrounds, colours)
     name = rng.choice(available_fonts())
     ems = [advance(name, character) for character in text]
     # Longer texts fill more of the width, so that characters stay legible.

@@ -1,0 +1,1 @@
+"""The stages that teach pixie to read documents."""
