@@ -29,6 +29,7 @@ from tests.models.test_families import make
 from tests.mtp_checkpoints import add_mtp
 from tests.peft_adapters import make_adapter
 from tests.ranks import RankThreads
+from tests.static_device import replace_cpus
 from vlmserve.engine import drafting, loading
 from vlmserve.engine.engine import Engine
 from vlmserve.types import BeamSearch, EngineOutput, EngineRequest, Grammar, Prompt, SamplingParams, Thoughts
@@ -39,6 +40,8 @@ NEAR = 1e-3
 """Difference of two logprobs that the shape of a batch may make."""
 COSTS = ([(1, 1.0), (32, 1.001)], [(1, 1.0), (32, 1.3)], [(1, 1.0), (8, 2.0), (32, 6.0)])
 """Assumed times of steps by their rows."""
+AHEAD = ([(1, 1.0)], [(1, 0.7), (8, 0.8)])
+"""Assumed times of decodes that are planned ahead."""
 GRAMMARS = (None, None, None, Grammar.json(PERSON), Grammar.regex("(ab|cd|ef){1,20}!"), Grammar.choice(["left", "up"]))
 PENALTIES: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.2, "presence_penalty": 0.4, "repeat_last_n": 9},
@@ -57,13 +60,18 @@ class Model:
     oracle: Oracle
     settings: dict[str, Any] = field(default_factory=dict)
     adapters: tuple[str, ...] = ("",)
+    static: bool = False
+    """Run the data flow of a GPU, see `tests.static_device`."""
 
     def __post_init__(self) -> None:
         self.plain = self.engine(enable_prefix_caching=False)
 
     def engine(self, **settings: Any) -> Engine:
         fixed = {"kv_cache_memory": "4MiB", "max_model_len": MAX_LEN, **self.settings}
-        engine = engine_of(self.oracle.folder, **{**fixed, **settings})
+        with pytest.MonkeyPatch.context() as patch:
+            if self.static:
+                replace_cpus(patch)
+            engine = engine_of(self.oracle.folder, **{**fixed, **settings})
         for name in self.adapters[1:]:
             engine.adapter_store.load(name, self.oracle.folder / name)
         return engine
@@ -72,20 +80,20 @@ class Model:
         return run(self.plain, [request])[request.request_id]
 
 
-def text(kind: str, **settings: Any) -> Callable[[Path], Model]:
-    return lambda folder: Model(text_oracle(make(folder, kind)), settings)
+def text(kind: str, *, static: bool = False, **settings: Any) -> Callable[[Path], Model]:
+    return lambda folder: Model(text_oracle(make(folder, kind)), settings, static=static)
 
 
 def predicting(folder: Path) -> Model:
     return Model(text_oracle(add_mtp(make(folder, "qwen3.5 with shared keys"))))
 
 
-def adapted(folder: Path, make: Callable[[Path], Path] = make_llama) -> Model:
+def adapted(folder: Path, make: Callable[[Path], Path] = make_llama, *, static: bool = False) -> Model:
     oracle = text_oracle(make(folder))
     base = AutoModelForCausalLM.from_pretrained(folder)
     for seed, name in enumerate(("one", "other")):
         make_adapter(base, folder / name, seed=seed, target_modules=["q_proj", "v_proj"])
-    return Model(oracle, {"enable_lora": True, "max_loras": 2}, ("", "one", "other"))
+    return Model(oracle, {"enable_lora": True, "max_loras": 2}, ("", "one", "other"), static)
 
 
 FAMILIES: dict[str, Callable[[Path], Model]] = {
@@ -101,6 +109,12 @@ FAMILIES: dict[str, Callable[[Path], Model]] = {
     "two ranks of qwen3.5": text("qwen3.5 with shared keys"),
     "qwen3.5 with MTP": predicting,
     "qwen3.5 with MTP and adapters": lambda folder: adapted(folder, lambda place: add_mtp(make(place, "qwen3.5"))),
+    "static llama with adapters": lambda folder: adapted(folder, static=True),
+    "static llava": lambda folder: Model(llava_oracle(folder), static=True),
+    "static gemma3": text("gemma3", static=True),
+    "static phi3 with longrope": text("phi3 with longrope, short", static=True),
+    "static lfm2": text("lfm2", static=True),
+    "static qwen3.5": text("qwen3.5 with shared keys", static=True),
 }
 
 
@@ -194,7 +208,7 @@ def fuzz(model: Model, num_requests: int, seed: int, tally: Tally, *, ranks: int
     choice = crowd.chance.choice
     block = bytes_of_4(model.oracle.folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafting, "known_costs", lambda *_: choice(COSTS))
+        patch.setattr(drafting, "known_costs", lambda key, _: choice(AHEAD if " ahead " in key else COSTS))
         patch.setattr(loading, "MAX_DRAFT_PLACES", choice([2, 8]))
         patch.setattr(vlmserve.engine.ranks, "RankProcesses", RankThreads)
         busy = model.engine(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import make_llama
-from tests.engine.kinds import by_kernels
+from tests.engine.kinds import by_kernels, with_kernels
 from tests.engine.test_parity import Oracle, engine_for, generate, text_oracle, tight_cache
 from tests.engine.test_structured import PERSON, engine_of, mixed, request_of, run, tokens
 from tests.models.test_families import make
@@ -56,6 +56,7 @@ def expected(oracle: Oracle, prompts: list[Prompt]) -> list[list[int]]:
     "schedule, right",
     native=[("batched", 0.6), ("chunked", 0.0), ("chunked", 1.0), ("preempted", 0.6)],
     torch=[("preempted", 0.6)],
+    static=[("preempted", 0.6)],
 )
 def test_greedy_tokens_are_those_of_transformers(
     oracle: Oracle, prompts: list[Prompt], expected: list[list[int]], schedule: str, right: float
@@ -115,19 +116,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_llama(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize(("kind", "right"), [*((kind, 0.7) for kind in PARAMS), ("seeded", 1.0), ("logprobs", 1.0)])
+@by_kernels(
+    "kind, right",
+    native=[*((kind, 0.7) for kind in PARAMS), ("seeded", 1.0), ("logprobs", 1.0)],
+    static=[(kind, 0.7) for kind in ("seeded", "penalties", "logprobs", "allowed tokens", "end tokens")],
+)
 def test_sampled_answers_are_the_same(folder: Any, kind: str, right: float) -> None:
     params = {"max_tokens": 40, "ignore_eos": True, **PARAMS[kind]}
     requests = [request_of(f"{kind} {seed}", None, seed, **params) for seed in range(6)]
     check_same(requests, engine_of(folder), engine_of(folder), right=right)
 
 
-@pytest.mark.parametrize("right", [0.7, 1.0])
+@by_kernels("right", native=[0.7, 1.0], static=[0.7])
 def test_answers_that_obey_grammars_are_the_same(folder: Any, right: float) -> None:
     cut = request_of("cut", Grammar.json(PERSON), 3, max_tokens=25)
     check_same([*mixed(), cut], engine_of(folder), engine_of(folder), right=right)
 
 
+@with_kernels("native", "static")
 def test_right_drafts_save_a_step_each(folder: Any) -> None:
     plain, drafting = engine_of(folder), engine_of(folder)
     request = request_of("a", None, temperature=0.0, max_tokens=31, ignore_eos=True)
@@ -138,6 +144,7 @@ def test_right_drafts_save_a_step_each(folder: Any) -> None:
     assert drafting.stats().generation_tokens == 31
 
 
+@with_kernels("native", "static")
 def test_an_answer_ends_in_spite_of_drafts(folder: Any) -> None:
     engine = engine_of(folder)
     request = request_of("a", None, temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -150,6 +157,7 @@ def test_an_answer_ends_in_spite_of_drafts(folder: Any) -> None:
     assert (last.finish_reason, last.stop_token_id) == ("stop", answer[end])
 
 
+@with_kernels("native", "static")
 def test_a_failure_after_a_right_draft_ends_requests(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(folder)
     request = EngineRequest("a", Prompt([5] * 20), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))

@@ -149,6 +149,55 @@ def test_drafts_of_several_save_twice_their_cost(num_decodes: int, drafted: bool
     assert bool(account.best_count([1.0])) == drafted
 
 
+ALONE = [(1, 1.2), (2, 1.6), (33, 2.0)]
+"""Steps of a GPU that the engine waits for."""
+AHEAD = [(1, 1.0), (16, 1.1)]
+
+
+@pytest.mark.parametrize(("is_ahead", "drafted"), [(True, False), (False, True)])
+def test_drafts_pay_for_the_lost_overlap(is_ahead: bool, drafted: bool) -> None:
+    account = Account(StepCosts(ALONE, AHEAD))
+    account.begin_step(1, 0, is_ahead=is_ahead)
+    assert bool(account.best_count([0.5])) == drafted
+
+
+def test_drafts_beyond_measured_rows_are_none() -> None:
+    account = Account(StepCosts(ALONE, AHEAD))
+    account.begin_step(20, 0, is_ahead=True)
+    assert account.best_count([1.0] * MAX_DRAFTS) <= 13
+    account.begin_step(33, 0, is_ahead=True)
+    assert account.best_count([1.0] * MAX_DRAFTS) == 0
+
+
+@pytest.mark.parametrize(("rate", "host", "waits"), [(0.95, 0.0, True), (0.5, 0.0, False), (0.95, 9.0, False)])
+def test_a_wait_has_to_save_time(rate: float, host: float, waits: bool) -> None:
+    account = Account(StepCosts(ALONE, AHEAD))
+    account.begin_step(1, 0, is_ahead=True, host=host)
+    assert account.pay_wait([rate] * 20, 2) == waits
+    assert not account.pay_wait([rate] * 2, 2), "nothing follows the tokens in flight"
+
+
+@pytest.mark.parametrize("num_decodes", [1, 16])
+def test_waits_in_vain_cost_two_percent(num_decodes: int) -> None:
+    costs = StepCosts(ALONE, AHEAD)
+    account = Account(costs)
+    plain = lost = 0.0
+    for _ in range(3000):
+        account.begin_step(num_decodes, 0, is_ahead=True, host=0.1)
+        plain += costs.seconds_without(num_decodes, 0, is_ahead=True)
+        if not account.pay_wait([0.99] * MAX_DRAFTS, 2):
+            continue
+        lost += costs.exposed + 0.1
+        plain += costs.seconds_without(num_decodes, 0, is_ahead=True)
+        account.begin_step(num_decodes, 0, is_ahead=True, host=0.1)
+        if count := account.best_count([0.99] * MAX_DRAFTS):
+            account.pay(count)
+            lost += costs.seconds(num_decodes + count) + 0.1
+            lost -= costs.seconds_without(num_decodes, 0, is_ahead=True)
+    assert lost < 0.02 * plain + 3
+    assert (lost > 0) == (num_decodes == 1), "a crowd's wait costs more than one request's drafts save"
+
+
 def decoding(name: str, *token_ids: int, **params: Any) -> Request:
     one = request(name, 4, token=50, max_tokens=200, **params)
     one.token_ids += token_ids
@@ -193,3 +242,14 @@ def test_wrong_forced_tokens_are_given_up() -> None:
         told(drafter, one, drafts, [60 + number], forced=[1, 2, 3])
     assert max(counts) > 0
     assert counts[-5:] == [0] * 5
+
+
+def test_engine_waits_for_tokens_of_repeats() -> None:
+    drafter = Drafter(StepCosts(ALONE, AHEAD))
+    answer = [*range(10, 40)]
+    drafter.learn([decoding("a", *answer)])
+    one = decoding("b", *answer[:5])
+    assert drafter.awaits_tokens([one], 0.0)
+    drafter.begin_step([one], is_ahead=True)
+    assert [*drafter.propose(one)] == answer[5:]
+    assert not Drafter(StepCosts(ALONE, AHEAD)).awaits_tokens([decoding("c", 90, 91, 92, 93)], 0.0)

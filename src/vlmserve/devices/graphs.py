@@ -303,8 +303,9 @@ def graph_key(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Has
     metadata, adapters = step.metadata, step.adapters
     if plan_key is None or step.query_scale is not None or metadata.cross:
         return None
-    if metadata.states is not None and len(metadata.states.sources) > metadata.num_decodes:
-        return None  # only the host knows where chunks are cut
+    states = metadata.states
+    if states is not None and (len(states.sources) > metadata.num_decodes or states.drafts is not None):
+        return None  # only the host knows where chunks are cut, and which drafts were accepted
     if adapters is not None and adapters.has_unpacked:
         return None
     if captured_rows(len(x), metadata.num_decodes) != len(x):

@@ -9,7 +9,7 @@ from vlmserve.engine.draft_costs import known_costs
 from vlmserve.engine.loading import CacheSizes, may_draft
 from vlmserve.kernels.trials import machine
 from vlmserve.runner.runner import ModelRunner
-from vlmserve.runner.warm_up import ROWS_OF_DRAFTS, time_predictions, time_rows
+from vlmserve.runner.warm_up import ROWS_OF_DRAFTS, time_ahead, time_predictions, time_rows
 from vlmserve.scheduler.drafts.costs import StepCosts
 from vlmserve.scheduler.drafts.drafter import Drafter
 from vlmserve.scheduler.scheduler import Scheduler
@@ -19,26 +19,37 @@ logger = logging.getLogger(__name__)
 
 
 def start_drafting(
-    config: EngineConfig, scheduler: Scheduler, runner: ModelRunner, sizes: CacheSizes, identity: bytes
+    config: EngineConfig,
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    sizes: CacheSizes,
+    identity: bytes,
+    *,
+    overlaps: bool,
 ) -> Drafter | None:
     """Let a scheduler propose as many drafts as measurements justify. None: no drafts.
 
-    identity: of the model and its settings.
+    identity: of the model and its settings. overlaps: steps without drafts are planned ahead.
     """
     if not may_draft(config, runner.model):
         return None
     most = min(config.max_num_batched_tokens, sizes.max_model_len, 1 + ROWS_OF_DRAFTS[-1])
-    key = f"{identity.hex()[:16]} {runner.model.device.kernels} {runner.model.dtype} {most} {machine()}"
+    device = runner.model.device
+    where = machine() if device.gpu_uuid is None else f"{machine()} {device.gpu_uuid}"
+    key = f"{identity.hex()[:16]} {device.kernels} {runner.model.dtype} {most} {where}"
     measured = known_costs(key, partial(time_rows, runner, most))
     if len(measured) < 2:
         return None
-    (_, one), (rows, longest) = measured[0], measured[-1]
+    ahead = None
+    if overlaps:
+        ahead = known_costs(f"{key} ahead {config.max_num_seqs}", partial(time_ahead, runner, config.max_num_seqs))
+    (_, one), (rows, longest) = (measured if ahead is None else ahead)[0], measured[-1]
     logger.info("Speculation: a step of %d tokens takes %.1f times as long as a step of one", rows, longest / one)
     seconds: float | None = None
     if runner.model.predictor is not None:
         (none, without), *_, (most_drafts, with_drafts) = known_costs(f"{key} mtp", partial(time_predictions, runner))
         seconds = max(0.0, with_drafts - without) / (most_drafts - none)
         logger.info("Speculation: a draft of the model's own layer (MTP) takes %.2f steps", seconds / one)
-    drafter = Drafter(StepCosts(measured), seconds, sizes.draft_places or config.max_num_seqs)
-    scheduler.propose_drafts = drafter.propose
+    drafter = Drafter(StepCosts(measured, ahead), seconds, sizes.draft_places or config.max_num_seqs)
+    scheduler.propose_drafts, scheduler.awaits_tokens = drafter.propose, False
     return drafter

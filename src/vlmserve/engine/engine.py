@@ -33,7 +33,8 @@ from vlmserve.runner.adapters import Observer, RunnerAdapters
 from vlmserve.runner.ranks import Followers, LeadingRunner
 from vlmserve.runner.runner import ModelRunner, RunningStep
 from vlmserve.runner.warm_up import warm_up_steps
-from vlmserve.scheduler.ahead import forget_ended
+from vlmserve.scheduler.ahead import continues_on_device, forget_ended
+from vlmserve.scheduler.drafts.drafter import Drafter
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.adapters import AdapterSlots
 from vlmserve.scheduler.resources.images import Images
@@ -99,7 +100,8 @@ class Engine(BaseEngine):
     @classmethod
     def from_model(cls, config: EngineConfig, model: LoadedModel) -> Engine:
         engine = cls.__new__(cls)
-        engine._setup(config, model if may_draft(config, model) else replace(model, predictor=None))
+        predicts = may_draft(config, model) and model.device.draw_later is None
+        engine._setup(config, model if predicts else replace(model, predictor=None))
         return engine
 
     def _setup(
@@ -176,7 +178,7 @@ class Engine(BaseEngine):
                 max_model_len=max_model_len,
                 seconds=config.max_warm_up_seconds,
             )
-        self._drafter = start_drafting(config, self.scheduler, self.runner, sizes, identity)
+        self._drafter = start_drafting(config, self.scheduler, self.runner, sizes, identity, overlaps=self.overlaps)
         self._info = _model_info(config, model, intake, sizes, warm_up)
 
     @property
@@ -200,7 +202,7 @@ class Engine(BaseEngine):
         is_ahead = self._ahead is not None
         if self._ahead is None:
             if self._drafter is not None:
-                self.runner.sampler.tells_forced = self._drafter.begin_step(self.scheduler.running)
+                self._begin_drafts(self._drafter)
             step = self.scheduler.schedule()
             if self._drafter is not None:
                 self._drafter.predict(step, self.scheduler.requests)
@@ -213,6 +215,10 @@ class Engine(BaseEngine):
             self._ahead = None
         if self.overlaps and (following := self.scheduler.schedule_ahead(step)) is not None:
             self._ahead = following, time.perf_counter(), self.runner.submit(following)
+            if self._drafter is not None:
+                self.scheduler.awaits_tokens = self._drafter.awaits_tokens(
+                    self.scheduler.running, self.timings.schedule, is_counted=not is_ahead
+                )
         output = running.result()
         ran = time.perf_counter()
         if is_ahead:
@@ -234,6 +240,12 @@ class Engine(BaseEngine):
         self._step_seconds += ended - started
         self.timings = StepTimings(max(0.0, planned - started) + ended - ran, output.timings)
         return outputs
+
+    def _begin_drafts(self, drafter: Drafter) -> None:
+        running = self.scheduler.running
+        self.scheduler.awaits_tokens = False
+        is_ahead = self.overlaps and all(map(continues_on_device, running))
+        self.runner.sampler.tells_forced = drafter.begin_step(running, is_ahead=is_ahead, host=self.timings.schedule)
 
     def _update(self, step: SchedulerOutput, output: ModelRunnerOutput, ran: float) -> list[EngineOutput]:
         requests, answered = self.scheduler.requests, dict[str, Request]()

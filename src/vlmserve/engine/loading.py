@@ -159,10 +159,8 @@ def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
 
 
 def may_draft(config: EngineConfig, model: LoadedModel) -> bool:
-    """Steps are planned after the tokens of the last step, and their times are measured."""
-    waits = model.device.torch_device.type == "cpu" and model.device.draw_later is None
-    may_measure = config.max_warm_up_seconds > 0 and model.cross is None
-    return config.speculation != "off" and may_measure and waits
+    """Return whether times of steps may be measured."""
+    return config.speculation != "off" and config.max_warm_up_seconds > 0 and model.cross is None
 
 
 def state_slots(config: EngineConfig, state_bytes: int, budget: int) -> int:

@@ -121,7 +121,7 @@ class StateRows:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Without drafts, which only CPUs have."""
+        """Without drafts, which no graph has."""
         return [self.starts, self.sources, self.targets, self.positions, self.sequences]
 
     @classmethod

@@ -130,7 +130,8 @@ class ModelRunner:
         self.block_size, self.padding_block = sizes.block_size, sizes.pages
         self._adapters = adapters
         self.requests = RequestStates(model.language_model, make_matcher, model.output_layers)
-        self.sampler = TokenSampler(model.device.draw, model.device.torch_device)
+        waits = model.device.draw_later is not None
+        self.sampler = TokenSampler(model.device.draw, model.device.torch_device, waits=waits)
         self.images = ImageEncoder(model, adapters)
         self.num_columns = columns = len(model.language_model.cache_layout.windows)
         self._has_states = bool(model.language_model.state_specs)

@@ -33,6 +33,8 @@ class _Row(NamedTuple):
     place: int | None = None
     drafts: Sequence[int] = ()
     kept: Tensor | None = None
+    num_before: int = 0
+    """Drafts before it that the same round verifies."""
 
     @property
     def pending(self) -> Future[Any] | None:
@@ -42,10 +44,11 @@ class _Row(NamedTuple):
 class TokenSampler:
     """A row with a slow grammar keeps its logits in host memory until a later step, at most one per request."""
 
-    def __init__(self, draw: Draw, device: torch.device) -> None:
+    def __init__(self, draw: Draw, device: torch.device, *, waits: bool = False) -> None:
+        """waits: each call of `draw` waits for the device."""
         self.tells_forced = False
         """Outputs have `forced` tokens."""
-        self._draw, self._device = draw, device
+        self._draw, self._device, self._waits = draw, device, waits
         self._late: dict[str, _Row] = {}
 
     def drop(self, finished: Iterable[str], scheduled: Sequence[ScheduledRequest]) -> None:
@@ -59,7 +62,8 @@ class TokenSampler:
 
         logits: float32 ``[rows, vocabulary]``, `num_sampled` rows per request; overwritten. A draft is accepted if it
         equals the token sampled in its place; then the row after it is sampled too. Each round samples one row per
-        request, because penalties, grammars and random numbers depend on earlier tokens.
+        request, because penalties and grammars depend on earlier tokens. If rounds wait for the device, the first one
+        samples all rows of requests without these.
         """
         first = 0
         rows: list[_Row] = []
@@ -112,20 +116,26 @@ class TokenSampler:
                 self._keep(row.state, logits[row.place], output)
         if not ready:
             return []
+        if self._waits:
+            ready = [one for row in ready for one in _with_drafts(row)]
         own = self._gather(ready, logits)
         searching = [index for index, row in enumerate(ready) if row.state.guide and row.state.guide.searches]
         raw = dict(zip(searching, own[searching], strict=True)) if searching else {}
         asking = [index for index, row in enumerate(ready) if row.state.params.logprobs is not None]
         raw_asked = own[asking] if asking else None  # sampling overwrites logits
-        drawn = sample(own, [row.state.sampling_row() for row in ready], self._draw)
+        drawn = sample(own, [row.state.sampling_row(row.num_before) for row in ready], self._draw)
         tokens, undecided = _settle(ready, drawn, deadline) if searching else (drawn, frozenset[int]())
         if raw_asked is not None:
             _add_logprobs(raw_asked, asking, ready, tokens, undecided, output)
-        drafted = []
+        drafted: list[_Row] = []
         for index, (row, token) in enumerate(zip(ready, tokens, strict=True)):
             if index in undecided:
                 self._keep(row.state, raw[index], output)
                 continue
+            if row.num_before:
+                if not (drafted and drafted[-1].state is row.state):
+                    continue  # an earlier draft was wrong
+                drafted.pop()
             self._late.pop(row.state.request_id, None)
             goes_on = _append(row.state, token, output)
             if goes_on and row.place is not None and row.drafts and row.drafts[0] == token:
@@ -147,6 +157,16 @@ class TokenSampler:
         if len(places) < len(logits):
             logits = logits[to_device(torch.tensor(places), logits.device)]
         return torch.cat([logits, *late]) if late else logits
+
+
+def _with_drafts(row: _Row) -> list[_Row]:
+    """Add rows after drafts, if sampling them needs none of the tokens before."""
+    state, place = row.state, row.place
+    depends = state.params.reads_tokens or state.params.logprobs is not None or state.thinking is not None
+    if place is None or depends:
+        return [row]
+    following = range(1, len(row.drafts) + 1)
+    return [row, *(_Row(state, place + count, row.drafts[count:], num_before=count) for count in following)]
 
 
 def can_draw_later(batch: Sequence[ScheduledRequest]) -> bool:

@@ -39,7 +39,9 @@ ROWS_OF_DRAFTS = (1, 2, 4, 8, 16, 32)
 PREDICTED = (0, 4)
 ROUNDS_OF_DRAFTS = 3
 _SECONDS_OF_DRAFTS = 1.0
-"""No round of `time_rows` begins after this time."""
+"""No round of measurements begins after this time."""
+_STEPS_AHEAD = 8
+"""Steps that `time_ahead` measures in a row."""
 _PROGRESS_SECONDS = 5.0
 _STEPS_OF_DECODES = 2
 _GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -127,16 +129,44 @@ def _has_kernels_of_images(model: LoadedModel) -> bool:
 
 def time_rows(runner: ModelRunner, max_rows: int) -> list[tuple[int, float]]:
     """Measure steps that verify drafts. Returns ascending rows, and seconds."""
+    sizes = [rows for rows in ROWS_OF_DRAFTS if rows < max_rows]
+    return _fastest(runner, sizes, _check_drafts)
+
+
+def time_ahead(runner: ModelRunner, max_num_seqs: int) -> list[tuple[int, float]]:
+    """Measure decodes that are submitted before the step before them ends. Returns ascending numbers, and seconds."""
+    return _fastest(runner, [size for size in ROWS_OF_DRAFTS if size <= max_num_seqs], _decode_ahead)
+
+
+def _fastest(
+    runner: ModelRunner, sizes: Sequence[int], measure: Callable[[ModelRunner, int], float]
+) -> list[tuple[int, float]]:
+    if runner.model.device.draw_later is not None:
+        for size in sizes:
+            measure(runner, size)  # compiles kernels
     fastest: dict[int, float] = {}
     started = time.perf_counter()
     for number in range(ROUNDS_OF_DRAFTS):
         if number and time.perf_counter() - started > _SECONDS_OF_DRAFTS:
             break
-        for rows in ROWS_OF_DRAFTS:
-            if rows < max_rows:
-                seconds = _check_drafts(runner, rows)
-                fastest[rows] = min(seconds, fastest.get(rows, seconds))
+        for size in sizes:
+            seconds = measure(runner, size)
+            fastest[size] = min(seconds, fastest.get(size, seconds))
     return sorted(fastest.items())
+
+
+def _decode_ahead(runner: ModelRunner, size: int) -> float:
+    requests = [_request(runner, number, 1, max_tokens=_STEPS_AHEAD + 3) for number in range(size)]
+    running, started = runner.submit(SchedulerOutput(new_requests=requests)), 0.0
+    for start in range(1, _STEPS_AHEAD + 2):
+        cached = [CachedRequest(request.request_id, start, 1) for request in requests]
+        following = runner.submit(SchedulerOutput(cached_requests=cached))
+        running.result()
+        started, running = started or time.perf_counter(), following
+    running.result()
+    seconds = (time.perf_counter() - started) / (_STEPS_AHEAD + 1)
+    _finish(runner, requests)
+    return seconds
 
 
 def time_predictions(runner: ModelRunner) -> list[tuple[int, float]]:

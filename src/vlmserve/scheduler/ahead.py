@@ -19,7 +19,7 @@ def plan_ahead(
     """
     for scheduled, request in step:
         whole = scheduled.start + scheduled.num_tokens == len(request.token_ids)
-        if not whole or not _can_continue_on_device(request):
+        if not whole or not continues_on_device(request):
             return None
     following = [(one, one.num_uncomputed + 1) for _, one in step if len(one.token_ids) + 1 < one.max_len]
     if not following or not resources.may_plan_ahead(following):
@@ -27,6 +27,15 @@ def plan_ahead(
     for request, num_tokens in following:
         resources.grow(request, num_tokens)
     return [request.next_token() for request, _ in following]
+
+
+def continues_on_device(request: Request) -> bool:
+    """The second token must not depend on the host's reading of the first."""
+    if request.params.reads_tokens or request.params.needs_host:
+        return False
+    if request.task != GENERATE:
+        return False
+    return request.max_short_len is None and request.prompt_logprobs is None
 
 
 def forget_ended(requests: Mapping[str, Request], step: SchedulerOutput, output: ModelRunnerOutput) -> set[str]:
@@ -51,12 +60,3 @@ def forget_ended(requests: Mapping[str, Request], step: SchedulerOutput, output:
                 results.pop(request_id, None)
         output.undone = [request_id for request_id in output.undone if request_id not in ended]
     return failed
-
-
-def _can_continue_on_device(request: Request) -> bool:
-    """The second token must not depend on the host's reading of the first."""
-    if request.params.reads_tokens or request.params.needs_host:
-        return False
-    if request.task != GENERATE:
-        return False
-    return request.max_short_len is None and request.prompt_logprobs is None

@@ -33,6 +33,8 @@ class Scheduler:
         self.waiting, self.running = self._queues.waiting, self._queues.running
         self.requests: Mapping[str, Request] = self._queues.requests
         self.propose_drafts: ProposeDrafts | None = None
+        self.awaits_tokens = True
+        """With `propose_drafts`, plan no step ahead."""
         self.limits: StepLimits | None = None
         """Limits of each step, in addition to `max_num_batched_tokens`."""
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -92,7 +94,9 @@ class Scheduler:
 
         None: the next step depends on these tokens, or other work comes first.
         """
-        if self._queues.searches or self.propose_drafts is not None or step.draft_token_ids:
+        if self._queues.searches or step.draft_token_ids:
+            return None
+        if self.propose_drafts is not None and self.awaits_tokens:
             return None
         has_place = len(self.running) < self._queues.max_num_seqs
         if self.waiting and (has_place or gives_way(self.running, self.waiting[0])):

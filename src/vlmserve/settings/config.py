@@ -91,7 +91,7 @@ class EngineConfig(Settings):
         description="Maximum time at start for first steps, compiling and CUDA graphs, in seconds; 0: none.",
     )
     speculation: Literal["off", "auto"] = Field(
-        "auto", description="auto: on CPUs, check several known or predicted tokens of a request in one step."
+        "auto", description="auto: check several known or predicted tokens of a request in one step if that saves time."
     )
     quantize: Quantize = same_as("scheme")
     quantize_group_size: GroupSize = same_as("group_size")

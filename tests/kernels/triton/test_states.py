@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.state_rows import inputs_of, width
+from tests.state_rows import inputs_of, run_with_drafts, width
 from vlmserve.kernels.blocks import allocate_states
 from vlmserve.kernels.states import DeltaWeights, Segments, StateCache, StateRows
 from vlmserve.kernels.torch_states import RuleRows, TorchConvolution, TorchDelta, recurrent_rule
@@ -54,6 +56,29 @@ def test_delta_rule_equals_torch(device: torch.device) -> None:
     result = TritonDelta(DELTA, weights)(*inputs, own, rows)
     torch.testing.assert_close(result, TorchDelta(DELTA, weights)(*inputs, expected, rows), atol=1e-4, rtol=1e-4)
     assert_same(own, expected)
+
+
+@pytest.mark.parametrize("spec", [DELTA, CONVOLUTION])
+def test_drafts_equal_torch(spec: DeltaSpec | ConvolutionSpec) -> None:
+    torch.manual_seed(0)
+    mixed, cpu = torch.randn(12, width(spec)), torch.device("cpu")
+    kernels: list[Any] = []
+    if isinstance(spec, DeltaSpec):
+        channels, heads = torch.randn(spec.channels, spec.kernel), spec.num_value_heads
+        weights = DeltaWeights(channels, -torch.rand(heads), torch.randn(heads), torch.randn(spec.value_size), 1e-6)
+        kernels = [TorchDelta(spec, weights), TritonDelta(spec, weights)]
+    else:
+        weight = torch.randn(spec.channels, spec.kernel)
+        kernels = [TorchConvolution(weight), TritonConvolution(spec, weight)]
+    found = []
+    for kernel in kernels:
+        [cache] = allocate_states([spec], SLOTS, torch.float32, cpu, draft_places=2)
+        torch.manual_seed(1)
+        found.append((run_with_drafts(kernel, spec, mixed, cache, [(3, 2), (2, 2), (0, 0), (4, 0)]), cache))
+    (expected, theirs), (actual, own) = found
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    for tensor, reference in zip(own.tensors, theirs.tensors, strict=True):
+        torch.testing.assert_close(tensor[2], reference[2], atol=1e-4, rtol=1e-4)
 
 
 def exact_delta(

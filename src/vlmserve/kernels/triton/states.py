@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vlmserve.kernels.states import DeltaWeights, StateCache, StateRows
+from vlmserve.kernels.torch_states import TorchConvolution, TorchDelta
 from vlmserve.kernels.triton import delta_chunks
 from vlmserve.kernels.triton.host_math import next_power_of_2
 from vlmserve.kernels.triton.launching import Kernel
@@ -156,11 +157,16 @@ def unsupported_reason(spec: DeltaSpec) -> str | None:
 
 
 class TritonDelta:
+    """torch computes steps with drafts."""
+
     def __init__(self, spec: DeltaSpec, weights: DeltaWeights) -> None:
         self._spec, self._weights = spec, weights
+        self._with_drafts = TorchDelta(spec, weights)
         self._convolution = weights.convolution.float().T.contiguous()
 
     def __call__(self, mixed: Tensor, gates: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
+        if rows.drafts is not None:
+            return self._with_drafts(mixed, gates, cache, rows)
         spec, weights, mixed = self._spec, self._weights, mixed.contiguous()
         assert cache.states is not None
         heads, size = spec.num_value_heads, spec.value_size
@@ -218,10 +224,15 @@ class TritonDelta:
 
 
 class TritonConvolution:
+    """torch computes steps with drafts."""
+
     def __init__(self, spec: ConvolutionSpec, weight: Tensor) -> None:
         self._spec, self._weight = spec, weight.float().T.contiguous()
+        self._with_drafts = TorchConvolution(weight)
 
     def __call__(self, mixed: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
+        if rows.drafts is not None:
+            return self._with_drafts(mixed, cache, rows)
         channels, kernel, mixed = self._spec.channels, self._spec.kernel, mixed.contiguous()
         output = torch.empty(len(mixed), channels, dtype=mixed.dtype, device=mixed.device)
         sequences = len(rows.sequences) - 1

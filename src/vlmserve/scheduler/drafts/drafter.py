@@ -36,6 +36,8 @@ _PATIENCE = 64
 """Steps without the model's drafts after which one is made to see if it is right."""
 _MAX_PREDICTED = 8
 """Maximum drafts of the model after a step."""
+_IN_FLIGHT = 2
+"""Tokens of a request in flight when the engine decides whether to wait for them."""
 _TRUSTED = 3.0
 """Drafts after which a request's own rate counts as much as the global rate."""
 
@@ -65,12 +67,42 @@ class Drafter:
             for number in range(NUM_CLASSES)
         }
 
-    def begin_step(self, running: Sequence[Request]) -> bool:
-        """Return whether forced tokens are wanted. Finding them takes time, which only a lone request saves again."""
+    def begin_step(self, running: Sequence[Request], *, is_ahead: bool = False, host: float = 0.0) -> bool:
+        """Return whether forced tokens are wanted. Finding them takes time, which only a lone request saves again.
+
+        is_ahead, host: see `Account.begin_step`.
+        """
         left = [request.num_uncomputed for request in running]
         num_decodes = left.count(1)
-        self._account.begin_step(num_decodes, min(sum(left) - num_decodes, _MAX_PROMPT_ROWS))
+        num_prompt_tokens = min(sum(left) - num_decodes, _MAX_PROMPT_ROWS)
+        self._account.begin_step(num_decodes, num_prompt_tokens, is_ahead=is_ahead, host=host)
         return len(running) == 1
+
+    def awaits_tokens(self, running: Sequence[Request], host: float, *, is_counted: bool = False) -> bool:
+        """Return whether to plan no step until the steps in flight end, because drafts will probably save time.
+
+        Two steps are in flight, each with a token of every request. Call it while the device computes. is_counted:
+        `begin_step` was called for the earlier one.
+        """
+        self._account.begin_step(len(running), 0, is_ahead=True, host=host, is_counted=is_counted)
+        for request in running:
+            if not self._account.affords_search:
+                return False
+            started = time.thread_time()
+            awaits = request.task == GENERATE and self._account.pay_wait(self._rates_ahead(request), _IN_FLIGHT)
+            self._account.spend(time.thread_time() - started)
+            if awaits:
+                return True
+        return False
+
+    def _rates_ahead(self, request: Request) -> list[float]:
+        """Return rates of tokens in flight, and of drafts after them."""
+        drafting = request.drafting = request.drafting or self._start(request)
+        for reader in drafting.readers:
+            reader.read(request.token_ids)
+        most = min(_IN_FLIGHT + MAX_DRAFTS, request.max_len - len(request.token_ids) - 1)
+        found = self._best(drafting, drafting.readers, max(0, most))
+        return [] if found is None else [found.rate] * len(found.token_ids)
 
     def propose(self, request: Request) -> Sequence[int]:
         """Empty if drafts would cost more than they save."""

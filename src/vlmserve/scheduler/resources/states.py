@@ -137,7 +137,8 @@ class StateMemory(StateHits):
                 self.states.release(slot)
             state.held = []
         if state is not None and state.draft_place is not None:
-            state.accepted = num_computed - state.reached
+            # a step in flight reaches further
+            state.accepted = max(0, num_computed - state.reached)
             if not state.accepted:
                 self._free_draft_place(state)
         if state is not None and state.leaving:
