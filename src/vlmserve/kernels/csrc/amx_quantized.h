@@ -217,8 +217,9 @@ struct TiledGroupRows {
         u8* to = BytePlanes::at(planes, plane, block, row, i);
         if constexpr (FLOATS) {
             if (WIDE && plane == 0) value *= 256;
-            i32v order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
-            ::store(reinterpret_cast<bf16*>(to), __builtin_convertvector(__builtin_shuffle(value, order), f32v));
+            const i32v order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+            const __m512i ordered = _mm512_maskz_permutexvar_epi32(0xffff, bit_cast<__m512i>(order), bit_cast<__m512i>(value));
+            ::store(reinterpret_cast<bf16*>(to), __builtin_convertvector(bit_cast<i32v>(ordered), f32v));
         } else {
             store_bytes(to, value);
         }
