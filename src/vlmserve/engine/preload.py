@@ -193,15 +193,13 @@ class _Forker:
 
     def run(self) -> None:
         """Fork until the parent's end of standard input closes."""
-        while True:
-            ready = {key.fileobj for key, _ in self._selector.select()}
-            if sys.stdin.fileno() in ready:
-                return
+        while sys.stdin.fileno() not in (ready := {key.fileobj for key, _ in self._selector.select()}):
             if self._woken in ready:
                 self._woken.recv(4096)
                 self._reap()
             if self._listener in ready:
                 self._fork(self._listener.accept()[0])
+        signal.set_wakeup_fd(-1)  # the sockets close before the last children end
 
     def _fork(self, connection: socket.socket) -> None:
         message, files, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, 3)

@@ -105,7 +105,8 @@ class DecisionDialect(Dialect[DecisionRequest]):
                 raise _about(error, number, questions[number], conversations[number], turns) from error
 
         prompts = {0: await alone(0)}  # prepares the shared media
-        alike = [number for number in range(1, len(questions)) if _has_known_media(content, questions[number])]
+        known_media = _has_at_most_images(content)
+        alike = [number for number in range(1, len(questions)) if _adds_text(questions[number])] if known_media else []
         made = await service.preparation.prepare_alike([conversations[number] for number in alike], known, **options)
         for number, prompt in zip(alike, made, strict=True):
             if isinstance(prompt, InvalidRequestError):
@@ -160,12 +161,14 @@ async def _with_fetched(service: Service, messages: Sequence[Message], share: Bo
     return shown
 
 
-def _has_known_media(content: Sequence[Message], question: AskedQuestion) -> bool:
-    """Return whether a question adds only text to images, which another question has prepared."""
-    shown = [part for message in content if isinstance(message["content"], list) for part in message["content"]]
-    return all(part["type"] in ("text", "image_url") for part in shown) and all(
-        part["type"] == "text" for part in question.parts
-    )
+def _has_at_most_images(messages: Sequence[Message]) -> bool:
+    """Return whether there are only text and images, which one question prepares for all."""
+    shown = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    return all(part["type"] in ("text", "image_url") for part in shown)
+
+
+def _adds_text(question: AskedQuestion) -> bool:
+    return all(part["type"] == "text" for part in question.parts)
 
 
 def _about(
