@@ -21,7 +21,7 @@ from vlmserve.models.blocks.block import make_norm
 from vlmserve.models.decoder_layer import DecoderLayer
 
 PREFIX = "language_model.mtp."
-"""Of canonical tensor names."""
+"""Prefix of canonical tensor names."""
 
 
 class MTPLayer(nn.Module):
