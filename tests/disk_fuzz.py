@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import vlmserve.engine.ranks
 from tests import state_fuzz
 from tests.engine.test_parity import NEW_TOKENS, Oracle, bytes_of_4, engine_for, generate, llava_oracle, mixed_prompts
+from tests.ranks import RankThreads
 from tests.waiting import wait_until
 from vlmserve.engine.engine import Engine
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
@@ -79,7 +81,9 @@ class Saboteur:
             path.write_bytes(data)
 
 
-def fuzz(oracle: Oracle, folder: Path, num_requests: int, seed: int, tally: Tally, expected: list[list[int]]) -> None:
+def fuzz(
+    oracle: Oracle, folder: Path, num_requests: int, seed: int, tally: Tally, expected: list[list[int]], ranks: int = 1
+) -> None:
     """Send requests to one engine, and count answers that differ from those of an engine that keeps nothing."""
     chance = random.Random(seed)
     prompts, saboteur = mixed_prompts(oracle), Saboteur(folder, chance)
@@ -90,6 +94,7 @@ def fuzz(oracle: Oracle, folder: Path, num_requests: int, seed: int, tally: Tall
         disk_cache=str(folder),
         disk_cache_memory=chance.choice([400_000, 10**9, 10**9]),
         block_size=4,
+        tensor_parallel_size=ranks,
         kv_cache_memory=(longest // 4 + chance.choice([8, 60, 1000])) * page,
         max_num_batched_tokens=chance.choice([7, 50, 2048]),
         encoder_cache_memory=chance.choice([2**20, 2**28]),
@@ -144,14 +149,14 @@ def small_disk(folder: Path) -> Iterator[Path]:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def llava_rounds(place: Path, disk: Path) -> Callable[[int, int], Tally]:
+def llava_rounds(place: Path, disk: Path, ranks: int) -> Callable[[int, int], Tally]:
     """Return a function that runs an engine, for a seed and a number of requests."""
     (folder := place / "model").mkdir()
     oracle, tally = llava_oracle(folder), Tally()
     expected = generate(engine_for(oracle, enable_prefix_caching=False), mixed_prompts(oracle))
 
     def run(seed: int, num_requests: int) -> Tally:
-        fuzz(oracle, disk, num_requests, seed, tally, expected)
+        fuzz(oracle, disk, num_requests, seed, tally, expected, ranks)
         return tally
 
     return run
@@ -176,7 +181,7 @@ def state_rounds(place: Path, disk: Path) -> Callable[[int, int], state_fuzz.Tal
 
 def fuzz_all(options: argparse.Namespace, place: Path, disk: Path) -> Tally | state_fuzz.Tally:
     """Start one engine after the other, and fill the disk for every third."""
-    run = state_rounds(place, disk) if options.states else llava_rounds(place, disk)
+    run = state_rounds(place, disk) if options.states else llava_rounds(place, disk, options.ranks)
     num_full, seed, tally = 0, options.seed, None
     while tally is None or tally.finished < options.requests:
         ballast = disk / "ballast"
@@ -197,7 +202,9 @@ def main() -> None:
     parser.add_argument("--round", type=int, default=40, help="requests of each engine (default 40)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first engine (default 0)")
     parser.add_argument("--states", action="store_true", help="models with states")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks, as threads of this process (default 1)")
     options = parser.parse_args()
+    vlmserve.engine.ranks.RankProcesses = RankThreads  # type: ignore[misc, assignment]
     with tempfile.TemporaryDirectory() as place:
         (disk := Path(place) / "disk").mkdir(mode=0o700)
         with small_disk(disk):

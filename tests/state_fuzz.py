@@ -31,6 +31,7 @@ from tests.lfm2_checkpoints import make_lfm2_vl
 from tests.minicpmv_checkpoints import make_minicpmv
 from tests.peft_adapters import make_adapter, make_xlora
 from tests.static_device import StaticDevice, replace_cpus
+from tests.waiting import wait_until
 from vlmserve.cache.costs import CostModel
 from vlmserve.engine.engine import Engine
 from vlmserve.frontend.requests import RequestPreparer
@@ -311,6 +312,7 @@ def fuzz(model: Model, num_requests: int, seed: int, tally: Tally, disk: Disk | 
         act = None if disk is None else disk.act
         send(model, busy, crowd, num_requests, tally, f"{model.folder.name}, seed {seed}", act)
     tally.planned_ahead += sum(device.num_ahead for device in devices)
+    wait_until(lambda: busy.stats().disk_queued_bytes == 0)  # the next engine finds all
     stats = busy.stats()
     tally.preempted += stats.preemptions
     tally.states_loaded += stats.states_loaded

@@ -40,6 +40,32 @@ class BlockCopy(NamedTuple):
     target: int
 
 
+class DiskEntry(NamedTuple):
+    key: bytes
+    content: Bytes
+    """This rank's. A step leaves the contents of other ranks out."""
+
+
+class DiskLoad(msgspec.Struct, frozen=True):
+    """Shards of blocks and states, which each rank but 0 begins to read. Rank 0 has read its own."""
+
+    number: int
+    keys: list[bytes]
+
+
+class DiskStores(msgspec.Struct):
+    """Blocks and states to store on disk, and keys to remove from it."""
+
+    blocks: list[tuple[int, bytes]] = []
+    """KV blocks with their keys."""
+    states: list[tuple[int, bytes]] = []
+    """State slots with their keys."""
+    forgotten: list[bytes] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.blocks or self.states or self.forgotten)
+
+
 class StateStep(NamedTuple):
     """State slots that one pass reads and writes for a request."""
 
@@ -137,11 +163,11 @@ class SchedulerOutput(msgspec.Struct):
     """Requests to drop; a new request of the step may reuse an id."""
     blocks_to_zero: list[int] = []
     block_copies: list[BlockCopy] = []
-    block_contents: list[Bytes] = []
-    """Contents of blocks that were read from disk."""
+    block_contents: list[DiskEntry] = []
+    """Blocks that were read from disk."""
     state_copies: list[BlockCopy] = []
-    state_contents: list[Bytes] = []
-    """Contents of state slots that were read from disk."""
+    state_contents: list[DiskEntry] = []
+    """States that were read from disk."""
     embeddings_to_evict: list[bytes] = []
     """Keys of image embeddings and cross-attention states to drop and to encode no further."""
     embeddings_to_place: dict[bytes, Bytes] = {}
@@ -158,6 +184,12 @@ class SchedulerOutput(msgspec.Struct):
     """By request, draft tokens after its newest token; they are its last computed tokens."""
     num_predicted: dict[str, int] = {}
     """By request, how many drafts the model's own layer makes after the step's tokens."""
+    disk_loads: list[DiskLoad] = []
+    """Loads to begin."""
+    disk_loads_to_drop: list[int] = []
+    """Numbers of loads that later steps do not need."""
+    awaits_disk_loads: bool = False
+    """The output tells which loads ended."""
 
     def append(self, request: CachedRequest | NewRequest) -> None:
         if isinstance(request, CachedRequest):
@@ -172,7 +204,8 @@ class SchedulerOutput(msgspec.Struct):
     @property
     def has_work(self) -> bool:
         """Evictions alone only make room for the step's images."""
-        return self.makes_progress or bool(self.blocks_to_zero or self.block_copies or self.state_copies)
+        copies = self.blocks_to_zero or self.block_copies or self.state_copies
+        return self.makes_progress or self.awaits_disk_loads or bool(copies)
 
     @property
     def makes_progress(self) -> bool:
@@ -233,4 +266,6 @@ class ModelRunnerOutput(msgspec.Struct):
     """For X-LoRA requests: scalings of each adapter, mean over layers, sum over computed tokens."""
     results: dict[str, TaskResult] = {}
     """Results of finished tasks other than `Generate`; `token_ids` has an empty list for them."""
+    disk_loads: dict[int, set[bytes]] = {}
+    """By number of a load that ended on every rank, the keys that every rank has read."""
     timings: RunTimings = RunTimings()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vlmserve.cache import fetches as fetching
-from vlmserve.cache.fetches import Buffers, Fetches
+from vlmserve.cache.fetches import Buffers, Fetches, Plan
 from vlmserve.cache.tiers import DiskTier, Entries
 from vlmserve.steps import Bytes
 
@@ -35,7 +35,7 @@ def store(fetches: Fetches, numbers: Sequence[int]) -> None:
 def read(fetches: Fetches, owner: str = "a") -> int:
     """Return how many of `KEYS` were read."""
     counts: list[int] = []
-    fetches.begin(owner, lambda read: counts.append(read(KEYS, SIZE)))
+    fetches.begin(owner, Plan(lambda read: counts.append(read(KEYS, SIZE))))
     assert fetches.wait(60)
     assert fetches.is_done(owner)
     return counts[0]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vlmserve.cache.states import StatePool, restore, stored_key
-from vlmserve.steps import BlockCopy
+from vlmserve.steps import BlockCopy, DiskEntry
 
 KEYS = [bytes([number]) * 32 for number in range(6)]
 
@@ -52,7 +52,7 @@ def test_states_read_from_disk_become_checkpoints():
     assert pool.get(KEYS[1]) == found, "taking a slot evicted it"
     slot = pool.get(KEYS[2])
     assert pool.copies == [BlockCopy("fill", 0, slot)]
-    assert pool.contents == [content]
+    assert pool.contents == [DiskEntry(stored_key(KEYS[2]), content)]
     assert pool.checkpoints.after(KEYS[0]) == [5, 1]
     assert pool.num_used == 0
     restore(pool, [KEYS[2]], [KEYS[0]], 5)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from vlmserve.cache import tiers
-from vlmserve.cache.fetches import Fetches
+from vlmserve.cache.fetches import Fetches, Plan
 from vlmserve.cache.tiers import DiskTier, Entries
 from vlmserve.steps import Bytes
 
@@ -195,7 +195,7 @@ def test_contents_stay_until_all_holders_leave(tier: DiskTier) -> None:
     store(tier, KEY)
     fetches = Fetches(tier)
     for owner in ("a", "b"):
-        fetches.begin(owner, lambda read: assert_read(read([KEY], SIZE), read([OTHER], SIZE)))
+        fetches.begin(owner, Plan(lambda read: assert_read(read([KEY], SIZE), read([OTHER], SIZE))))
         assert fetches.wait(60)
         assert fetches.is_done(owner)
     assert not fetches.wait(60), "nothing is being read"

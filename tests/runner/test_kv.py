@@ -19,7 +19,7 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.runner import kv
 from vlmserve.runner.kv import KVTensors, PoolSizes
-from vlmserve.steps import BlockCopy, SchedulerOutput
+from vlmserve.steps import BlockCopy, DiskEntry, SchedulerOutput
 
 CPU = torch.device("cpu")
 
@@ -46,7 +46,9 @@ def test_blocks_change_alike_without_spare_memory(model: LoadedModel, monkeypatc
     usual, careful = filled(model), filled(model)
     read = usual.block_contents.of([6, 7])
     copies = [BlockCopy("copy", 1, 2), BlockCopy("copy", 0, 5), BlockCopy("fill", 0, 4), BlockCopy("fill", 1, 3)]
-    step = SchedulerOutput(blocks_to_zero=[0, 7], block_copies=copies, block_contents=[*read])
+    step = SchedulerOutput(
+        blocks_to_zero=[0, 7], block_copies=copies, block_contents=[DiskEntry(b"", one) for one in read]
+    )
     usual.prepare(step)
     for name in ("clear_blocks", "to_device"):
         monkeypatch.setattr(kv, name, out_of_memory)

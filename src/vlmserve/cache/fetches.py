@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
 from vlmserve.cache.tiers import DiskTier
 from vlmserve.memory import huge_pages
-from vlmserve.steps import Bytes
+from vlmserve.steps import Bytes, ModelRunnerOutput, SchedulerOutput
 
 NUM_READERS = 2
 MAX_BYTES = 512 * 2**20
@@ -22,6 +23,13 @@ _SMALL_BYTES = 2**18
 
 Read = Callable[[Sequence[bytes], int], int]
 """Reads entries by keys and size until one is missing or too much was read. Returns the number read."""
+
+
+class Plan(NamedTuple):
+    run: Callable[[Read], None]
+    """Reads in a thread."""
+    whole: frozenset[bytes] = frozenset()
+    """Keys of entries that are not sharded, so rank 0 alone reads them."""
 
 
 class Buffers:
@@ -108,8 +116,8 @@ class Fetches:
     def may_begin(self) -> bool:
         return self._num_bytes < MAX_BYTES and len(self._running) < NUM_READERS
 
-    def begin(self, owner: str, plan: Callable[[Read], None]) -> None:
-        self._running[owner] = reading = self._readers.submit(self._run, plan)
+    def begin(self, owner: str, plan: Plan) -> None:
+        self._running[owner] = reading = self._readers.submit(self._run, plan.run)
         reading.add_done_callback(self._notify)
 
     def is_done(self, owner: str) -> bool:
@@ -120,14 +128,16 @@ class Fetches:
         if not reading.done():
             return False
         del self._running[owner]
-        found = reading.result()
+        self._add(owner, reading.result())
+        return True
+
+    def _add(self, owner: str, found: Mapping[bytes, Bytes]) -> None:
         self._keys[owner] = [*found]
         for key, content in found.items():
             if key not in self._contents:
                 self._contents[key] = content
                 self._num_bytes += len(content)
             self._holders.setdefault(key, set()).add(owner)
-        return True
 
     def release(self, owner: str) -> None:
         if (reading := self._running.pop(owner, None)) is not None:
@@ -147,6 +157,12 @@ class Fetches:
         if kept := [key for key in held if key in needed]:
             self._keys[owner] = kept
 
+    def end_step(self, step: SchedulerOutput) -> None:
+        """Add what other ranks read."""
+
+    def ran(self, output: ModelRunnerOutput) -> None:
+        """Note what other ranks have read."""
+
     def wait(self, seconds: float) -> bool:
         """Return False immediately if nothing is being read."""
         if not self._running:
@@ -158,7 +174,7 @@ class Fetches:
         with self._ended:
             self._ended.notify_all()
 
-    def _run(self, plan: Callable[[Read], None]) -> dict[bytes, Bytes]:
+    def _run(self, run: Callable[[Read], None]) -> dict[bytes, Bytes]:
         reading = Reading(self.tier, self._contents, self._helpers)
-        plan(reading.read)
+        run(reading.read)
         return reading.found

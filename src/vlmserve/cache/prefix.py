@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from vlmserve.cache.blocks import BlockPool
-from vlmserve.steps import BlockCopy, Bytes
+from vlmserve.steps import BlockCopy, Bytes, DiskEntry
 
 
 class Place(NamedTuple):
     block: int
     on_host: bool
-    content: Bytes | None = None
+    entry: DiskEntry | None = None
     """Read from disk; has no block."""
 
 
@@ -65,7 +65,7 @@ class PrefixCache:
         self.pool = pool
         self.host = host
         self.block_copies: list[BlockCopy] = []
-        self.block_contents: list[Bytes] = []
+        self.block_contents: list[DiskEntry] = []
         self.stored: Mapping[bytes, Bytes] = {}
         self.num_saved = 0
         self.num_loaded = 0
@@ -130,7 +130,7 @@ class PrefixCache:
         keys: of each hit's blocks. Raises ValueError if too few blocks are free.
         """
         kept = [place for hit in hits for place in (*hit.places, hit.tail) if place is not None]
-        on_host = [place.block for place in kept if place.on_host and place.content is None]
+        on_host = [place.block for place in kept if place.on_host and place.entry is None]
         # first, so that the allocation cannot evict them
         self.pool.share([place.block for place in kept if not place.on_host])
         if self.host is not None:
@@ -179,12 +179,12 @@ class PrefixCache:
         if self.host is not None and (block := self.host.get(key)) is not None:
             return Place(block, on_host=True)
         content = self.stored.get(key)
-        return None if content is None else Place(-1, on_host=True, content=content)
+        return None if content is None else Place(-1, on_host=True, entry=DiskEntry(key, content))
 
     def _load(self, source: Place, target: int) -> None:
-        if source.content is not None:
+        if source.entry is not None:
             self.block_copies.append(BlockCopy("fill", len(self.block_contents), target))
-            self.block_contents.append(source.content)
+            self.block_contents.append(source.entry)
             return
         self.block_copies.append(BlockCopy("load", source.block, target))
         self.num_loaded += 1

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.layer_specs import NO_SLOT
-from vlmserve.steps import BlockCopy, Bytes
+from vlmserve.steps import BlockCopy, Bytes, DiskEntry
 
 SPARE_SHARE = 4
 """Spare checkpoints may take one in this many slots from others."""
@@ -51,7 +51,7 @@ class StatePool:
         self.num_slots, self.num_host_slots = num_slots, num_host_slots
         self.copies: list[BlockCopy] = []
         """Copies between slots that the next step begins with, in order."""
-        self.contents: list[Bytes] = []
+        self.contents: list[DiskEntry] = []
         """Read from disk, for the copies."""
         self.stored: Mapping[bytes, Bytes] = {}
         """Contents read from disk, by `stored_key`."""
@@ -226,7 +226,7 @@ def restore(pool: StatePool, keys: Sequence[bytes], parents: Sequence[bytes], ex
         if pool.get(key) is None and key not in pool._host:
             slot = pool._take()
             pool.copies.append(BlockCopy("fill", len(pool.contents), slot))
-            pool.contents.append(pool.stored[stored_key(key)])
+            pool.contents.append(DiskEntry(stored_key(key), pool.stored[stored_key(key)]))
             pool.register(slot, key, parent, extra)
             held.append(slot)
     pool._slots.release(held)

@@ -231,7 +231,7 @@ class Engine(BaseEngine):
             self._costs.copied(step.block_copies, output.timings.transfer)
         outputs = self.scheduler.end_failed() + self._update(step, output, ran)
         if self._disk is not None:
-            self._disk.keep()
+            self._disk.ran(output)
         self._prompt_tokens += prompt_tokens
         self._steps += 1
         if self._adapters is not None:

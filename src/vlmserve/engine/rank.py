@@ -15,6 +15,7 @@ import msgspec
 
 from vlmserve.devices.ranks import join, meeting_place
 from vlmserve.engine.child import exit_with_parent
+from vlmserve.engine.disk import disk_tier
 from vlmserve.engine.loading import cache_sizes, load, rank_device
 from vlmserve.engine.messages import Failure
 from vlmserve.engine.rank_beats import beat
@@ -24,7 +25,7 @@ from vlmserve.frames import Buffer, unpack
 from vlmserve.garbage import freeze_loaded_objects
 from vlmserve.layers.parallel import Ranks
 from vlmserve.logs import LogFormat, set_up_logging
-from vlmserve.runner.ranks import FollowingRunner, RankStep
+from vlmserve.runner.ranks import FollowingRunner, RankMessage
 from vlmserve.settings.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -49,13 +50,16 @@ class RankLaunch(msgspec.Struct, frozen=True):
 
 
 def follow(config: EngineConfig, folder: Path, ranks: Ranks, steps: Iterable[Sequence[Buffer]]) -> None:
-    """Load this rank's shard, then run rank 0's packed steps."""
+    """Load this rank's shard, then follow rank 0's packed messages."""
     model = load(config, folder, ranks)
     sizes = cache_sizes(config, model)
-    runner = FollowingRunner(model, sizes.pools)
+    tier = disk_tier(config, model, ranks.rank)
+    runner = FollowingRunner(model, sizes.pools, ranks, tier)
+    if tier is not None and config.enable_prefix_caching:
+        tier.prepare(runner.blocks.populate)
     runner.warm_up()
     for frames in steps:
-        runner.follow(unpack(frames, RankStep))
+        runner.follow(unpack(frames, RankMessage))
 
 
 def main() -> int:

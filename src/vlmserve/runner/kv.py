@@ -18,7 +18,7 @@ from vlmserve.kernels.blocks import Blocks, allocate_states, clear_blocks, disti
 from vlmserve.kernels.states import StateCache
 from vlmserve.kernels.transfers import to_device
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.steps import BlockCopy, Bytes, SchedulerOutput
+from vlmserve.steps import BlockCopy, Bytes, DiskEntry, SchedulerOutput
 
 
 class PoolSizes(NamedTuple):
@@ -93,7 +93,7 @@ class KVTensors:
 
 
 def _copy(
-    copies: Iterable[BlockCopy], layers: Sequence[Blocks], host: HostBlocks | None, contents: Sequence[Bytes] = ()
+    copies: Iterable[BlockCopy], layers: Sequence[Blocks], host: HostBlocks | None, entries: Sequence[DiskEntry] = ()
 ) -> None:
     for kind, by_target in _groups(copies):
         sources, targets = list(by_target.values()), list(by_target)
@@ -102,7 +102,7 @@ def _copy(
                 _copy_within(tensor, sources, targets)
             continue
         if kind == "fill":
-            _fill(layers, targets, [contents[source] for source in sources])
+            _fill(layers, targets, [entries[source].content for source in sources])
             continue
         assert host is not None
         if kind == "save":

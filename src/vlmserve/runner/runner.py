@@ -29,7 +29,7 @@ from vlmserve.runner.requests import RequestStates, ScheduledRequest
 from vlmserve.runner.sampling import TokenSampler, append_drawn, can_draw_later
 from vlmserve.sampling.guide import MakeMatcher
 from vlmserve.sampling.sampler import changes_of, filters_of
-from vlmserve.steps import ModelRunnerOutput, RequestFailure, RunTimings, SchedulerOutput
+from vlmserve.steps import DiskStores, ModelRunnerOutput, RequestFailure, RunTimings, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,19 @@ def _note_memory_error(error: Exception, model: LoadedModel) -> None:
     logger.warning("Memory ran out: %s", error)
 
 
+def _keep(tier: DiskTier, stored: Contents, ids: Sequence[tuple[int, bytes]], model: LoadedModel) -> None:
+    size = stored.num_bytes
+    taken = ids[: tier.room // size]
+    try:
+        contents = stored.of([number for number, _ in taken]) if taken else ()
+    except MEMORY_ERRORS as error:
+        _note_memory_error(error, model)
+        taken, contents = (), ()
+    for (_, key), content in zip(taken, contents, strict=True):
+        tier.store(key, size, partial(np.asarray, content))
+    tier.note_dropped(len(ids) - len(taken))
+
+
 class RunningStep:
     def __init__(self, finish: Callable[[], ModelRunnerOutput]) -> None:
         self._finish = finish
@@ -159,18 +172,13 @@ class ModelRunner:
     def keep_images(self, tier: DiskTier) -> None:
         self.images.tier = tier
 
-    def keep(self, tier: DiskTier, stored: Contents, ids: Sequence[tuple[int, bytes]]) -> None:
-        """Write blocks or states, as many as fit, before a later step changes them. ids: with keys."""
-        size = stored.num_bytes
-        taken = ids[: tier.room // size]
-        try:
-            contents = stored.of([number for number, _ in taken]) if taken else ()
-        except MEMORY_ERRORS as error:
-            _note_memory_error(error, self.model)
-            taken, contents = (), ()
-        for (_, key), content in zip(taken, contents, strict=True):
-            tier.store(key, size, partial(np.asarray, content))
-        tier.note_dropped(len(ids) - len(taken))
+    def keep(self, tier: DiskTier, stores: DiskStores) -> None:
+        """Write blocks and states, as many as fit, before a later step changes them."""
+        for stored, ids in ((self._kv.block_contents, stores.blocks), (self._kv.state_contents, stores.states)):
+            if ids:
+                _keep(tier, stored, ids, self.model)
+        if stores.forgotten:
+            tier.forget(stores.forgotten)
 
     def warm_up(self) -> tuple[int, float]:
         return self.images.warm_up()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from vlmserve.cache.fetches import Fetches, Read
+from vlmserve.cache.fetches import Fetches, Plan, Read
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.images import Images
 from vlmserve.scheduler.resources.memory import Found, KVMemory
@@ -14,6 +14,7 @@ from vlmserve.scheduler.resources.states import StateMemory
 from vlmserve.scheduler.resources.stored_prefix import StoredPrefix, stored_prefix
 from vlmserve.scheduler.resources.stored_states import StoredStates, stored_states
 from vlmserve.scheduler.step_limits import StepLimits
+from vlmserve.steps import SchedulerOutput
 
 MAX_DEFERRED = 32
 """Maximum requests per step that are looked up on disk, then wait for other reads."""
@@ -41,6 +42,9 @@ class Stored(Resource):
     def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
         self._num_deferred = 0
 
+    def end_step(self, step: SchedulerOutput) -> None:
+        self._fetches.end_step(step)
+
     def ready(self, request: Request) -> bool:
         name = request.request_id
         if name in self._asked:
@@ -59,8 +63,7 @@ class Stored(Resource):
             self._fetches.begin(name, plan)
         return self._fetches.is_done(name)
 
-    def _plan(self, request: Request) -> Callable[[Read], None] | None:
-        """Return a function that reads in a thread."""
+    def _plan(self, request: Request) -> Plan | None:
         has, memory, found = self._fetches.tier.has, self._memory, self._memory.find(request)
         prefix = None if memory.stores is None else self._prefix(request, found)
         spans = [(span.image.key, span.end) for span in request.image_spans]
@@ -69,14 +72,14 @@ class Stored(Resource):
         if not images and prefix is None:
             return None
 
-        def plan(read: Read) -> None:
+        def run(read: Read) -> None:
             reach = found.num_tokens if prefix is None else prefix.read(read)
             needed = {key for key, end in spans if end > reach}
             for key, size in images:
                 if key in needed or request.cross is not None:
                     read([key], size)
 
-        return plan
+        return Plan(run, frozenset(key for key, _ in images))
 
     def _prefix(self, request: Request, found: Found) -> StoredPrefix | StoredStates | None:
         has, columns, (block, state) = self._fetches.tier.has, self._memory.columns, self._sizes
