@@ -13,7 +13,7 @@ from vlmserve.steps import Bytes, DiskLoad, ModelRunnerOutput, SchedulerOutput
 class _Awaited(NamedTuple):
     owner: str
     found: Mapping[bytes, Bytes]
-    """What rank 0 has read."""
+    """Contents that rank 0 has read."""
     shards: frozenset[bytes]
     """Keys that the other ranks read."""
 
