@@ -104,7 +104,7 @@ def _bucket(segments: Sequence[tuple[Ints, Ints]], dtype: torch.dtype) -> Bucket
     return Bucket(torch.from_numpy(own), torch.from_numpy(seen), mask[:, None], torch.from_numpy(is_own))
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket) -> Tensor:
     """Attention of a bucket's tokens: ``[tokens that are no padding, width]``. query: ``[tokens, heads, size]``; key,
     value: ``[tokens, heads of keys, size]``."""
     count, length = bucket.own.shape
@@ -127,7 +127,7 @@ def _block(block: DecoderBlock, x: Tensor, flat: Flat, cos: Tensor, sin: Tensor,
     query = rotate(block.q(h).view(len(x), -1, size), cos, sin) * size**-0.5
     key = rotate(block.k(h).view(len(x), -1, size), cos, sin)
     value = block.v(h).view(len(x), -1, size)
-    parts = [_attend(query, key, value, bucket) for bucket in flat.buckets]
+    parts = [attend(query, key, value, bucket) for bucket in flat.buckets]
     attended = torch.cat(parts).index_select(0, flat.order)
     if said is not None:
         x, attended = x[said], attended[said]

@@ -54,7 +54,7 @@ class PrintedLine:
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """What is behind the text. Both colours contrast with the ink."""
+    """The surface behind the text. Both colours contrast with the ink."""
 
     style: Literal["plain", "gradient", "stripes", "blobs", "noise"]
     first: Rgb
@@ -63,13 +63,13 @@ class Background:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something drawn that is no text. box: of its outline."""
+    """A drawing without text. box: the box of its outline."""
 
     kind: Literal["rectangle", "frame", "rule", "dial", "needle"]
     box: Box
     rgb: Rgb
     value: float = 0.0
-    """Of a needle, 0 to 1; of a rule, 1 if dashed."""
+    """A needle's value, 0 to 1; 1 for a dashed rule."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Document:
     lines: list[PrintedLine] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    """What it says: ``total``, ``items``, ``bars`` and so on."""
+    """Contents by name, such as ``total``, ``items`` and ``bars``."""
     noise: float = 0.0
     jpeg_quality: int | None = None
 
@@ -135,7 +135,7 @@ class _Canvas:
         self.font = rng.choice(self.fonts)
         self.colour, self.rgb = self.ink()
         self.fits = True
-        """Whether all lines so far found their place."""
+        """False after a line that did not fit."""
 
     def ink(self, *, plain: bool = False) -> tuple[str, Rgb]:
         """A colour that contrasts with the background."""

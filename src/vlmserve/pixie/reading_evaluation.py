@@ -111,7 +111,7 @@ def held_out_case(task: str, number: int, style: Style) -> tuple[Document, Readi
 
 
 def is_right(question: ReadingQuestion, answer: str) -> bool:
-    """Whether an answer is right: boxes overlap enough, a receipt has the right total, all else is equal."""
+    """Compare an answer: boxes have to overlap, a receipt needs the right total, other answers are equal."""
     try:
         if question.task == "where":
             return overlap(json.loads(answer), json.loads(question.answer)) >= LEAST_OVERLAP

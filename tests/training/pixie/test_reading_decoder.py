@@ -1,0 +1,141 @@
+"""The decoder that reads: its batches, its modules beside transformers' and vlmserve's, and a run that resumes."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer
+from transformers import Qwen3VLForConditionalGeneration
+
+from training.pixie import optimizer
+from training.pixie.adapters import base_model
+from training.pixie.optimizer import Optimizer
+from training.pixie.reading import train_decoder
+from training.pixie.reading.decoder import ReadingDecoder, fit_merger, take_pixie
+from training.pixie.reading.export import export_reading
+from training.pixie.reading.rows import Sample, encode_question, flat_batch, sample_row, see
+from training.pixie.reading.tower import WIDTH, ReadingTower
+from training.pixie.tokenizer import IMAGE
+from vlmserve import LLM, SamplingParams
+from vlmserve.models.hub import resolve_model
+from vlmserve.pixie.reading import ReadingQuestion
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(resolve_model("pixie") / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def modules() -> tuple[ReadingTower, ReadingDecoder]:
+    """A tower and a decoder whose float32 weights are whole bfloat16 numbers."""
+    torch.manual_seed(0)
+    tower, decoder = ReadingTower(), ReadingDecoder()
+    with torch.no_grad():
+        for parameter in (*tower.parameters(), *decoder.parameters()):
+            parameter.add_(torch.randn_like(parameter) * 0.03)
+            parameter.copy_(parameter.bfloat16())
+    return tower, decoder
+
+
+def test_answers_are_written_character_by_character(tokenizer):
+    question = ReadingQuestion("total", "Total?", '{"total":"the 7"}', given=((0, 1), (2, 7)))
+    ids, said = encode_question(tokenizer, question)
+    spoken = [tokenizer.decode([token]) for token, speaks in zip(ids, said, strict=True) if speaks]
+    assert "".join(spoken) == '"":"the 7"}'
+    assert len(spoken) == len('"":"the 7"}') + 1
+    assert tokenizer.decode(ids).endswith('{"total":"the 7"}')
+
+
+def test_modules_equal_transformers_on_the_export(tmp_path, tokenizer, modules):
+    tower, decoder = modules
+    export_reading(tmp_path, tower.state_dict(), decoder.state_dict(), tokenizer)
+    theirs = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    sample = sample_row(5, tokenizer)
+    sample = Sample(sample.image, sample.branches[:1])
+    batch = flat_batch([sample], torch.float32)
+    rows, columns = sample.grid
+    pixels = torch.from_numpy(sample.image.copy()).float().div(127.5).sub(1)
+    pixels = pixels.view(rows, 16, columns, 16, 3).permute(0, 2, 4, 1, 3).reshape(rows * columns, 3, 1, 16, 16)
+    with torch.no_grad():
+        features = torch.cat(see(tower, [sample.image]))
+        ours = decoder(batch.tokens, batch.positions, batch.flat, features, torch.ones_like(batch.said))
+        expected = theirs(
+            input_ids=batch.tokens[None],
+            mm_token_type_ids=(batch.tokens == IMAGE).int()[None],
+            pixel_values=pixels.expand(-1, -1, 2, -1, -1).reshape(rows * columns, -1),
+            image_grid_thw=torch.tensor([[1, rows, columns]]),
+        ).logits[0]
+    torch.testing.assert_close(ours, expected, atol=2e-3, rtol=1e-3)
+
+
+def test_vlmserve_serves_the_export(tmp_path, tokenizer, modules):
+    tower, decoder = modules
+    export_reading(tmp_path, tower.state_dict(), decoder.state_dict(), tokenizer)
+    image = np.random.default_rng(0).integers(0, 255, (112, 160, 3), np.uint8)
+    question = tokenizer.encode("Read it.", add_special_tokens=False).ids
+    batch = flat_batch([Sample(image, [([*question, 5], [False] * len(question) + [True])])], torch.float32)
+    with torch.no_grad():
+        features = torch.cat(see(tower, [image]))
+        logits = decoder(batch.tokens, batch.positions, batch.flat, features, torch.ones_like(batch.said))
+    content = [{"type": "image", "image": Image.fromarray(image)}, {"type": "text", "text": "Read it."}]
+    llm = LLM(str(tmp_path), dtype="float32")
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    answer = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)[0]
+    assert len(answer.prompt_token_ids) == len(batch.tokens)
+    assert answer.outputs[0].token_ids == [int(logits[-1].argmax())]
+
+
+def test_branches_do_not_see_each_other(tokenizer, modules):
+    _, decoder = modules
+    sample = sample_row(2, tokenizer)
+    features = torch.randn(sample.grid[0] * sample.grid[1], WIDTH)
+    apart = []
+    with torch.no_grad():
+        together = flat_batch([sample], torch.float32)
+        joint = decoder(together.tokens, together.positions, together.flat, features, together.said)
+        for branch in sample.branches:
+            batch = flat_batch([Sample(sample.image, [branch])], torch.float32)
+            apart.append(decoder(batch.tokens, batch.positions, batch.flat, features, batch.said))
+    torch.testing.assert_close(joint, torch.cat(apart), atol=1e-4, rtol=1e-4)
+
+
+def test_the_merger_learns_what_is_wanted():
+    torch.manual_seed(0)
+    decoder = ReadingDecoder()
+    features = torch.randn(2000, WIDTH)
+    wanted = torch.tanh(features @ torch.randn(WIDTH, 256) * 0.05)
+    error = fit_merger(decoder, features, wanted)
+    with torch.no_grad():
+        reached = (decoder.project(features) - wanted).pow(2).mean() / wanted.var(0).mean()
+    assert error == pytest.approx(float(reached), rel=0.05)
+    assert error < 0.5
+
+
+def test_a_decoder_run_saves_resumes_and_exports(tmp_path, monkeypatch):
+    monkeypatch.setattr(optimizer, "MUON_ITERATIONS", 0)
+    averages = Optimizer(ReadingTower(), 0.1).state_dict()
+    torch.save({"step": 0, "tower": averages}, tmp_path / "tower.pt")
+
+    def run(steps: int) -> dict[str, object]:
+        arguments = ["--out", str(tmp_path), "--steps", str(steps), "--batch", "2", "--first-rows", "2"]
+        monkeypatch.setattr(sys, "argv", ["train_decoder", *arguments, "--drawn-rows", "1", "--fitted", "8"])
+        train_decoder.main()
+        return torch.load(tmp_path / "decoder.pt")
+
+    first, second = run(1), run(2)
+    assert (first["step"], second["step"]) == (1, 2)
+    assert not torch.equal(*(state["decoder"]["originals"]["embeddings.weight"] for state in (first, second)))
+    assert (tmp_path / "export" / "model.safetensors").stat().st_size < 25e6
+
+
+def test_the_decoder_starts_from_pixie():
+    decoder = ReadingDecoder()
+    weights = base_model().state_dict()
+    take_pixie(decoder, weights)
+    expected = weights["model.language_model.layers.2.mlp.up_proj.weight"]
+    assert torch.equal(decoder.blocks[2].up.weight, expected.float())
