@@ -85,6 +85,15 @@ def test_admitted_requests_keep_images_alone(fetches: RankFetches) -> None:
     assert step.disk_loads_to_drop == [1]
 
 
+def test_loads_without_common_shards_are_dropped(fetches: RankFetches) -> None:
+    begin(fetches, "a")
+    fetches.ran(ModelRunnerOutput(disk_loads={1: set()}))
+    assert fetches.is_done("a")
+    assert {*fetches.contents} == {IMAGE}
+    fetches.end_step(step := SchedulerOutput(blocks_to_zero=[1]))
+    assert step.disk_loads_to_drop == [1]
+
+
 def test_few_loads_are_in_flight(fetches: RankFetches) -> None:
     for owner in ("a", "b"):
         assert fetches.may_begin

@@ -55,6 +55,9 @@ class RankFetches(Fetches):
     def keep(self, owner: str, needed: Container[bytes]) -> None:
         """needed: keys of images."""
         super().keep(owner, needed)
+        self._drop(owner)
+
+    def _drop(self, owner: str) -> None:
         if (number := self._numbers.pop(owner, None)) is not None:
             self._awaited.pop(number, None)
             self._dropped.append(number)
@@ -74,5 +77,7 @@ class RankFetches(Fetches):
             awaited = self._awaited.pop(number, None)
             if awaited is None:
                 continue  # the request has just ended
+            if not read:
+                self._drop(awaited.owner)  # one rank may hold what another lacks
             lacking = awaited.shards - read
             super()._add(awaited.owner, {key: one for key, one in awaited.found.items() if key not in lacking})
