@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
@@ -14,6 +15,7 @@ from vlmserve.pixie.documents import DOCUMENT_KINDS, LARGEST_SIDE, MOST_LINES, S
 from vlmserve.pixie.fonts import document_fonts
 from vlmserve.pixie.printed_text import CHARACTERS, price
 from vlmserve.pixie.reading import READING_TASKS, ask_document
+from vlmserve.pixie.reading_evaluation import overlap
 
 KINDS = ("page", *DOCUMENT_KINDS)
 
@@ -43,6 +45,14 @@ def test_lines_lie_inside_and_in_order(kind):
         starts = [(line.origin[1], line.origin[0]) for line in document.lines]
         assert starts == sorted(starts)
         assert kind not in ("lines", "sign") or len(document.lines) <= MOST_LINES
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_lines_never_overlap(new):
+    for kind in KINDS:
+        for seed in range(100, 130):
+            boxes = [line.box for line in sample_document(seed, kind, style=Style(new=new)).lines]
+            assert all(overlap(one, other) == 0 for one, other in itertools.combinations(boxes, 2))
 
 
 def test_ink_covers_the_boxes_of_characters():

@@ -59,6 +59,12 @@ def test_only_the_total_of_a_receipt_counts():
     assert not is_right(question, json.dumps(answer | {name: 0.5}))
 
 
+@pytest.mark.parametrize("answer", ["", "7", "[1,2]", '{"box":[0,0,9,9]}', "[null,0,9,9]"])
+def test_answers_without_a_box_are_wrong(answer):
+    _, question = held_out_case("where", 0, Style(new=True))
+    assert not is_right(question, answer)
+
+
 def test_held_out_cases_are_the_same_each_time():
     for task in EVALUATED:
         assert held_out_case(task, 1, Style()) == held_out_case(task, 1, Style())

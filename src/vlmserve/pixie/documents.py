@@ -28,6 +28,9 @@ MOST_LINES: Final = 5
 
 _MOST_TRIES: Final = 300
 
+#: Minimum gap between two texts of a row, in heights of capital letters.
+_SMALLEST_GAP: Final = 0.5
+
 #: Height of capital letters, in ems, where a font file does not say it.
 _CAP_HEIGHT: Final = 0.7
 
@@ -176,6 +179,13 @@ class _Canvas:
         self.document.lines.append(made)
         return made
 
+    def row(self, texts: tuple[str, str], margin: float, y: float, height: float) -> None:
+        """Print two texts at the ends of a row, with a gap between them."""
+        left = self.line(texts[0], (margin, y), height)
+        right = self.line(texts[1], (self.document.size[0] - margin, y), height, "right")
+        if left and right and right.box[0] - left.box[2] < _SMALLEST_GAP * height:
+            self.fits = False
+
     def mark(self, *arguments: Any) -> None:
         self.document.marks.append(Mark(*arguments))
 
@@ -276,17 +286,15 @@ def _fill_receipt(canvas: _Canvas) -> None:
     total = 0
     for name in rng.sample(ITEM_NAMES, count):
         cents = rng.choice((rng.randint(50, 999), rng.randint(50, 2999)))
-        canvas.line(name, (margin, y), letter)
-        canvas.line(price(cents), (width - margin, y), letter, "right")
+        canvas.row((name, price(cents)), margin, y, letter)
         items.append((name, price(cents)))
         total += cents
         y += pitch
     word = rng.choice(("SUM", "Amount", "TO PAY") if canvas.style.new else ("TOTAL", "Total", "TOTAL"))
     canvas.mark("rule", (margin, y - 0.2 * pitch, width - margin, y - 0.2 * pitch), canvas.rgb, rng.choice((0.0, 1.0)))
     y += 0.3 * pitch
-    canvas.line(word, (margin, y), letter)
     sign = rng.choice(("", "", "$"))
-    canvas.line(sign + price(total), (width - margin, y), letter, "right")
+    canvas.row((word, sign + price(total)), margin, y, letter)
     canvas.document.facts |= {"store": store, "date": date, "items": items, "total": price(total)}
 
 

@@ -117,7 +117,7 @@ def is_right(question: ReadingQuestion, answer: str) -> bool:
             return overlap(json.loads(answer), json.loads(question.answer)) >= LEAST_OVERLAP
         if question.task == "receipt":
             return bool(_total(json.loads(answer)) == _total(json.loads(question.answer)))
-    except (ValueError, TypeError, IndexError, AttributeError):
+    except (ValueError, TypeError, LookupError, AttributeError):
         return False
     return answer.strip() == question.answer
 
