@@ -149,15 +149,14 @@ private:
             for (long i = 0; i < 2 * seen.steps; ++i) seen.keys[i] = chunk.keys[2 * from + i];
             const TiledBlock block{own.query + first * units * TILED_STEP, own.totals + first * at.columns,
                                    own.sums + first * LANES, own.highest + first, rows};
-            meet_tiles(block, seen, units, columns, *own.scores, [&](long row, float* scores) {
-                return weigh_row(block, row, first, scores, seen.steps, tiles + 2 * from, count - 2 * from);
+            meet_tiles<true>(block, seen, units, columns, *own.scores, [&](long row) {
+                return weigh_row(block, row, first, seen.steps, tiles + 2 * from, count - 2 * from);
             });
         }
     }
 
     // Row `row` of the block that starts at row `first` of the item.
-    float weigh_row(const TiledBlock& block, long row, long first, float* scores, long steps, const Tile<Format>* tiles,
-                    long count) const {
+    float weigh_row(const TiledBlock& block, long row, long first, long steps, const Tile<Format>* tiles, long count) const {
         const long position = before + (item.first_row + first + row) / at.group;
         const long oldest = first_visible(args, item.sequence, position);
         auto hide = [&](long i, f32v score) __attribute__((always_inline)) {
@@ -189,8 +188,8 @@ private:
             return p;
         };
         if (Format::QUANTIZED || args.soft_cap > 0 || scale <= 0)
-            return weigh_tiled<true>(block, row, scores, steps, whole, 1.0f, finish, weigh);
-        return weigh_tiled<false>(block, row, scores, steps, whole, scale, hide, weigh);
+            return weigh_tiled<true, true>(block, row, *own.scores, steps, whole, 1.0f, finish, weigh);
+        return weigh_tiled<true, false>(block, row, *own.scores, steps, whole, scale, hide, weigh);
     }
 };
 

@@ -119,9 +119,8 @@ private:
             auto hide = [&](long i, f32v score) __attribute__((always_inline)) {
                 return choose(lanes_from(i * LANES) < static_cast<std::int32_t>(tokens), score, broadcast(-__builtin_inff()));
             };
-            meet_tiles(block, chunk, units, columns, *own.scores, [&](long row, float* scores) __attribute__((always_inline)) {
-                return weigh_tiled<false>(block, row, scores, chunk.steps, whole, args.scale * LOG2_E, hide,
-                                          [](long, f32v p) __attribute__((always_inline)) { return p; });
+            meet_tiles<false>(block, chunk, units, columns, *own.scores, [&](long row) __attribute__((always_inline)) {
+                return weigh_tiled<false, false>(block, row, *own.scores, chunk.steps, whole, args.scale * LOG2_E, hide, nullptr);
             });
         }
         for (long row = 0; row < rows; ++row) {
