@@ -159,7 +159,7 @@ FAMILIES = {
     "lfm2-vl": "Lfm2Vl", "lfm2.5-vl": "Lfm2Vl", "qwen3.5": "Qwen3_5", "qwen3.6": "Qwen3_5", "qwen3.8": "Qwen3_5",
     "glm-ocr": "GlmOcr", "glm4.1v": "Glm4v", "glm4.6v-flash": "Glm46V", "glm4.5v": "Glm4vMoe",
     "gemma4": "Gemma4", "paddleocr-vl": "PaddleOCRVL", "llava-1.5": "Llava", "e5-v": "LlavaNext",
-    "colpali": "PaliGemma", "colqwen2": "Qwen2VL",
+    "colpali": "PaliGemma", "colqwen2": "Qwen2VL", "muse-glimmer": "MuseGlimmer",
 }  # fmt: skip
 """Architectures of short names that take images, without `ForConditionalGeneration`."""
 
