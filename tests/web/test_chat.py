@@ -531,6 +531,13 @@ def test_mid_stream_error_is_reported(pixie, visit):
     expect(page.locator(".turn .problem")).to_contain_text("The engine gave up")
 
 
+def test_response_without_a_body_is_reported(pixie, visit):
+    page = visit(pixie)
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=204))
+    ask(page, "why?")
+    expect(page.locator(".turn .problem")).to_contain_text("The answer was interrupted")
+
+
 def test_question_waits_for_a_loading_server(pixie, visit):
     page = visit(pixie, complains="503")
     asked = 0

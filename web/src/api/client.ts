@@ -80,6 +80,8 @@ function post(
     sending.upload.onprogress = (event) => onSent(event.loaded, event.total);
     sending.onreadystatechange = () => {
       if (sending.readyState !== XMLHttpRequest.HEADERS_RECEIVED || sending.status === 0) return;
+      // `Response` rejects these statuses with a body; the server never sends them here, but a proxy may.
+      if ([204, 205, 304].includes(sending.status)) return reject(brokenOff());
       const retryAfter = { "Retry-After": sending.getResponseHeader("Retry-After") ?? "" };
       const response = new Response(content, { status: sending.status, statusText: sending.statusText, headers: retryAfter });
       if (response.ok) resolve(response);
