@@ -20,7 +20,7 @@ _SLOW = {
     "clients": "coding_agents",
     "devices": "cpu",
     "engine": """beams blip captures contract disk_cache draft_fuzz drafts embeddings families gemma3 gemma4
-        image_budget moondream mtp muse_glimmer ocr original_families overlap parity preload process quantized_cache
+        granite_docling image_budget moondream mtp muse_glimmer ocr original_families overlap parity preload process quantized_cache
         quantized_images qwen_chat qwen_vl rank_disk ranks sampling slow_grammars state_fuzz states
         states_applied stress structured thoughts tiles transformers_backend transformers_images warm_up""",
     "frontend": "beams client processors tools xml_tools",
@@ -28,9 +28,9 @@ _SLOW = {
     "kernels/triton": "attention compiled emulated experts layers products sampling tiles towers",
     "loadtest": "command perform",
     "media": "decoding fork_server heif pdf processor tiles",
-    "models": """bitsandbytes blip broken_checkpoints decoder estimate families footprint gemma4_vision gguf hybrids
-        internvl llava muse_glimmer ocr original_families pixtral published published_quantization quantized stages
-        tiles weights weights_cache""",
+    "models": """bitsandbytes blip broken_checkpoints decoder estimate families footprint gemma4_vision gguf
+        granite_docling hybrids internvl llava muse_glimmer ocr original_families pixtral published
+        published_quantization quantized stages tiles weights weights_cache""",
     "offline": "async_llm confidence llm llm_threads",
     "pixie": "model suggestions",
     "prompt": "detokenize template_limits text_time tokenizer",

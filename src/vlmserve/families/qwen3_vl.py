@@ -29,12 +29,17 @@ def deepstack_layers(vision_config: Config) -> tuple[int, ...]:
 
 def _qwen3_vl(config: Config) -> ArchSpec:
     spec = qwen3(with_sections(config, [24, 20, 20], mrope_interleaved=True))
-    if config["deepstack"] > len(spec.mixers):
+    return with_deepstack(spec, config["deepstack"])
+
+
+def with_deepstack(spec: ArchSpec, count: int) -> ArchSpec:
+    """count: number of first layers that take image features."""
+    if count > len(spec.mixers):
         raise ModelLoadError(
-            f"config.json: images have features for {config['deepstack']} layers (deepstack_visual_indexes), and the "
-            f"decoder has {len(spec.mixers)}"
+            f"config.json: images have features for {count} layers (deepstack_visual_indexes), and the decoder has "
+            f"{len(spec.mixers)}"
         )
-    return replace(spec, deepstack=config["deepstack"])
+    return replace(spec, deepstack=count)
 
 
 def _qwen3_vl_moe(config: Config) -> ArchSpec:

@@ -137,6 +137,8 @@ class ArchSpec:
     embedding_norm: bool = False
     """Normalize embeddings after adding positions."""
     embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = True
+    """Round `embedding_scale` to the type of weights, as Transformers does for Gemma."""
     token_norm_eps: float | None = None
     """Normalize embeddings of tokens, but not of images, without weights."""
     deepstack: int = 0

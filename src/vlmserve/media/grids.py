@@ -39,6 +39,8 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
     """Resizes to the grid of tiles nearest in shape, and cuts it. The whole image follows several tiles."""
 
     version = "grid v1"
+    most_side: int | None = None
+    """Maximum tiles along each side; None: as many as an image may have."""
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         return count == 1 or budget.allows(count * self._recipe.tile**2, self._num_tokens(count))
 
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:
-        grids = _grids(self._recipe.least, self._recipe.most)
+        grids = _grids(self._recipe.least, self._recipe.most, self.most_side or self._recipe.most)
         columns, rows = nearest_grid(size, grids, self._recipe.tile**2)
         return columns * self._recipe.tile, rows * self._recipe.tile
 
@@ -100,10 +102,10 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
 
 
 @lru_cache(64)
-def _grids(least: int, most: int) -> list[tuple[int, int]]:
+def _grids(least: int, most: int, most_side: int) -> list[tuple[int, int]]:
     """The smallest first."""
     pairs = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
-    return sorted((pair for pair in pairs if math.prod(pair) >= least), key=math.prod)
+    return sorted((pair for pair in pairs if math.prod(pair) >= least and max(pair) <= most_side), key=math.prod)
 
 
 def _recipe(settings: dict[str, Any]) -> GridRecipe:

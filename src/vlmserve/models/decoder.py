@@ -104,8 +104,9 @@ class Decoder(nn.Module):
             self.mtp = MTPLayer(spec, rope_numbers[spec.last_attention], backend, dtype=dtype, device=device)
         self.head_transform = HeadTransform(spec, dtype=dtype, device=device) if spec.head_transform else None
         self.lm_head: OutputLinear | Bias | None = _lm_head(spec, dtype=dtype, device=device)
-        # Rounded like in transformers.
-        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
+        self._embedding_scale = spec.embedding_scale
+        if spec.rounds_embedding_scale:
+            self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
     def split_cross_states(self) -> None:
         """Let each layer compute its own cross-attention keys and values. Call it before weights are loaded."""
