@@ -10,6 +10,7 @@ import vlmserve.engine.ranks
 from tests.engine.image_parity import CONVERSATIONS, Oracle, check_a_further_turn, check_bfloat16, open_oracle, user
 from tests.engine.kinds import with_budgets
 from tests.engine.test_parity import assert_answers, engine_for, first_logits, generate, tight_cache
+from tests.engine.test_tiles import with_detail
 from tests.granite_docling import load_processor, make_granite_docling
 from tests.normalized import normalized
 from tests.ranks import RankThreads
@@ -93,7 +94,5 @@ def test_budgets_bound_tiles_and_tokens(oracle: Oracle) -> None:
     message["content"][0]["max_tokens"] = 20
     [limited] = oracle.prompt(message).images
     assert limited.image.num_tokens <= 20 < whole.image.num_tokens
-    message["content"][0]["detail"] = "low"
-    del message["content"][0]["max_tokens"]
-    [low] = oracle.prompt(message).images
+    [low] = oracle.preparer.chat([with_detail(user((90, 50), "What?"), "low")]).images
     assert len(low.image.pixels) == 1
