@@ -160,6 +160,7 @@ FAMILIES = {
     "glm-ocr": "GlmOcr", "glm4.1v": "Glm4v", "glm4.6v-flash": "Glm46V", "glm4.5v": "Glm4vMoe",
     "gemma4": "Gemma4", "paddleocr-vl": "PaddleOCRVL", "llava-1.5": "Llava", "e5-v": "LlavaNext",
     "colpali": "PaliGemma", "colqwen2": "Qwen2VL", "muse-glimmer": "MuseGlimmer",
+    "granite-docling": "GraniteDocling",
 }  # fmt: skip
 """Architectures of short names that take images, without `ForConditionalGeneration`."""
 
