@@ -90,7 +90,7 @@ class DoclingConnector(nn.Module):
         """MACs for each square."""
 
     def forward(self, states: Tensor) -> Tensor:
-        last, *others = (state.contiguous() for state in states.split(self._size, -1))
+        last, *others = (state.contiguous() for state in torch.split(states, self._size, -1))
         projected = self.coarse.projection(merged_squares(self.ln_in(last), self._merge))
         placed = projected + self._positions.to(projected.device, projected.dtype)
         embeddings = self.ln_out(self.mlp_fc2(F.gelu(self.ln_mid(placed)))) * self._scales.embeddings
