@@ -204,6 +204,8 @@ def main() -> None:
     parser.add_argument("--states", action="store_true", help="models with states")
     parser.add_argument("--ranks", type=int, default=1, help="ranks, as threads of this process (default 1)")
     options = parser.parse_args()
+    if options.states and options.ranks > 1:
+        parser.error("--states runs with one rank; leave --ranks out")
     vlmserve.engine.ranks.RankProcesses = RankThreads  # type: ignore[misc, assignment]
     with tempfile.TemporaryDirectory() as place:
         (disk := Path(place) / "disk").mkdir(mode=0o700)

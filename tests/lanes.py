@@ -20,7 +20,7 @@ _SLOW = {
     "clients": "coding_agents",
     "devices": "cpu",
     "engine": """beams blip captures contract disk_cache draft_fuzz drafts embeddings families gemma3 gemma4
-        granite_docling image_budget moondream mtp muse_glimmer ocr original_families overlap parity preload process
+        image_budget image_families moondream mtp ocr original_families overlap parity preload process
         quantized_cache quantized_images qwen_chat qwen_vl rank_disk ranks sampling slow_grammars state_fuzz states
         states_applied stress structured thoughts tiles transformers_backend transformers_images warm_up""",
     "frontend": "beams client processors tools xml_tools",

@@ -6,12 +6,15 @@ import json
 
 import pytest
 
+import vlmserve.pixie.reading_evaluation
+from vlmserve.errors import ConfigurationError
 from vlmserve.pixie.documents import Style
 from vlmserve.pixie.reading import TOTAL_NAMES
 from vlmserve.pixie.reading_evaluation import (
     EVALUATED,
     ReadingReport,
     edit_distance,
+    evaluate_checkpoint,
     evaluate_reading,
     held_out_case,
     is_right,
@@ -68,3 +71,9 @@ def test_answers_without_a_box_are_wrong(answer):
 def test_held_out_cases_are_the_same_each_time():
     for task in EVALUATED:
         assert held_out_case(task, 1, Style()) == held_out_case(task, 1, Style())
+
+
+def test_evaluation_needs_fonts_that_training_lacks(monkeypatch):
+    monkeypatch.setattr(vlmserve.pixie.reading_evaluation, "document_fonts", lambda *, new=False: ("Pillow",))
+    with pytest.raises(ConfigurationError, match="not installed"):
+        evaluate_checkpoint("pixie")

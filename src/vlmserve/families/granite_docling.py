@@ -31,11 +31,11 @@ _TEXT: Config = {
 
 
 class Scales(NamedTuple):
-    """Factors of a residual stream that is divided by ``residual_multiplier``, so that blocks add to it as they are."""
+    """Factors of a residual stream that is divided by ``residual_multiplier``, which blocks then need not apply."""
 
     embeddings: float
     features: float
-    """Of what is added to it between layers."""
+    """Image features that are added between layers."""
 
     @classmethod
     def of(cls, config: Config) -> Scales:

@@ -46,7 +46,7 @@ def _cased(word: str, rng: random.Random) -> str:
 
 
 def _invented(rng: random.Random) -> str:
-    """A word that nobody knows but everybody can say."""
+    """Invent a word that can be pronounced."""
     syllables = (rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(rng.choice((1, 2, 2, 3))))
     return "".join(syllables) + rng.choice(("", "", rng.choice(_CONSONANTS)))
 

@@ -77,7 +77,7 @@ _NEW_FIELD_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "price": ("amount", "unit_price"),
 }
 
-#: Names of the field with the total of a receipt; no other field has them.
+#: Names of the field with the total of a receipt.
 TOTAL_NAMES: Final[frozenset[str]] = frozenset((*_FIELD_NAMES["total"], *_NEW_FIELD_NAMES["total"]))
 
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from vlmserve.errors import ConfigurationError
 from vlmserve.pixie.document_drawing import draw_document
 from vlmserve.pixie.documents import Document, DocumentKind, Style, sample_document
 from vlmserve.pixie.evaluation import TaskResult
+from vlmserve.pixie.fonts import document_fonts
 from vlmserve.pixie.reading import TOTAL_NAMES, ReadingQuestion, ask_document
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS
 
@@ -178,7 +180,10 @@ def reading_answers(llm: LLM) -> AnswerReading:
 
 
 def evaluate_checkpoint(model: Path | str, per_task: int = 100) -> ReadingReport:
-    """Evaluate a model in a folder or of a known name."""
+    """Evaluate a model in a folder or of a known name. Raises ConfigurationError if fonts are missing."""
     from vlmserve.offline.llm import LLM
+
+    if set(document_fonts(new=True)) & set(document_fonts()):
+        raise ConfigurationError("held-out fonts are not installed; run: pip install 'vlmserve[pixie]'")
 
     return evaluate_reading(reading_answers(LLM(str(model))), per_task=per_task)

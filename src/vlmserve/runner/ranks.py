@@ -31,7 +31,7 @@ class RankStep(msgspec.Struct, frozen=True):
 
 
 class RankMessage(msgspec.Struct, frozen=True):
-    """One of both."""
+    """Either a step, or entries to store on disk."""
 
     step: RankStep | None = None
     stores: DiskStores | None = None

@@ -171,12 +171,7 @@ def _decode_ahead(runner: ModelRunner, size: int) -> float:
 
 def time_predictions(runner: ModelRunner) -> list[tuple[int, float]]:
     """Measure steps of one row in which the model drafts. Returns ascending numbers of drafts, and seconds."""
-    fastest: dict[int, float] = {}
-    for _ in range(ROUNDS_OF_DRAFTS):
-        for count in PREDICTED:
-            seconds = _check_drafts(runner, 1, count)
-            fastest[count] = min(seconds, fastest.get(count, seconds))
-    return sorted(fastest.items())
+    return _fastest(runner, PREDICTED, lambda runner, count: _check_drafts(runner, 1, count))
 
 
 def _check_drafts(runner: ModelRunner, rows: int, num_predicted: int = 0) -> float:

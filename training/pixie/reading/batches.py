@@ -120,7 +120,7 @@ class ImagePool:
 
 def fill(pool: ImagePool, first_seed: int, share: float) -> None:
     """Draw images without end. share: of the time, once the rings that are in use are full."""
-    # Whoever draws waits for whoever learns.
+    # Training goes first.
     os.nice(10)
     arrays = pool.open("r+")
     for seed in itertools.count(first_seed):

@@ -1,16 +1,22 @@
-"""Muse Glimmer against transformers, from the files of a checkpoint: prompts, pixels, logits, and tokens of every
-schedule."""
+"""Granite Docling and Muse Glimmer against transformers, from the files of a checkpoint: prompts, pixels, logits, and
+tokens of every schedule."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
 import pytest
 import torch
+from torch import Tensor
 
 import vlmserve.engine.ranks
+from tests import granite_docling, muse_glimmer
 from tests.engine.image_parity import CONVERSATIONS, Oracle, check_a_further_turn, check_bfloat16, open_oracle, user
 from tests.engine.kinds import with_budgets
-from tests.engine.test_parity import assert_answers, engine_for, first_logits, generate, tight_cache
-from tests.muse_glimmer import load_processor, make_muse_glimmer, rows_of
+from tests.engine.test_parity import NEW_TOKENS, assert_answers, bytes_of_4, engine_for, first_logits, generate
+from tests.engine.test_tiles import with_detail
 from tests.normalized import normalized
 from tests.ranks import RankThreads
 from vlmserve.types import Prompt
@@ -21,10 +27,41 @@ pytestmark = [
 ]
 
 
+LONG = 40
+"""Tokens of an answer."""
+
+
+class Family(NamedTuple):
+    make: Callable[[Path], Path]
+    load_processor: Callable[[Path], Any]
+    pixels: Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]]
+    """Ours, of all images, and transformers', in one layout."""
+
+
+FAMILIES = {
+    "Granite Docling": Family(
+        granite_docling.make_granite_docling,
+        granite_docling.load_processor,
+        lambda own, theirs: (torch.cat(own), theirs[0]),
+    ),
+    "Muse Glimmer": Family(
+        muse_glimmer.make_muse_glimmer,
+        muse_glimmer.load_processor,
+        lambda own, theirs: (torch.cat([muse_glimmer.rows_of(pixels)[0] for pixels in own]), theirs),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def name(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    folder = make_muse_glimmer(tmp_path_factory.mktemp("muse"))
-    return open_oracle(folder, load_processor(folder))
+def oracle(name: str, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    folder = FAMILIES[name].make(tmp_path_factory.mktemp("checkpoint"))
+    return open_oracle(folder, FAMILIES[name].load_processor(folder))
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +75,7 @@ def expected(oracle: Oracle, prompts: list[Prompt]) -> list[list[int]]:
     return [oracle.greedy(message, guess=guess) for message, guess in zip(CONVERSATIONS, guesses, strict=True)]
 
 
-def test_prompts_and_pixels_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt]) -> None:
+def test_prompts_and_pixels_are_those_of_transformers(name: str, oracle: Oracle, prompts: list[Prompt]) -> None:
     for message, prompt in zip(CONVERSATIONS, prompts, strict=True):
         theirs = oracle.inputs(message)
         text = [{position + span.start: id_ for position, id_ in span.image.text} for span in prompt.images]
@@ -46,8 +83,8 @@ def test_prompts_and_pixels_are_those_of_transformers(oracle: Oracle, prompts: l
         ids = [written.get(position, id_) for position, id_ in enumerate(prompt.token_ids)]
         assert ids == theirs["input_ids"][0].tolist()
         if prompt.images:
-            rows = [rows_of(torch.tensor(normalized(span.image)))[0] for span in prompt.images]
-            torch.testing.assert_close(torch.cat(rows), theirs["pixel_values"], atol=1e-5, rtol=0)
+            own = [torch.tensor(normalized(span.image)) for span in prompt.images]
+            torch.testing.assert_close(*FAMILIES[name].pixels(own, theirs["pixel_values"]), atol=1e-5, rtol=0)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -69,9 +106,14 @@ def test_tokens_are_those_of_transformers(
 
 
 def test_preempted_requests_give_the_same(oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
-    tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
-    assert generate(tight, prompts) == expected
-    assert generate(tight, prompts[::-1]) == expected[::-1]
+    """Answers are long, because layers with windows need few blocks for short ones."""
+    alone = [generate(engine_for(oracle), [prompt], max_tokens=LONG)[0] for prompt in prompts]
+    assert [answer[:NEW_TOKENS] for answer in alone] == expected
+    blocks = (max(len(prompt.token_ids) for prompt in prompts) + LONG) // 4 + 4
+    memory = blocks * bytes_of_4(oracle.folder)
+    tight = engine_for(oracle, kv_cache_memory=memory, block_size=4, max_num_batched_tokens=100)
+    assert generate(tight, prompts, max_tokens=LONG) == alone
+    assert tight.stats().preemptions > 0
 
 
 def test_an_extra_turn_finds_the_first_images(oracle: Oracle) -> None:
@@ -90,12 +132,24 @@ def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Promp
     check_bfloat16(oracle, prompts)
 
 
+@pytest.mark.parametrize("name", ["Granite Docling"], indirect=True)
+def test_budgets_bound_tiles_and_tokens(oracle: Oracle) -> None:
+    message = user((90, 50), "What?")
+    [whole] = oracle.prompt(message).images
+    message["content"][0]["max_tokens"] = 20
+    [limited] = oracle.prompt(message).images
+    assert limited.image.num_tokens <= 20 < whole.image.num_tokens
+    [low] = oracle.preparer.chat([with_detail(user((90, 50), "What?"), "low")]).images
+    assert len(low.image.pixels) == 1
+
+
+@pytest.mark.parametrize("name", ["Muse Glimmer"], indirect=True)
 def test_budgets_count_the_tokens_around_images(oracle: Oracle) -> None:
     message = user((90, 50), "What?")
     for most, grid in ((11, 9), (4, 2), (3, 1)):
         message["content"][0]["max_tokens"] = most
         [span] = oracle.prompt(message).images
-        processor = load_processor(oracle.folder)
+        processor = muse_glimmer.load_processor(oracle.folder)
         processor.image_processor.max_image_tokens = most - 2
         theirs = processor.image_processor(message["content"][0]["image"])
         assert span.image.num_tokens - 2 == theirs["image_grid_thw"].prod() // 4 <= grid
