@@ -152,6 +152,7 @@ def test_models_for_gpus_are_not_counted(tmp_path: Path, monkeypatch: pytest.Mon
 def test_device_without_enough_memory_rejects_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_llama(tmp_path, **SIZES)
     monkeypatch.setattr(Checkpoint, "load", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(module, "SCRATCH", 0)  # more than these weights
     needed = footprint(folder, "int4").loading
     monkeypatch.setattr(loading, "free_device_memory", lambda device: needed)
     with pytest.raises(ModelLoadError, match="are free; with --quantize int4 it needs"):
@@ -161,8 +162,9 @@ def test_device_without_enough_memory_rejects_before_loading(tmp_path: Path, mon
         loading.load(EngineConfig(model=str(folder), device="cpu", quantize="int4"))
 
 
-def test_weights_take_memory_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where empty tensors take memory, plain weights are there one layer after another until they are quantized."""
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_weights_take_memory_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_rows: bool) -> None:
+    """Empty tensors take memory here. Plain weights get it one layer after another, or never if rows are rounded."""
     folder = make_llama(tmp_path, num_hidden_layers=6, **SIZES)
     settings = LoadSettings(
         device=torch.device("cpu"), kernels="torch", dtype=torch.float32, quantization=QuantizationConfig(scheme="int4")
@@ -178,9 +180,11 @@ def test_weights_take_memory_as_they_come(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(CpuDevice, "overcommits", False)
     monkeypatch.setattr(weights, "allocate", allocated)
+    if not by_rows:
+        monkeypatch.setattr(Quantizer, "rows", lambda *_: None)
     model = load_model(folder, settings)
     layer = 4 * (SIZES["hidden_size"] * 3 * SIZES["intermediate_size"])
-    assert layer < 3 * max(held) < 6 * layer
+    assert max(held) == 0 if by_rows else layer < 3 * max(held) < 6 * layer
     for ours, theirs in zip(model.language_model.parameters(), expected.language_model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     tokens = torch.arange(5, 25)

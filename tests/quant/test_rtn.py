@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlmserve.quant.methods.rtn import round_to_nearest
+from vlmserve.quant.methods.rtn import RoundedRows, round_to_nearest
 
 
 @given(
@@ -58,3 +58,17 @@ def test_zero_and_empty_groups_survive_rounding(bits: int, symmetric: bool) -> N
 def test_other_widths_are_refused() -> None:
     with pytest.raises(ValueError, match="8 or 4 bits"):
         round_to_nearest(torch.zeros(2, 2), bits=3, group_size=32, symmetric=True)
+
+
+@pytest.mark.parametrize(("bits", "sizes"), [(4, (1, 30, 9)), (8, (17, 23))])
+def test_rows_round_as_they_arrive(bits: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(40, 130, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole = round_to_nearest(weight, bits=bits, group_size=32, symmetric=False)
+    monkeypatch.setattr("vlmserve.quant.methods.rtn.ELEMENTS_AT_ONCE", 500)
+    rows = RoundedRows((40, 130), bits=bits, group_size=32, symmetric=False)
+    starts = torch.tensor([0, *sizes[:-1]]).cumsum(0).tolist()
+    for first, part in reversed(list(zip(starts, torch.split(weight, sizes), strict=True))):
+        rows.write(first, part)
+    written = rows.weight()
+    for name in ("values", "scales", "minimums"):
+        assert torch.equal(getattr(written, name), getattr(whole, name))

@@ -96,7 +96,7 @@ class Weight(Layer):
         self._quantized: QuantizedWeight | GGUFWeight | None = None
 
     def settle(self) -> None:
-        """Reorder outputs, after loading and before quantization."""
+        """Reorder outputs, after loading and before packing."""
 
     @property
     def products(self) -> int:

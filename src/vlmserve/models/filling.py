@@ -69,10 +69,10 @@ class Filling:
 
         def settle(module: nn.Module) -> None:
             """Quantize and pack a module that has all its weights, before more is read."""
-            if isinstance(module, Weight):
-                module.settle()
             if quantizer is not None:
                 quantizer.quantize(module)
+            if isinstance(module, Weight):
+                module.settle()
             # Tower layers may depend on each other (`Linear.widen_for`); `arrange_layers` handles their order.
             if isinstance(module, Layer) and module in in_decoder:
                 module.arrange(device)
@@ -86,7 +86,8 @@ class Filling:
                 filled = load_packed(checkpoint, model, self.layouts, device, settle, settings.input_bits)
             if self.keeps_blocks:
                 load_blocks(checkpoint, model, device, settle, settings.input_bits)
-            checkpoint.load(model, filled=filled, settle=settle, device=device.torch_device)
+            rounded = None if quantizer is None or filled else quantizer.rows
+            checkpoint.load(model, filled=filled, settle=settle, rounded=rounded, device=device.torch_device)
         if quantizer is not None:
             quantizer.log()
         arrange_layers(model, device)

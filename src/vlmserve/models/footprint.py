@@ -23,6 +23,8 @@ from vlmserve.settings.quantization import Scheme
 
 LIBRARIES = 320 * 2**20
 """Bytes that Python, torch and the smallest caches take in an engine's process."""
+SCRATCH = 24 * 2**20
+"""Bytes for rows that are read and rounded."""
 _REPACKED = {
     **dict.fromkeys((2, 20), 0.5625),
     **dict.fromkeys((3, 12), BYTES["int4"]),
@@ -112,13 +114,13 @@ def footprint(
 
 
 def _peak(weights: int, plain: list[int]) -> int:
-    """Peak of quantizing, which adds a byte per weight. The loader reads tables and heads first, and merges at most two
-    of the other tensors.
+    """Peak of quantizing, which holds a byte per weight before it packs them. The loader reads tables and heads first,
+    and merges at most two of the other tensors.
 
     weights: bytes of loaded weights. plain: of tensors as read.
     """
     *_, third, second, largest = sorted([0, 0, 0, *plain])
-    return max(weights + 3 * third, 3 * largest // 2 + second)
+    return max(weights + third, largest + second) + (SCRATCH if plain else 0)
 
 
 def footprint_of(config: EngineConfig, folder: Path) -> Footprint:

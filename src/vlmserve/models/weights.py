@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 # Mapped pages count as used memory until the mapping is closed.
-MAPPED_BYTES = 16 * 1024**2
+MAPPED_BYTES = 8 * 1024**2
 # Dequantizing a piece needs much more memory than its result.
 DEQUANTIZED_BYTES = 2 * 1024**2
 LANGUAGE_MODEL = "language_model."
@@ -71,6 +71,10 @@ def canonical_name(name: str, rename: Rename = lambda name: name) -> str:
         if name.startswith(part):
             return part + rename(name.removeprefix(part))
     return name
+
+
+class Rows(Protocol):
+    def write(self, first: int, weight: Tensor) -> None: ...
 
 
 class Checkpoint:
@@ -161,18 +165,20 @@ class Checkpoint:
         *,
         filled: Collection[str] = (),
         settle: Callable[[nn.Module], None] = lambda module: None,
+        rounded: Callable[[nn.Module], Rows | None] | None = None,
         device: torch.device = CPU,
     ) -> None:
         """Fill the model's parameters, converting dtype and device.
 
         filled: names of parameters that already have values. device: for parameters without memory. settle: called with
-        each filled module, which it may replace. Peak memory is the final model and one module.
+        each filled module, which it may replace. rounded: where a module's weight goes instead of its memory. Peak
+        memory is the final model and one module, as `rounded` stores it.
 
         Raises MissingWeightsError, which names missing tensors, and ModelLoadError for a tensor of another shape.
         """
         merge_as_stored(model, self.names)
         self.repeat(model)
-        waiting = Waiting(model, filled, settle, device)
+        waiting = Waiting(model, filled, settle, device, rounded)
         slots = waiting.slots
         missing = [name for name in slots if name not in self._keys]
         if missing:
@@ -203,9 +209,15 @@ def _largest_first(slots: Mapping[str, Tensor]) -> tuple[set[str], set[str]]:
 
 class Waiting:
     def __init__(
-        self, model: nn.Module, filled: Collection[str], settle: Callable[[nn.Module], None], device: torch.device
+        self,
+        model: nn.Module,
+        filled: Collection[str],
+        settle: Callable[[nn.Module], None],
+        device: torch.device,
+        rounded: Callable[[nn.Module], Rows | None] | None = None,
     ) -> None:
         self._device = device
+        self._rounded = rounded
         self.slots: dict[str, Tensor] = {}
         """Memory of parameters by canonical name."""
         self._settle = settle
@@ -224,6 +236,16 @@ class Waiting:
             allocate(module, self._device)
             self.slots |= {own: slot for own, slot in module_slots(path, module) if own in self.slots}
         return self.slots[name]
+
+    def write(self, name: str, first: int, rows: Tensor) -> None:
+        """Write rows of a parameter, from `first` on."""
+        slot, (_, module) = self.slots[name], self._owners[name]
+        target = self._rounded(module) if self._rounded is not None and slot.ndim == 2 else None
+        if target is None:
+            self.memory(name)[first : first + len(rows)].copy_(rows)
+        else:
+            # Parts of a merged weight are views of it.
+            target.write(slot.storage_offset() // slot.shape[1] + first, rows.to(slot.dtype))
 
     def fill(self, name: str) -> None:
         del self.slots[name]
@@ -321,7 +343,7 @@ def _copy_file(
                 shape = whole.get_shape()
                 rows = whole[first:last] if shape else file.get_tensor(key).view(1)
                 own = cuts[name].narrowed(rows) if name in cuts else rows
-                waiting.memory(name)[target : target + last - first].copy_(own)
+                waiting.write(name, target, own)
                 copied += rows.nbytes
                 _hash(file, path, key, digests, last / (shape or [1])[0])
                 del rows, own

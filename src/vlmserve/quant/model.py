@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import get_args
 
+import torch
 from torch import nn
 
 from vlmserve.devices.device import Device
@@ -15,7 +16,7 @@ from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Linear, TiedEmbedding
 from vlmserve.layers.parallel import RowParallelLinear
 from vlmserve.quant.memory import expected_bytes, own_bytes
-from vlmserve.quant.methods.rtn import round_to_nearest
+from vlmserve.quant.methods.rtn import RoundedRows
 from vlmserve.settings.quantization import QuantizationConfig, Scheme
 
 logger = logging.getLogger(__name__)
@@ -32,34 +33,56 @@ class Quantizer:
         self._chosen = {module: (name, bits) for name, module, bits in choose_layers(model, config)}
         self._before = sum(map(own_bytes, model.modules()))
         self._saved = 0
+        self._rows: dict[nn.Module, RoundedRows] = {}
 
     @property
     def bits(self) -> dict[str, int]:
         return dict(self._chosen.values())
 
+    def rows(self, module: nn.Module) -> RoundedRows | None:
+        """Return a target for the rows of a weight while it is read, before `quantize`.
+
+        None: `quantize` needs the whole weight, or the module stays plain.
+        """
+        if not isinstance(module, Linear | TiedEmbedding) or module not in self._chosen or module.weight.ndim != 2:
+            return None
+        if isinstance(module, RowParallelLinear) and module.ranks.size > 1:
+            return None
+        if module not in self._rows:
+            self._rows[module] = self._rounded(module, module.device)
+        return self._rows[module]
+
     def quantize(self, module: nn.Module) -> None:
         """Raises ConfigurationError if ranks would split a group."""
         if not isinstance(module, Linear | TiedEmbedding) or module not in self._chosen:
             return
-        config, (name, bits) = self._config, self._chosen[module]
         before = own_bytes(module)
-        # A patch embedding is a convolution.
-        weight = module.weight.data.flatten(1)
+        rows = self._rows.pop(module, None)
+        if rows is None:
+            rows = self._rounded(module, module.weight.device)
+            # A patch embedding is a convolution.
+            rows.write(0, module.weight.data.flatten(1))
+        rounded = rows.weight()
+        if self._config.rounds_inputs and rounded.bits == 8 and module.weight.ndim == 2:
+            rounded = dataclasses.replace(rounded, input_bits=8)
+        module.quantize(rounded)
+        self._saved += before - own_bytes(module)
+
+    def _rounded(self, module: Linear | TiedEmbedding, device: torch.device) -> RoundedRows:
+        config, (name, bits) = self._config, self._chosen[module]
         split = module if isinstance(module, RowParallelLinear) else None
         if split is not None and bits == 4:
             _check_groups(name, split, config.group_size)
-        rounded = round_to_nearest(
-            weight,
+        outputs, inputs = module.weight.flatten(1).shape
+        return RoundedRows(
+            (outputs, inputs),
             bits=bits,
             group_size=config.group_size,
             symmetric=config.symmetric,
             zero_points=config.zero_points,
             largest=None if split is None else split.ranks.largest,
+            device=device,
         )
-        if config.rounds_inputs and bits == 8 and module.weight.ndim == 2:
-            rounded = dataclasses.replace(rounded, input_bits=8)
-        module.quantize(rounded)
-        self._saved += before - own_bytes(module)
 
     def log(self) -> None:
         widths = list(self.bits.values())

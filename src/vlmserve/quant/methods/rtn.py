@@ -10,8 +10,44 @@ from torch import Tensor
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.quant.grid import Grid
 
-ELEMENTS_AT_ONCE = 1024**2
-"""Weights rounded at once: rounding takes several times their float32 memory."""
+ELEMENTS_AT_ONCE = 256 * 1024
+"""Weights rounded at once: rounding takes several times their float32 memory, which should stay in the caches."""
+
+
+class RoundedRows:
+    """A weight that is rounded as its rows arrive, so that it is never in memory as a whole."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        *,
+        bits: int,
+        group_size: int,
+        symmetric: bool,
+        zero_points: bool = False,
+        largest: Callable[[Tensor], Tensor] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """largest: see `Grid.fit`."""
+        outputs, inputs = shape
+        self._bits, self._group_size = bits, inputs if bits == 8 else group_size
+        self._kind = {"symmetric": symmetric, "zero_points": zero_points}
+        self._largest = largest
+        self._values = torch.empty(shape, dtype=torch.uint8, device=device)
+        self._scales, self._minimums = torch.empty(2, outputs, -(-inputs // self._group_size), device=device)
+
+    def write(self, first: int, weight: Tensor) -> None:
+        """weight: ``[rows, in_features]``, from row `first` on."""
+        for rows in torch.split(weight.detach(), max(1, ELEMENTS_AT_ONCE // max(1, weight.shape[1]))):
+            own = slice(first, first + len(rows))
+            floats = rows.to(self._values.device).float()
+            grid = Grid.fit(floats, bits=self._bits, group_size=self._group_size, largest=self._largest, **self._kind)
+            self._values[own] = grid.values(floats)
+            self._scales[own], self._minimums[own] = grid.scales, grid.minimums
+            first += len(rows)
+
+    def weight(self) -> QuantizedWeight:
+        return QuantizedWeight(self._bits, self._group_size, self._values, self._scales, self._minimums)
 
 
 def round_to_nearest(
@@ -23,17 +59,15 @@ def round_to_nearest(
     zero_points: bool = False,
     largest: Callable[[Tensor], Tensor] | None = None,
 ) -> QuantizedWeight:
-    rows = max(1, ELEMENTS_AT_ONCE // max(1, weight.shape[1]))
-    values = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    grids = []
-    for some, target in zip(torch.split(weight.detach(), rows), torch.split(values, rows), strict=True):
-        floats = some.float()
-        grids.append(
-            Grid.fit(
-                floats, bits=bits, group_size=group_size, symmetric=symmetric, zero_points=zero_points, largest=largest
-            )
-        )
-        target.copy_(grids[-1].values(floats))
-    scales = torch.cat([grid.scales for grid in grids])
-    minimums = torch.cat([grid.minimums for grid in grids])
-    return Grid(bits, grids[0].group_size, scales, minimums).weight(values)
+    outputs, inputs = weight.shape
+    rounded = RoundedRows(
+        (outputs, inputs),
+        bits=bits,
+        group_size=group_size,
+        symmetric=symmetric,
+        zero_points=zero_points,
+        largest=largest,
+        device=weight.device,
+    )
+    rounded.write(0, weight)
+    return rounded.weight()
