@@ -13,7 +13,7 @@ from tests.checkpoints import make_llama
 from tests.engine.test_structured import engine_of
 from vlmserve.cli.cache import clear_cache, show_cache
 from vlmserve.engine import draft_costs, drafting
-from vlmserve.engine.draft_costs import COSTS, MAX_AGE, MOST_LOADS, Curve, known_costs
+from vlmserve.engine.draft_costs import COSTS, LONG_SECONDS, MAX_AGE, MOST_LOADS, Curve, known_costs
 from vlmserve.runner import warm_up
 from vlmserve.settings.config import EngineConfig
 
@@ -34,9 +34,9 @@ def never() -> Curve:
 
 
 def test_lowest_times_of_first_loads_count():
-    busy, quiet = [(1, 4.0), (8, 5.0), (32, 20.0)], [(1, 3.0), (8, 6.0), (32, 9.0)]
+    busy, quiet = [(1, 0.04), (8, 0.05), (32, 0.2)], [(1, 0.03), (8, 0.06), (32, 0.09)]
     assert costs(lambda: busy) == busy
-    best = [(1, 3.0), (8, 5.0), (32, 9.0)]
+    best = [(1, 0.03), (8, 0.05), (32, 0.09)]
     assert costs(lambda: quiet) == best
     for _ in range(MOST_LOADS - 2):
         assert costs(lambda: busy) == best
@@ -44,8 +44,14 @@ def test_lowest_times_of_first_loads_count():
 
 
 def test_interrupted_loads_may_lack_rows():
-    assert costs(lambda: [(1, 1.0), (2, 2.0)]) == [(1, 1.0), (2, 2.0)]
-    assert costs(lambda: [(1, 2.0), (4, 3.0)]) == [(1, 1.0), (2, 2.0), (4, 3.0)]
+    assert costs(lambda: [(1, 0.1), (2, 0.2)]) == [(1, 0.1), (2, 0.2)]
+    assert costs(lambda: [(1, 0.2), (4, 0.3)]) == [(1, 0.1), (2, 0.2), (4, 0.3)]
+
+
+def test_long_curves_are_measured_once():
+    long = [(1, LONG_SECONDS / 2), (32, LONG_SECONDS)]
+    assert costs(lambda: long) == long
+    assert costs(never) == long
 
 
 def test_each_key_has_its_own_curve():

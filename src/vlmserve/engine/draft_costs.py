@@ -14,6 +14,8 @@ Curve = list[tuple[int, float]]
 
 MOST_LOADS = 3
 """Loads that measure; the lowest times count, because other processes only make steps slower."""
+LONG_SECONDS = 0.5
+"""Seconds of all steps of a curve beyond which later loads do not measure again: a start would take as much longer."""
 MAX_AGE = 7 * 86400.0
 """Seconds after which a curve is measured anew."""
 
@@ -36,7 +38,7 @@ def known_costs(key: str, measure: Callable[[], Curve]) -> Curve:
     now, known = time.time(), COSTS.facts.get(key)
     if known is None or not 0 <= now - known.since <= MAX_AGE:
         known = Measured(now, 0, [])
-    elif known.loads >= MOST_LOADS:
+    elif known.loads >= MOST_LOADS or sum(seconds for _, seconds in known.curve) > LONG_SECONDS:
         return known.curve
     fastest = dict(known.curve)
     for rows, seconds in measure():
