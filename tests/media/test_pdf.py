@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,8 @@ from tests.media.documents_for_tests import (
 from tests.rendering import captured, page_image, rendering
 from vlmserve import cancellation
 from vlmserve.errors import CancelledWorkError, DocumentTooLargeError, InvalidDocumentError, InvalidRequestError
-from vlmserve.media import fork_server
+from vlmserve.media import fork_server, isolated
+from vlmserve.media.isolated import Answer, IsolatedProcess
 from vlmserve.media.pdf import PDFProcess
 from vlmserve.settings.config import MediaConfig
 
@@ -254,4 +257,14 @@ def test_what_a_captured_process_answers_is_not_believed(monkeypatch: pytest.Mon
             answer_with(answer)
             with pytest.raises((InvalidDocumentError, DocumentTooLargeError)):
                 rendered(GOOD, document_timeout=1)
+    assert not rendering()
+
+
+def test_time_counts_less_at_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr(isolated, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    process = IsolatedProcess("pdf", 3, lambda reason, _: TimeoutError(reason))
+    with contextlib.closing(process), pytest.raises(TimeoutError, match="slow"):
+        process.receive(Answer)  # it waits for a file
+    assert next(seconds) > 6
     assert not rendering()

@@ -49,6 +49,8 @@ All kinds of files have these reasons; decoders add others:
 _PATIENCE = 1.0
 """Seconds of waiting after which a process gets a lower priority, so that short work overtakes it."""
 _NICENESS = 10
+_SLOWDOWN = 4.0
+"""Seconds that count as one at lower priority, because generation takes the cores. The CPU time limit stays."""
 
 
 class Answer(msgspec.Struct):
@@ -189,15 +191,20 @@ class IsolatedProcess:
         began = time.monotonic()
         while not poll.poll(_POLL_INTERVAL * 1000):
             check_cancelled()
-            waited = time.monotonic() - began
-            if waited > self._seconds_left:
+            began = self._count(began)
+            if self._seconds_left < 0:
                 raise self.error_of("slow", "")
-            if self._waited + waited > _PATIENCE:
+            if self._waited > _PATIENCE:
                 self._yield_to_others()
-        waited = time.monotonic() - began
-        self._waited += waited
-        self._seconds_left -= waited
+        self._count(began)
         check_cancelled()
+
+    def _count(self, began: float) -> float:
+        """Count the time since `began`; return the time until which it is counted."""
+        now = time.monotonic()
+        self._waited += now - began
+        self._seconds_left -= (now - began) / (_SLOWDOWN if self._is_nice else 1)
+        return now
 
     def _yield_to_others(self) -> None:
         if not self._is_nice:
