@@ -223,20 +223,22 @@ INLINE long place_in(const AdapterPart& part, long panel) {
 
 // Prefetches a tile's weights of `up` for a share of the adapters; each is too short for hardware prefetching. Called before
 // each block of rows, when memory is idle.
-template <class Format>
-INLINE void prefetch_factors(const LinearArgs& args, long tile, long share, long shares) {
-    constexpr long UNIT = PANEL * Format::PAIR * static_cast<long>(sizeof(typename Format::Element));
-    long count = args.adapters ? args.adapted->count : 0;
+void prefetch_factors_of(const LinearArgs& args, long tile, long share, long shares) {
+    const long count = args.adapted->count, row_bytes = PANEL * (args.dtype == FLOAT32 ? 4 : 2);
     for (long i = count * share / shares; i < count * (share + 1) / shares; ++i) {
         const Adapter* adapter = adapter_of(args.adapters, args.adapted->groups[i]);
         for (long j = 0; adapter && j < adapter->num_parts; ++j)
             for (long panel = tile * (TILE / PANEL); panel < (tile + 1) * (TILE / PANEL); ++panel) {
                 const AdapterPart& part = adapter->parts[j];
-                long number = place_in(part, panel), bytes = part.count / Format::PAIR * UNIT;
+                long number = place_in(part, panel), bytes = part.count * row_bytes;
                 const char* weights = static_cast<const char*>(part.weights) + number * bytes;
                 for (long line = 0; number >= 0 && line < bytes; line += 64) __builtin_prefetch(weights + line, 0, 2);
             }
     }
+}
+
+INLINE void prefetch_factors(const LinearArgs& args, long tile, long share, long shares) {
+    if (args.adapters) prefetch_factors_of(args, tile, share, shares);
 }
 
 // Adds the `up` matmul of ROWS rows, from `place` on in sorted order, to their sums. `sums` starts with row `first`.

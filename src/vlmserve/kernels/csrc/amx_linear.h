@@ -73,7 +73,6 @@ INLINE void multiply_tiles(const char* const (&rows)[BLOCKS], const long (&steps
     }
 }
 
-template <class Out>
 struct TileProduct {
     static constexpr int BLOCK = TILE_ROWS;
     static constexpr long ROWS = CACHED_ROWS_OF_EXPANDED;
@@ -106,7 +105,7 @@ struct TileProduct {
         for (long start = 0; start < whole; start += chunk) {
             const TileWeights part = {weights + start * PANEL * 2, panel_bytes};
             each_pair(args, first, last, [&](long block, auto blocks) {
-                prefetch_factors<BFloat16>(args, tile, share++, shares);
+                prefetch_factors(args, tile, share++, shares);
                 multiply_blocks(args, block, blocks, part, start, smaller(chunk, whole - start), block == first, kept[(block - first) * BLOCK]);
             });
         }
@@ -119,7 +118,7 @@ struct TileProduct {
             });
         }
         for (long block = first; block < last; ++block)
-            finish_kept<Out, bf16>(args, block_start(args.rows, block, BLOCK), block_start(args.rows, block + 1, BLOCK), tile, kept + (block - first) * BLOCK);
+            finish_rows(args, block_start(args.rows, block, BLOCK), block_start(args.rows, block + 1, BLOCK), tile, kept + (block - first) * BLOCK);
     }
 
 private:

@@ -446,7 +446,7 @@ struct TiledGroupRows {
 };
 
 // Matmuls with such rows.
-template <class Rows, class T, class Out>
+template <class Rows>
 struct TiledProduct {
     static constexpr int BLOCK = TILE_ROWS;
     static constexpr long ROWS = CACHED_ROWS_OF_EXPANDED;
@@ -454,10 +454,7 @@ struct TiledProduct {
     static long row_bytes(const LinearArgs& args) { return Rows(args).row_bytes(); }
 
     static void prepare(const LinearArgs& args, long block) {
-        const Rows rows(args);
-        const TileBlock at = tile_block(args, block);
-        for (long row = 0; row < at.count; ++row)
-            rows.prepare(static_cast<const T*>(args.x) + source_row(args, at.first + row) * args.x_stride, at, row);
+        args.dtype == FLOAT32 ? prepare_rows<float>(args, block) : prepare_rows<bf16>(args, block);
     }
 
     static void multiply(const LinearArgs& args, long tile, long first, long last) {
@@ -466,34 +463,20 @@ struct TiledProduct {
         Rows::multiply(rows, args, tile, first, last, kept);
         for (long block = first; block < last; ++block) {
             const TileBlock at = tile_block(args, block);
-            prefetch_factors<typename FormatOf<T>::Type>(args, tile, block - first, last - first);
-            finish_kept<Out, T>(args, at.first, at.first + at.count, tile, kept + (block - first) * TILE_ROWS);
+            prefetch_factors(args, tile, block - first, last - first);
+            finish_rows(args, at.first, at.first + at.count, tile, kept + (block - first) * TILE_ROWS);
         }
     }
+
+private:
+    template <class T>
+    INLINE void prepare_rows(const LinearArgs& args, long block) {
+        const Rows rows(args);
+        const TileBlock at = tile_block(args, block);
+        for (long row = 0; row < at.count; ++row)
+            rows.prepare(static_cast<const T*>(args.x) + source_row(args, at.first + row) * args.x_stride, at, row);
+    }
 };
-
-// Whether tiles multiply a weight's inputs.
-INLINE bool has_tiled_rows(const LinearArgs& args) {
-    if (args.weight_bits == SUPERBLOCKS) return false;
-    const long group = args.group ? args.group : INPUT_GROUP;
-    return step_of(group) > 0 && group <= TILED_GROUP;
-}
-
-// Maximum inputs of a group of 4-bit weights whose sums with 16-bit inputs are exact in float32.
-constexpr long EXACT_GROUP = 32;
-
-// Calls `work` with the weight's kind of rows.
-template <class Work>
-auto with_tiled(const LinearArgs& args, Work work) {
-    const bool has_pairs = args.group % TILE_INPUTS == 0;
-    if (args.weight_bits == CODED_GROUPS) return work(TiledGroupRows<4, true, true, false>(args));
-    if (args.weight_bits == 4 && args.input_bits == 8)
-        return has_pairs ? work(TiledGroupRows<4, false, false, true>(args)) : work(TiledGroupRows<4, false, false, false>(args));
-    if (args.weight_bits == 4)
-        return args.group == EXACT_GROUP ? work(TiledGroupRows<4, false, true, true>(args)) : work(TiledGroupRows<4, false, true, false>(args));
-    if (args.input_bits == 8) return work(TiledGroupRows<8, false, false, false>(args));
-    return args.group ? work(TiledGroupRows<8, false, true, false>(args)) : work(TiledInt8Rows(args));
-}
 
 }  // namespace
 

@@ -22,12 +22,17 @@
 
 namespace {
 
-// One thread's part of the scratch.
-template <class Format>
-struct Workspace {
-    typename Format::Input* query;  // blocks of rows, each [units][rows of the block]
+// Rows that meet keys and values.
+template <class Met>
+struct MetRows {
+    typename Met::Input* query;  // blocks of rows, each [units][rows of the block]
     // [rows][columns], [rows][LANES], [rows], [rows]
     float *totals, *sums, *highest, *query_scales;
+};
+
+// One thread's part of the scratch.
+template <class Format>
+struct Workspace : MetRows<typename Format::Met> {
     float* expanded;  // keys and values of a chunk, if the format differs from the cache's
 
     static long expanded_floats(const Geometry& at) {
@@ -42,12 +47,12 @@ struct Workspace {
     }
 
     Workspace(const Geometry& at, char* memory) {
-        totals = reinterpret_cast<float*>(memory);
-        sums = totals + ITEM_ROWS * at.columns;
-        highest = sums + ITEM_ROWS * LANES;
-        query_scales = highest + ITEM_ROWS;
-        expanded = query_scales + ITEM_ROWS;
-        query = reinterpret_cast<typename Format::Input*>(expanded + expanded_floats(at));
+        this->totals = reinterpret_cast<float*>(memory);
+        this->sums = this->totals + ITEM_ROWS * at.columns;
+        this->highest = this->sums + ITEM_ROWS * LANES;
+        this->query_scales = this->highest + ITEM_ROWS;
+        expanded = this->query_scales + ITEM_ROWS;
+        this->query = reinterpret_cast<typename Format::Input*>(expanded + expanded_floats(at));
     }
 };
 
@@ -139,7 +144,7 @@ void arrange_queries(const AttentionArgs& args, const Geometry& at, const Item& 
 
 // Attends rows of one head to the tiles `chunk <= tile < end`. later: the next tiles, to prefetch.
 template <class Format>
-void attend_tiles(const AttentionArgs& args, const Geometry& at, const Item& item, const Workspace<Format>& space, long row,
+void attend_tiles(const AttentionArgs& args, const Geometry& at, const Item& item, const MetRows<Format>& space, long row,
                   long chunk, long end, const Tile<Format>* tiles, const Tile<Format>* later, long num_later) {
     long units = args.head_size / Format::PAIR, before = position_of(args, at, item.sequence, 0);
     for (long block = 0; block < num_blocks(item.rows, Format::BLOCK); ++block) {
@@ -162,7 +167,7 @@ INLINE void attend_chunk(const AttentionArgs& args, const Geometry& at, const It
                          long row, long chunk, long end, const Tile<typename Format::Storage>* tiles,
                          const Tile<typename Format::Storage>* later, long num_later) {
     if constexpr (Format::EXPANDED) {
-        Tile<Format> expanded[CHUNK_TILES];
+        Tile<typename Format::Met> expanded[CHUNK_TILES];
         for (long i = 0; i < end - chunk; ++i) {
             float* keys = space.expanded + i * (at.key_tile + at.value_tile);
             float* values = keys + at.key_tile;
@@ -170,9 +175,9 @@ INLINE void attend_chunk(const AttentionArgs& args, const Geometry& at, const It
             expand_pairs(tiles[i].values, TOKENS / 2, at.columns, values);
             expanded[i] = {keys, values, nullptr, tiles[i].start, tiles[i].tokens};
         }
-        attend_tiles<Format>(args, at, item, space, row, chunk, end, expanded, expanded, 1);
+        attend_tiles<typename Format::Met>(args, at, item, space, row, chunk, end, expanded, expanded, 1);
     } else {
-        attend_tiles<Format>(args, at, item, space, row, chunk, end, tiles, later, num_later);
+        attend_tiles<typename Format::Met>(args, at, item, space, row, chunk, end, tiles, later, num_later);
     }
 }
 

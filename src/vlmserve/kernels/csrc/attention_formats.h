@@ -6,12 +6,12 @@
 
 namespace {
 
-// Keys and values of the model's dtype.
+// Keys and values of the model's dtype. Met: how rows meet them, which does not depend on types that only queries have.
 template <class Format>
 struct Unquantized : Format {
     typedef typename Format::Element Element, Stored;
     typedef typename Format::Input Input;
-    typedef Unquantized Storage;
+    typedef Unquantized Storage, Met;
     typedef f32v Sum;
     static constexpr bool QUANTIZED = false, EXPANDED = false;
 
@@ -51,11 +51,9 @@ INLINE void expand_pairs(const bf16* from, long units, long width, float* to) {
 
 // 8-bit keys and values with a scale per token and head. Queries and weights become 16-bit integers, which adds little error.
 // Integer sums are exact, so they do not depend on how rows are grouped.
-template <class T>
-struct Quantized {
-    typedef T Element;
+struct QuantizedPairs {
     typedef signed char Stored;
-    typedef Quantized Storage;
+    typedef QuantizedPairs Storage, Met;
     typedef i32v Sum;
     static constexpr bool QUANTIZED = true, EXPANDED = false;
     static constexpr long PAIR = 2;
@@ -90,6 +88,12 @@ struct Quantized {
         auto integers = __builtin_convertvector(round_to_integers(values), typename VectorOf<Integer, LANES>::Type);
         __builtin_memcpy(to, &integers, sizeof integers);
     }
+};
+
+// The same with queries, keys and values of type T.
+template <class T>
+struct Quantized : QuantizedPairs {
+    typedef T Element;
 
     // With MAX_HEAD_SIZE elements, a sum stays below 2^31.
     INLINE float arrange(const T* query, long size, Input* to, long stride) {

@@ -159,7 +159,7 @@ private:
         if (layer_.router_norm) normalize(args_.dtype == FLOAT32 ? x() : floats_, layer_.router_norm, floats_, FLOAT32);
         if (layer_.input_norm) normalize(x(), layer_.input_norm, normed_, args_.dtype);
         const LinearArgs args = router(rows_);
-        with_product(args, [&](auto kind) { each_tile<decltype(kind)>(args); });
+        each_tile(args, choose_product(args));
     }
 
     void choose(long row) {
@@ -230,12 +230,9 @@ private:
         long count = 0;
         for (long i = 0; i < num_groups_; ++i) {
             const LinearArgs args = product(part, i);
-            with_product(args, [&](auto kind) {
-                typedef decltype(kind) Kind;
-                long blocks = num_blocks(args.rows, Kind::BLOCK), cached = cached_blocks<Kind>(args);
-                for (long first = 0; first < blocks; first += cached)
-                    pieces_[count++] = {i, first, smaller(blocks, first + cached)};
-            });
+            const Product kind = choose_product(args);
+            const long blocks = num_blocks(args.rows, kind.block), cached = kind.cached_blocks();
+            for (long first = 0; first < blocks; first += cached) pieces_[count++] = {i, first, smaller(blocks, first + cached)};
         }
         if (!count) return;
         const long in = part == UP ? layer_.size : layer_.inner;
@@ -243,9 +240,8 @@ private:
         each_range(args_.threads, count, num_sorted_ * in * PREPARED_INPUT / count, [&](long first, long last, int) {
             for (long i = first; i < last; ++i) {
                 const LinearArgs args = product(part, pieces_[i].group);
-                with_product(args, [&](auto kind) {
-                    for (long block = pieces_[i].first; block < pieces_[i].last; ++block) decltype(kind)::prepare(args, block);
-                });
+                const Product kind = choose_product(args);
+                for (long block = pieces_[i].first; block < pieces_[i].last; ++block) kind.prepare(args, block);
             }
         });
         auto work = [&](long first, long last, int) {
@@ -253,9 +249,8 @@ private:
                 const Piece& piece = pieces_[i / tiles];
                 const LinearArgs args = product(part, piece.group);
                 const long end = smaller(last, (i / tiles + 1) * tiles);
-                with_product(args, [&](auto kind) {
-                    for (; i < end; ++i) decltype(kind)::multiply(args, i % tiles, piece.first, piece.last);
-                });
+                const Product kind = choose_product(args);
+                for (; i < end; ++i) kind.multiply(args, i % tiles, piece.first, piece.last);
             }
         };
         each_range(args_.threads, count * tiles, in * TILE, work, part == DOWN ? ahead() : Ahead{});

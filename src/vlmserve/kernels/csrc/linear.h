@@ -98,31 +98,6 @@ INLINE void finish(const LinearArgs& args, long row, long column, long columns, 
     store_some(static_cast<Out*>(args.y) + place, value, columns);
 }
 
-// Applies bias, activation, gates and residual.
-template <class Out, class Element, int ROWS>
-INLINE void finish_block(const LinearArgs& args, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
-    auto bias_of = [&](long first, long columns) {
-        if (!args.bias || columns <= 0) return f32v{};
-        return load_some(static_cast<const Element*>(args.bias) + first, smaller(columns, LANES));
-    };
-    if (args.gated) {
-        for (int vector = 0; vector < VECTORS / 2; ++vector) {
-            long column = tile * (TILE / 2) + vector * LANES, columns = args.out / 2 - column;
-            f32v of_gate = bias_of(column, columns), of_up = bias_of(args.out / 2 + column, columns);
-            for (int i = 0; i < ROWS; ++i)
-                finish<Out, Element>(args, row + i, column, columns,
-                                     activate(args.activation, sums[i][vector] + of_gate) * (sums[i][VECTORS / 2 + vector] + of_up));
-        }
-        return;
-    }
-    for (int vector = 0; vector < VECTORS; ++vector) {
-        long column = tile * TILE + vector * LANES, columns = args.out - column;
-        f32v bias = bias_of(column, columns);
-        for (int i = 0; i < ROWS; ++i)
-            finish<Out, Element>(args, row + i, column, columns, activate(args.activation, sums[i][vector] + bias));
-    }
-}
-
 // Rows to finish at once, so that their sums stay in the first-level cache.
 constexpr long FINISHED_ROWS = 32;
 
@@ -144,7 +119,7 @@ INLINE void activate_kept(int kind, float (*kept)[TILE], long rows, int vectors)
     }
 }
 
-// `finish_block` for rows `first` to `last` with sums in memory, including adapters.
+// Applies adapters, bias, activation, gates and residual to the sums of rows `first` to `last`.
 template <class Out, class Element>
 void finish_kept(const LinearArgs& args, long first, long last, long tile, float (*kept)[TILE]) {
     if (args.adapters) adapt_tile<typename FormatOf<Element>::Type>(args, first, last, tile, kept);
@@ -171,20 +146,15 @@ void finish_kept(const LinearArgs& args, long first, long last, long tile, float
     }
 }
 
+void finish_rows(const LinearArgs& args, long first, long last, long tile, float (*kept)[TILE]) {
+    if (args.dtype == FLOAT32) return finish_kept<float, float>(args, first, last, tile, kept);
+    args.float_output ? finish_kept<float, bf16>(args, first, last, tile, kept) : finish_kept<bf16, bf16>(args, first, last, tile, kept);
+}
+
 template <int ROWS>
 INLINE void keep(float (*kept)[TILE], const f32v (&sums)[ROWS][VECTORS]) {
     for (int row = 0; row < ROWS; ++row)
         for (int vector = 0; vector < VECTORS; ++vector) store(kept[row] + vector * LANES, sums[row][vector]);
-}
-
-// Applies adapters to the sums of a block of rows.
-template <class Element, int ROWS>
-INLINE void adapt_block(const LinearArgs& args, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
-    alignas(64) float kept[ROWS][TILE];
-    keep(kept, sums);
-    adapt_tile<typename FormatOf<Element>::Type>(args, row, row + ROWS, tile, kept);
-    for (int i = 0; i < ROWS; ++i)
-        for (int vector = 0; vector < VECTORS; ++vector) sums[i][vector] = load(kept[i] + vector * LANES);
 }
 
 // Cost of preparing one input (rounding, interleaving rows), in weight elements read.
@@ -208,46 +178,52 @@ INLINE Ahead ahead_of(const LinearArgs& args) {
     return ahead;
 }
 
-// Blocks of rows that run through the tiles together.
+// The functions of a kind of matmul. A kind does not depend on types that only inputs or outputs have, so that few are compiled.
+struct Product {
+    int block;             // maximum rows of a block
+    long rows, row_bytes;  // maximum rows that run through the tiles together; bytes of a prepared row
+    void (*prepare)(const LinearArgs&, long block);
+    void (*multiply)(const LinearArgs&, long tile, long first, long last);  // a tile with a range of blocks
+
+    // Blocks of rows that run through the tiles together.
+    long cached_blocks() const { return larger(1, smaller(CACHED_BYTES / (row_bytes * block), rows / block)); }
+};
+
 template <class Kind>
-INLINE long cached_blocks(const LinearArgs& args) {
-    return larger(1, smaller(CACHED_BYTES / (Kind::row_bytes(args) * Kind::BLOCK), Kind::ROWS / Kind::BLOCK));
+INLINE Product product_of(const LinearArgs& args, Kind) {
+    return {Kind::BLOCK, Kind::ROWS, Kind::row_bytes(args), Kind::prepare, Kind::multiply};
 }
 
-// A matmul of some kind: `Kind::prepare` for each block of rows (at most Kind::BLOCK), then `Kind::multiply` for each tile with
-// a range of blocks. Kind::row_bytes: of a prepared row. Kind::ROWS: maximum cached rows.
-template <class Kind>
-void each_tile(const LinearArgs& args) {
-    long blocks = num_blocks(args.rows, Kind::BLOCK), tiles = num_tiles(args.out, args.gated);
-    long cached = cached_blocks<Kind>(args);
+// Prepares all blocks of rows, then multiplies them by each tile.
+void each_tile(const LinearArgs& args, const Product& product) {
+    long blocks = num_blocks(args.rows, product.block), tiles = num_tiles(args.out, args.gated), cached = product.cached_blocks();
     long items = num_items(args), shrinking = items * 2 * args.in * PANEL / SPLITS;
-    each_range(args.threads, blocks + items, (blocks * args.in * Kind::BLOCK * PREPARED_INPUT + shrinking) / (blocks + items),
+    each_range(args.threads, blocks + items, (blocks * args.in * product.block * PREPARED_INPUT + shrinking) / (blocks + items),
                [&](long from, long to, int) {
-                   for (long i = from; i < smaller(to, blocks); ++i) Kind::prepare(args, i);
+                   for (long i = from; i < smaller(to, blocks); ++i) product.prepare(args, i);
                    if (to > blocks) shrink_items(args, larger(from - blocks, 0), to - blocks);
                });
     if (args.adapters) finish_shrinking(args);
     for (long first = 0; first < blocks; first += cached) {
         long last = smaller(blocks, first + cached);
         auto work = [&](long from, long to, int) {
-            for (long tile = from; tile < to; ++tile) Kind::multiply(args, tile, first, last);
+            for (long tile = from; tile < to; ++tile) product.multiply(args, tile, first, last);
         };
         each_range(args.threads, tiles, args.in * TILE, work, last == blocks ? ahead_of(args) : Ahead{});
     }
 }
 
-// One block of rows with a tile.
-template <class Format, class Out>
-void run_block(const LinearArgs& args, const typename Format::Input* inputs, long tile, long block) {
+// One block of rows with a tile. kept: gets the sums.
+template <class Format>
+INLINE void run_block(const LinearArgs& args, const typename Format::Input* inputs, long tile, long block, float (*kept)[TILE]) {
     typedef typename Format::Element Element;
     long row = block_start(args.rows, block, Format::BLOCK), units = args.in / Format::PAIR;
     with_rows<Format::BLOCK>(block_start(args.rows, block + 1, Format::BLOCK) - row, [&](auto rows) {
         f32v sums[decltype(rows)::value][VECTORS];
         const auto* weights = static_cast<const Element*>(args.weight) + tile * TILE * args.in;
-        prefetch_factors<typename FormatOf<Element>::Type>(args, tile, 0, 1);
+        prefetch_factors(args, tile, 0, 1);
         multiply_tile<Format>(inputs + row * units, weights, PANEL * args.in, units, sums);
-        if (args.adapters) adapt_block<Element>(args, row, tile, sums);
-        finish_block<Out, Element>(args, row, tile, sums);
+        keep(kept, sums);
     });
 }
 
@@ -289,12 +265,12 @@ struct ExpandedChunk {
     }
 };
 
-// Several blocks of rows with a tile, one chunk of the inputs at a time.
-template <class Format, class Chunk, class Out>
-void run_blocks(const LinearArgs& args, const typename Format::Input* inputs, long tile, long first, long last) {
+// Several blocks of rows with a tile, one chunk of the inputs at a time. Not inlined, so that a test can read its loops.
+template <class Format, class Chunk>
+__attribute__((noinline)) void run_blocks(const LinearArgs& args, const typename Format::Input* inputs, long tile, long first,
+                                          long last, float (*kept)[TILE]) {
     typedef typename Format::Element Element;
     constexpr int WIDTH = Chunk::WIDTH;
-    alignas(64) float kept[Chunk::ROWS][TILE];
     Chunk chunk;
     const auto* weights = static_cast<const Element*>(args.weight) + tile * TILE * args.in;
     long units = args.in / Format::PAIR, first_row = block_start(args.rows, first, Format::BLOCK);
@@ -311,7 +287,7 @@ void run_blocks(const LinearArgs& args, const typename Format::Input* inputs, lo
             Chunk::take(chunk, weights, args.in, vector, unit, count);
             each_block([&](auto rows, long row, float(*own)[TILE]) {
                 constexpr int ROWS = decltype(rows)::value;
-                prefetch_factors<typename FormatOf<Element>::Type>(args, tile, share++, shares);
+                prefetch_factors(args, tile, share++, shares);
                 f32v sums[ROWS][WIDTH];
                 for (int i = 0; i < ROWS; ++i)
                     for (int j = 0; j < WIDTH; ++j) sums[i][j] = unit ? load(own[i] + (vector + j) * LANES) : f32v{};
@@ -321,11 +297,10 @@ void run_blocks(const LinearArgs& args, const typename Format::Input* inputs, lo
                     for (int j = 0; j < WIDTH; ++j) store(own[i] + (vector + j) * LANES, sums[i][j]);
             });
         }
-    finish_kept<Out, Element>(args, first_row, block_start(args.rows, last, Format::BLOCK), tile, kept);
 }
 
 // Matmuls with plain weights.
-template <class Format, class OutType>
+template <class Format>
 struct PlainProduct {
     typedef typename Format::Input Input;
     static constexpr int BLOCK = Format::BLOCK;
@@ -338,13 +313,15 @@ struct PlainProduct {
     }
 
     static void multiply(const LinearArgs& args, long tile, long first, long last) {
+        alignas(64) float kept[ROWS][TILE];
         const auto* inputs = static_cast<const Input*>(args.scratch);
         if constexpr (Format::EXPANDED)
-            run_blocks<Format, ExpandedChunk, OutType>(args, inputs, tile, first, last);
+            run_blocks<Format, ExpandedChunk>(args, inputs, tile, first, last, kept);
         else if (last - first == 1)
-            run_block<Format, OutType>(args, inputs, tile, first);
+            run_block<Format>(args, inputs, tile, first, kept);
         else
-            run_blocks<Format, Chunk<Format>, OutType>(args, inputs, tile, first, last);
+            run_blocks<Format, Chunk<Format>>(args, inputs, tile, first, last, kept);
+        finish_rows(args, block_start(args.rows, first, BLOCK), block_start(args.rows, last, BLOCK), tile, kept);
     }
 };
 

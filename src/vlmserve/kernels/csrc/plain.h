@@ -13,21 +13,16 @@ constexpr long OVERREAD = TILE_OVERREAD;
 constexpr long OVERREAD = 0;
 #endif
 
-// Calls `work` with the kind of a plain matmul.
-template <class OutType, class Work>
-INLINE auto with_bfloat16(const LinearArgs& args, Work work) {
+// The kind of a plain matmul.
+Product choose_plain(const LinearArgs& args) {
+    if (args.dtype == FLOAT32) return product_of(args, PlainProduct<Float32>());
 #if defined(AMX)
-    return work(TileProduct<OutType>());
-#endif
+    return product_of(args, TileProduct());
+#else
     if constexpr (EXPANDS_MANY_ROWS)
-        if (args.rows >= EXPANDED_ROWS) return work(PlainProduct<ExpandedBFloat16, OutType>());
-    return work(PlainProduct<BFloat16, OutType>());
-}
-
-template <class Work>
-INLINE auto with_plain(const LinearArgs& args, Work work) {
-    if (args.dtype == FLOAT32) return work(PlainProduct<Float32, float>());
-    return args.float_output ? with_bfloat16<float>(args, work) : with_bfloat16<bf16>(args, work);
+        if (args.rows >= EXPANDED_ROWS) return product_of(args, PlainProduct<ExpandedBFloat16>());
+    return product_of(args, PlainProduct<BFloat16>());
+#endif
 }
 
 long plain_scratch(const LinearArgs& args) {

@@ -158,7 +158,7 @@ using WideGroupRows = GroupRows<BITS, IS_CODED>;
 #endif
 
 // Matmuls with such weights.
-template <class Rows, class T, class Out>
+template <class Rows>
 struct QuantizedProduct {
     static constexpr int BLOCK = Rows::BLOCK;
     static constexpr long ROWS = CACHED_ROWS;
@@ -166,30 +166,34 @@ struct QuantizedProduct {
     static long row_bytes(const LinearArgs& args) { return Rows(args).row_bytes(); }
 
     static void prepare(const LinearArgs& args, long block) {
+        args.dtype == FLOAT32 ? prepare_rows<float>(args, block) : prepare_rows<bf16>(args, block);
+    }
+
+    static void multiply(const LinearArgs& args, long tile, long first, long last) {
+        const Rows rows(args);
+        alignas(64) float kept[CACHED_ROWS][TILE];
+        long first_row = block_start(args.rows, first, BLOCK), row = first_row;
+        for (long block = first, end; block < last; ++block, row = end) {
+            end = block_start(args.rows, block + 1, BLOCK);
+            prefetch_factors(args, tile, block - first, last - first);
+            with_rows<BLOCK>(end - row, [&](auto count) {
+                f32v sums[decltype(count)::value][VECTORS];
+                Rows::multiply(rows, static_cast<const u8*>(args.weight), row, tile, sums);
+                keep(kept + (row - first_row), sums);
+            });
+        }
+        finish_rows(args, first_row, row, tile, kept);
+    }
+
+private:
+    template <class T>
+    INLINE void prepare_rows(const LinearArgs& args, long block) {
         const Rows rows(args);
         long first = block_start(args.rows, block, BLOCK), count = block_start(args.rows, block + 1, BLOCK) - first;
         for (long place = 0; place < count; ++place) {
             long row = source_row(args, first + place);
             rows.prepare(static_cast<const T*>(args.x) + row * args.x_stride, first, place, count);
         }
-    }
-
-    static void multiply(const LinearArgs& args, long tile, long first, long last) {
-        const Rows rows(args);
-        alignas(64) float kept[CACHED_ROWS][TILE];
-        long first_row = block_start(args.rows, first, BLOCK);
-        for (long block = first; block < last; ++block) {
-            long row = block_start(args.rows, block, BLOCK);
-            prefetch_factors<typename FormatOf<T>::Type>(args, tile, block - first, last - first);
-            with_rows<BLOCK>(block_start(args.rows, block + 1, BLOCK) - row, [&](auto count) {
-                f32v sums[decltype(count)::value][VECTORS];
-                Rows::multiply(rows, static_cast<const u8*>(args.weight), row, tile, sums);
-                if (args.adapters && last - first > 1) return keep(kept + (row - first_row), sums);
-                if (args.adapters) adapt_block<T>(args, row, tile, sums);
-                finish_block<Out, T>(args, row, tile, sums);
-            });
-        }
-        if (args.adapters && last - first > 1) finish_kept<Out, T>(args, first_row, block_start(args.rows, last, BLOCK), tile, kept);
     }
 };
 
@@ -212,22 +216,39 @@ auto with_few(const LinearArgs& args, Work work) {
     return args.input_bits == 8 ? work(ByteRows(args)) : work(Int8Rows(args));
 }
 
-// Calls `work` with the kind of a quantized matmul with some rows.
-template <template <class, class, class> class Product, class Rows, class Work>
-void with_types(const LinearArgs& args, Work work) {
-    if (args.dtype == FLOAT32) return work(Product<Rows, float, float>());
-    args.float_output ? work(Product<Rows, bf16, float>()) : work(Product<Rows, bf16, bf16>());
+#if defined(AMX)
+// Whether tiles multiply a weight's inputs.
+INLINE bool has_tiled_rows(const LinearArgs& args) {
+    if (args.weight_bits == SUPERBLOCKS) return false;
+    const long group = args.group ? args.group : INPUT_GROUP;
+    return step_of(group) > 0 && group <= TILED_GROUP;
 }
 
-// Calls `work` with the kind of a matmul.
+// Maximum inputs of a group of 4-bit weights whose sums with 16-bit inputs are exact in float32.
+constexpr long EXACT_GROUP = 32;
+
+// Calls `work` with the weight's kind of rows.
 template <class Work>
-void with_product(const LinearArgs& args, Work work) {
-    if (!args.weight_bits) return with_plain(args, work);
+auto with_tiled(const LinearArgs& args, Work work) {
+    const bool has_pairs = args.group % TILE_INPUTS == 0;
+    if (args.weight_bits == CODED_GROUPS) return work(TiledGroupRows<4, true, true, false>(args));
+    if (args.weight_bits == 4 && args.input_bits == 8)
+        return has_pairs ? work(TiledGroupRows<4, false, false, true>(args)) : work(TiledGroupRows<4, false, false, false>(args));
+    if (args.weight_bits == 4)
+        return args.group == EXACT_GROUP ? work(TiledGroupRows<4, false, true, true>(args)) : work(TiledGroupRows<4, false, true, false>(args));
+    if (args.input_bits == 8) return work(TiledGroupRows<8, false, false, false>(args));
+    return args.group ? work(TiledGroupRows<8, false, true, false>(args)) : work(TiledInt8Rows(args));
+}
+#endif
+
+// The kind of a matmul.
+Product choose_product(const LinearArgs& args) {
+    if (!args.weight_bits) return choose_plain(args);
 #if defined(AMX)
     if (args.rows >= TILED_ROWS && has_tiled_rows(args))
-        return with_tiled(args, [&](auto rows) { with_types<TiledProduct, decltype(rows)>(args, work); });
+        return with_tiled(args, [&](auto rows) { return product_of(args, TiledProduct<decltype(rows)>()); });
 #endif
-    with_few(args, [&](auto rows) { with_types<QuantizedProduct, decltype(rows)>(args, work); });
+    return with_few(args, [&](auto rows) { return product_of(args, QuantizedProduct<decltype(rows)>()); });
 }
 
 // Bytes of prepared rows, proportional to their number.
@@ -262,7 +283,7 @@ long product_scratch(const LinearArgs& args) {
 
 void multiply_sorted(LinearArgs args) {
     args.shrunk = reinterpret_cast<float*>(static_cast<char*>(args.scratch) + weight_scratch(args));
-    with_product(args, [&](auto kind) { each_tile<decltype(kind)>(args); });
+    each_tile(args, choose_product(args));
 }
 
 // A single matmul.
