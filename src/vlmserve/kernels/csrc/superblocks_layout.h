@@ -32,7 +32,8 @@ INLINE u32v load_words(const u8* from) { return bit_cast<u32v>(load_bytes(from))
 // Moves fields of `BITS` bits from bit `from` of each byte to bit `to`.
 template <int BITS>
 INLINE u32v field(u32v word, int from, int to) {
-    const u8v mask = static_cast<u8>(((1 << BITS) - 1) << to) - u8v{};
+    const u8 bits = static_cast<u8>(((1 << BITS) - 1) << to);
+    const u8v mask = bits - u8v{};
     return (from > to ? word >> (from - to) : word << (to - from)) & bit_cast<u32v>(mask);
 }
 
