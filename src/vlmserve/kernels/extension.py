@@ -12,7 +12,7 @@ from vlmserve.kernels.cpu_record import mismatch
 
 logger = logging.getLogger(__name__)
 
-INTERFACE = 11
+INTERFACE = 12
 """Version of the functions' arguments, equal to csrc/module.cpp."""
 
 
@@ -35,12 +35,26 @@ def load() -> ModuleType | None:
 native = load()
 """None without kernels. `extension` raises then."""
 
+COMPILE_HERE = "VLMSERVE_ISAS=here .venv/bin/pip install --no-deps -e ."
+"""Compiles kernels for every instruction set of this machine, in a clone."""
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 def supported_isas() -> tuple[str, ...]:
-    """Best first. Empty without the extension."""
+    """Instruction sets of this build that the processor runs, best first. Empty without the extension."""
     return () if native is None else tuple(native.supported_isas())
+
+
+def missing_isas() -> tuple[str, ...]:
+    """Instruction sets that the processor runs and this build does not have, best first."""
+    if native is None:
+        return ()
+    return tuple(isa for isa in native.runnable_isas() if isa not in supported_isas())
+
+
+def lacks_best_isa() -> bool:
+    return native is not None and native.runnable_isas()[0] != supported_isas()[0]
 
 
 def selected_isa() -> str:

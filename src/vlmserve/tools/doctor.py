@@ -62,7 +62,7 @@ def _processor() -> Iterator[Finding]:
 
     from vlmserve.cores import usable_cores
     from vlmserve.kernels.choice import choose_kernels, multiplies_bfloat16
-    from vlmserve.kernels.extension import supported_isas
+    from vlmserve.kernels.extension import COMPILE_HERE, lacks_best_isa, missing_isas, supported_isas
 
     cores = usable_cores()
     of = f" of {os.cpu_count()}" if os.cpu_count() != cores else ""
@@ -77,7 +77,11 @@ def _processor() -> Iterator[Finding]:
         return
     chosen = {dtype: choose_kernels("auto", getattr(torch, dtype)) or "torch" for dtype in ("float32", "bfloat16")}
     text = ", ".join(f"{isa} for {dtype}" for dtype, isa in chosen.items())
-    yield Finding("CPU kernels", f"{text}; there are {', '.join(isas)} and torch")
+    text += f"; there are {', '.join(isas)} and torch"
+    if missing := missing_isas():
+        text += f"; not compiled: {', '.join(missing)} (to compare them: {COMPILE_HERE})"
+    problem = f"{missing[0]}, this processor's best, is not compiled: {COMPILE_HERE}" if lacks_best_isa() else ""
+    yield Finding("CPU kernels", text, problem)
     if not multiplies_bfloat16():
         yield Finding("bfloat16", "no bfloat16 matmuls in hardware: 16-bit weights are computed in float32")
 

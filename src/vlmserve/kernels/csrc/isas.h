@@ -131,12 +131,44 @@ namespace {
 
 constexpr int MOST_ISAS = 7;
 
-// The supported instruction sets of this build, best first; never empty.
+#if defined(__x86_64__) || defined(__aarch64__)
+const Processor& this_processor() {
+    static const Processor processor;
+    return processor;
+}
+#endif
+
+// Names of the instruction sets that this processor supports, best first, whether this build has their kernels or not.
+int runnable(const char** names) {
+    int count = 0;
+    auto add = [&](bool condition, const char* name) {
+        if (condition) names[count++] = name;
+    };
+#if defined(__x86_64__)
+    const Processor& processor = this_processor();
+    add(processor.amx, "amx");
+    add(processor.avx512_bf16, "avx512_bf16");
+    add(processor.avx512_vnni, "avx512_vnni");
+    add(processor.avx512, "avx512");
+    add(processor.avx2_vnni, "avx2_vnni");
+    add(processor.avx2, "avx2");
+    add(true, "portable");
+#elif defined(__aarch64__)
+    const Processor& processor = this_processor();
+    add(processor.neon_bf16, "neon_bf16");
+    add(processor.neon_dot, "neon_dot");
+    add(true, "neon");
+#else
+    add(true, "portable");
+#endif
+    return count;
+}
+
+// The supported instruction sets of this build, best first.
 int supported(const Kernels** found) {
     int count = 0;
 #if defined(__x86_64__) || defined(__aarch64__)
-    static const Processor processor;
-    (void)processor;
+    [[maybe_unused]] const Processor& processor = this_processor();
 #endif
 #define ADD_IF(condition, isa) \
     if (condition) found[count++] = &kernels_##isa;

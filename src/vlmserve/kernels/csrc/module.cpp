@@ -19,7 +19,7 @@ const Kernels* selected = nullptr;
 constexpr long LONG_WORK = 1L << 24;
 
 // Increment when arguments change, see kernels/extension.py.
-constexpr long INTERFACE = 11;
+constexpr long INTERFACE = 12;
 
 // Positional arguments. All are integers or addresses, except where `number` is called.
 class Arguments {
@@ -91,6 +91,15 @@ PyObject* supported_isas(PyObject*, PyObject*) {
     PyObject* names = PyTuple_New(count);
     if (!names) return nullptr;
     for (int i = 0; i < count; ++i) PyTuple_SetItem(names, i, PyUnicode_FromString(found[i]->isa));
+    return names;
+}
+
+PyObject* runnable_isas(PyObject*, PyObject*) {
+    const char* found[MOST_ISAS];
+    int count = runnable(found);
+    PyObject* names = PyTuple_New(count);
+    if (!names) return nullptr;
+    for (int i = 0; i < count; ++i) PyTuple_SetItem(names, i, PyUnicode_FromString(found[i]));
     return names;
 }
 
@@ -450,7 +459,8 @@ PyObject* rotation(PyObject*, PyObject* const* values, Py_ssize_t count) {
 #define FAST(name, doc) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, doc}
 
 PyMethodDef methods[] = {
-    {"supported_isas", supported_isas, METH_NOARGS, "Instruction sets that this processor runs, the best first."},
+    {"supported_isas", supported_isas, METH_NOARGS, "Instruction sets of this build that this processor runs, the best first."},
+    {"runnable_isas", runnable_isas, METH_NOARGS, "The same, whether this build has them or not."},
     {"selected_isa", selected_isa, METH_NOARGS, "The instruction set whose kernels are used."},
     {"select_isa", select_isa, METH_O, "Use the kernels of an instruction set."},
     {"has_superblocks", has_superblocks, METH_NOARGS, "Whether the kernels multiply superblock weights."},
@@ -479,7 +489,10 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "Kernels for a CPU."
 
 PyMODINIT_FUNC PyInit__native() {
     const Kernels* found[MOST_ISAS];
-    supported(found);
+    if (!supported(found)) {
+        PyErr_SetString(PyExc_ImportError, "this build has no kernels for this processor");
+        return nullptr;
+    }
     selected = found[0];
     PyObject* module = PyModule_Create(&definition);
     const struct { const char* name; long value; } constants[] = {
