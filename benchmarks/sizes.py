@@ -6,8 +6,9 @@
     python -m benchmarks.sizes --shapes qwen3-0.6b gemma3-1b --quantize --gguf Q4_K_M Q6_K Q8_0 Q4_0 --busy
 
 Checkpoints are written tensor by tensor, so that the largest need little memory. Each system runs in a process of its
-own, one after the other; vlmserve starts twice, the second time from its cache of packed weights. llama.cpp reads the
-same GGUF files, and is left out where llama-cpp-python is not installed. Store a report in
+own, one after the other. It starts twice, and vlmserve's second start maps its cache of packed weights. A third process
+measures speed without speculation: random weights repeat tokens, which drafts would guess. llama.cpp reads the same
+GGUF files, and is left out where llama-cpp-python is not installed. Store a report in
 `benchmarks/results/engines/MACHINE`.
 """
 
@@ -24,6 +25,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,10 +179,11 @@ def measure(job: Job) -> dict[str, float | None]:
     measured = _Llama(job) if job.system == "llama.cpp" else _Vlmserve(job)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     print("ready", file=sys.stderr, flush=True)
+    for thread in threading.enumerate():
+        if thread.name == "weights-cache":
+            thread.join()  # the disk has a share of the memory's bandwidth
     if job.only_start:
         return {"peak": peak}
-    while list(Path(job.options.get("weights_cache", os.devnull)).glob("*.writing")):
-        time.sleep(0.1)  # until the packed weights are kept: the disk has a share of the memory's bandwidth
 
     starts = itertools.count(1)  # llama.cpp would compute no prefix of an earlier prompt again
 
@@ -212,7 +215,13 @@ class _Vlmserve:
         from vlmserve import LLM
 
         self._job = job
-        self._llm = LLM(job.model, kv_cache_memory="512MiB", enable_prefix_caching=False, **job.options)
+        self._llm = LLM(
+            job.model,
+            kv_cache_memory="512MiB",
+            enable_prefix_caching=False,
+            speculation="auto" if job.only_start else "off",
+            **job.options,
+        )
         self._llm.load()
 
     def generate(self, prompts: Sequence[list[int]], answer: int) -> None:
@@ -304,8 +313,8 @@ def rows(name: str, options: argparse.Namespace, folder: Path) -> Iterator[list[
 
 def _rows(name: str, job: Job, busy: bool) -> Iterator[list[Any]]:
     """busy: add a row of the same system next to a process that computes all the time."""
-    figures = run_job(job)
-    yield _row(name, figures, run_job(dataclasses.replace(job, only_start=True))["ready"])
+    first, second = (run_job(dataclasses.replace(job, only_start=True)) for _ in range(2))
+    yield _row(name, {**run_job(job), **first}, second["ready"])
     if busy:
         other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
         try:
