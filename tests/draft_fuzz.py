@@ -13,7 +13,7 @@ import itertools
 import random
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from tests.checkpoints import make_llama
 from tests.engine.test_drafts import logprobs, whole
 from tests.engine.test_parity import Oracle, bytes_of_4, llava_oracle, text_oracle
 from tests.engine.test_structured import PERSON, engine_of, run, tokens
+from tests.gguf_files import write_gguf
 from tests.models.test_families import make
-from tests.mtp_checkpoints import add_mtp
+from tests.mtp_checkpoints import add_glm_mtp, add_mtp
 from tests.peft_adapters import make_adapter
 from tests.ranks import RankThreads
 from tests.static_device import replace_cpus
@@ -88,6 +89,11 @@ def predicting(folder: Path) -> Model:
     return Model(text_oracle(add_mtp(make(folder, "qwen3.5 with shared keys"))))
 
 
+def in_gguf(folder: Path) -> Model:
+    oracle = text_oracle(add_mtp(make(folder, "qwen3.5")))
+    return Model(replace(oracle, folder=write_gguf(folder, folder / "model.gguf")))
+
+
 def adapted(folder: Path, make: Callable[[Path], Path] = make_llama, *, static: bool = False) -> Model:
     oracle = text_oracle(make(folder))
     base = AutoModelForCausalLM.from_pretrained(folder)
@@ -108,6 +114,8 @@ FAMILIES: dict[str, Callable[[Path], Model]] = {
     "qwen3.5 with torch": text("qwen3.5 with shared keys", kernels="torch"),
     "two ranks of qwen3.5": text("qwen3.5 with shared keys"),
     "qwen3.5 with MTP": predicting,
+    "qwen3.5 in GGUF with MTP": in_gguf,
+    "glm4_moe with MTP": lambda folder: Model(text_oracle(add_glm_mtp(make(folder, "glm4_moe")))),
     "qwen3.5 with MTP and adapters": lambda folder: adapted(folder, lambda place: add_mtp(make(place, "qwen3.5"))),
     "static llama with adapters": lambda folder: adapted(folder, static=True),
     "static llava": lambda folder: Model(llava_oracle(folder), static=True),

@@ -44,6 +44,12 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }
 """By Hugging Face's model types."""
+_MTP_NAMES = {
+    "mtp.fc.weight": "eh_proj",
+    "mtp.norm.weight": "shared_head_norm",
+    "mtp.pre_fc_norm_embedding.weight": "enorm",
+    "mtp.pre_fc_norm_hidden.weight": "hnorm",
+}
 
 
 def write_gguf(
@@ -66,6 +72,8 @@ def write_gguf(
     architecture = architecture or ARCHITECTURES[config["model_type"]]
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=part_tensors)
     tensors = load_file(folder / "model.safetensors")
+    if "mtp.fc.weight" in tensors:
+        config["num_nextn_predict_layers"] = 1
     values = {
         **_metadata(config, writer.arch),
         **_tokenizer(folder, len(tensors[_embeddings(tensors)])),
@@ -76,7 +84,11 @@ def write_gguf(
             add(writer, key, value)
     names = gguf.get_tensor_name_map(architecture, _metadata(config, writer.arch)[f"{writer.arch}.block_count"])
     for name, tensor in _as_stored(tensors, config):
-        stored = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+        extra = f"model.layers.{config.get('num_hidden_layers')}."
+        in_layer = name.replace("mtp.layers.0.", extra).replace(".dt_bias", ".dt_proj.bias")
+        stored = names.get_name(in_layer, try_suffixes=(".weight", ".bias"))
+        if name in _MTP_NAMES:
+            stored = f"blk.{config['num_hidden_layers']}.nextn.{_MTP_NAMES[name]}.weight"
         for scale, scaled in (("router.scale", "router.proj"), ("router.per_expert_scale", "experts.down_proj")):
             if name.endswith(scale):
                 stored = f"{names.get_name(name.replace(scale, scaled))}.scale"

@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction (MTP) in random checkpoints of Qwen3.5, and what they predict, in float64."""
+"""Layers for multi-token prediction (MTP) in random checkpoints of Qwen3.5 and GLM, and their results in float64."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 _NORMS = ("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
+_GLM_NAMES = {
+    "fc.weight": "eh_proj.weight",
+    "norm.weight": "shared_head.norm.weight",
+    "pre_fc_norm_embedding.weight": "enorm.weight",
+    "pre_fc_norm_hidden.weight": "hnorm.weight",
+}
 
 
 def add_mtp(folder: Path, *, seed: int = 0) -> Path:
@@ -27,6 +34,22 @@ def add_mtp(folder: Path, *, seed: int = 0) -> Path:
     shapes |= {name: torch.Size([size]) for name in _NORMS} | {"fc.weight": torch.Size([size, 2 * size])}
     for name, shape in sorted(shapes.items()):
         tensors[f"mtp.{name}"] = (0.2 * torch.randn(shape, generator=generator)).to(dtype)
+    save_file(tensors, path, {"format": "pt"})
+    return folder
+
+
+def add_glm_mtp(folder: Path, *, seed: int = 0) -> Path:
+    """Like `add_mtp`, stored as GLM does: as a layer after the last one, with copies of embeddings and head."""
+    add_mtp(folder, seed=seed)
+    path, number = folder / "model.safetensors", _text_config(folder)["num_hidden_layers"]
+    tensors = load_file(path)
+    [embeddings] = [name for name in tensors if name.endswith("embed_tokens.weight")]
+    extra = f"{embeddings.removesuffix('embed_tokens.weight')}layers.{number}."
+    for name in [name for name in tensors if name.startswith("mtp.")]:
+        own, tensor = name.removeprefix("mtp."), tensors.pop(name)
+        tensors[extra + _GLM_NAMES.get(own, own.removeprefix("layers.0."))] = tensor + 1 if "norm" in own else tensor
+    tensors[f"{extra}embed_tokens.weight"] = tensors[embeddings].clone()
+    tensors[f"{extra}shared_head.head.weight"] = tensors.get("lm_head.weight", tensors[embeddings]).clone()
     save_file(tensors, path, {"format": "pt"})
     return folder
 
@@ -54,17 +77,26 @@ def _last_attention(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
     return {name.removeprefix(before): tensor.shape for name, tensor in tensors.items() if name.startswith(before)}
 
 
+def _text_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config.get("text_config", config)
+
+
 class Reference:
     """The layer's formula: https://arxiv.org/abs/2412.19437, equation 21, with Qwen3.5's norms and attention."""
 
+    _offset = 1.0
+    """Added to weights of norms."""
+
     def __init__(self, folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        self._config: dict[str, Any] = config.get("text_config", config)
+        self._config = _text_config(folder)
         tensors = load_file(folder / "model.safetensors")
         self._own = {
             name.removeprefix("mtp."): tensor.double() for name, tensor in tensors.items() if name.startswith("mtp.")
         }
-        self.embeddings = next(one for name, one in tensors.items() if name.endswith("embed_tokens.weight")).double()
+        self.embeddings = next(
+            one for name, one in tensors.items() if name.endswith("embed_tokens.weight") and ".layers." not in name
+        ).double()
         head = tensors.get("lm_head.weight")
         self._head = self.embeddings if head is None else head.double()
 
@@ -74,11 +106,13 @@ class Reference:
             self._norm(embeddings.double(), "pre_fc_norm_embedding"),
             self._norm(hidden.double(), "pre_fc_norm_hidden"),
         ]
-        x = torch.cat(joined, 1) @ self._own["fc.weight"].T
+        return self._norm(self._layer(torch.cat(joined, 1) @ self._own["fc.weight"].T), "norm")
+
+    def _layer(self, x: Tensor) -> Tensor:
         x = x + self._attention(self._norm(x, "layers.0.input_layernorm"))
         normed = self._norm(x, "layers.0.post_attention_layernorm")
         gate, up = (self._linear(normed, f"layers.0.mlp.{name}_proj") for name in ("gate", "up"))
-        return self._norm(x + self._linear(F.silu(gate) * up, "layers.0.mlp.down_proj"), "norm")
+        return x + self._linear(F.silu(gate) * up, "layers.0.mlp.down_proj")
 
     def chain(self, known: list[int], hidden: Tensor, count: int) -> list[int]:
         """The most likely `count` tokens after `known` tokens. hidden: states of all but the last known token."""
@@ -99,7 +133,7 @@ class Reference:
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scaled = x / (x.square().mean(-1, keepdim=True) + self._config["rms_norm_eps"]).sqrt()
-        return scaled * (1 + self._own[f"{name}.weight"])
+        return scaled * (self._offset + self._own[f"{name}.weight"])
 
     def _attention(self, x: Tensor) -> Tensor:
         size, name = self._config["head_dim"], "layers.0.self_attn"
@@ -121,3 +155,39 @@ class Reference:
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+class GLMReference(Reference):
+    """GLM's formula, with the decoder layer of transformers."""
+
+    _offset = 0.0
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        number = self._config["num_hidden_layers"]
+        extra = f"layers.{number}."
+        stored = {
+            name.partition(extra)[2]: tensor.double()
+            for name, tensor in load_file(folder / "model.safetensors").items()
+            if extra in name
+        }
+        self._own = {own: stored[name] for own, name in _GLM_NAMES.items()}
+        config = AutoConfig.from_pretrained(folder)
+        text = config.get_text_config()
+        text.num_hidden_layers += 1
+        for name, kinds in text.to_dict().items():
+            if isinstance(kinds, list) and len(kinds) == number and name.endswith("layer_types"):
+                setattr(text, name, [*kinds, kinds[-1]])
+        kind = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
+        ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        model = kind.from_pretrained(folder, config=config, dtype=torch.float64, **ways).eval()
+        self._decoder = model.model if text is config else model.model.language_model
+
+    def _layer(self, x: Tensor) -> Tensor:
+        ahead = torch.full((len(x), len(x)), -math.inf, dtype=torch.float64).triu(1)
+        positions = torch.arange(len(x))[None]
+        if "mrope_section" in self._config["rope_parameters"]:
+            positions = positions.expand(3, 1, -1)
+        angles = self._decoder.rotary_emb(x[None], positions)
+        found: Tensor = self._decoder.layers[-1](x[None], attention_mask=ahead[None, None], position_embeddings=angles)
+        return found[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gguf_files import write_gguf
 from tests.models.test_decoder import assert_equal, token_sequences
 from tests.models.test_families import make
-from tests.mtp_checkpoints import Reference, add_mtp
+from tests.mtp_checkpoints import GLMReference, Reference, add_glm_mtp, add_mtp
+from tests.ocr_checkpoints import make_glm4v, make_glm_ocr
 from tests.paged import BlockTables
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
@@ -19,15 +22,28 @@ from vlmserve.models.registry import load_model
 CPU = torch.device("cpu")
 
 
+MAKE: dict[str, Callable[[Path], Path]] = {
+    "qwen3.5": lambda folder: add_mtp(make(folder, "qwen3.5")),
+    "qwen3.5 with shared keys": lambda folder: add_mtp(make(folder, "qwen3.5 with shared keys")),
+    "qwen3.5 in GGUF": lambda folder: add_mtp(make(folder, "qwen3.5")),
+    "GLM-4.5": lambda folder: add_glm_mtp(make(folder, "glm4_moe")),
+    "GLM-4.5V": lambda folder: add_glm_mtp(make_glm4v(folder, "Glm4vMoe")),
+    "GLM-OCR": lambda folder: add_glm_mtp(make_glm_ocr(folder)),
+}
+
+
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5 with shared keys"])
+@pytest.mark.parametrize("name", MAKE)
 @torch.inference_mode()
 def test_logits_of_mtp_equal_its_formula(tmp_path: Path, name: str) -> None:
-    folder = add_mtp(make(tmp_path, name))
-    loaded = load_model(folder, LoadSettings(CPU, torch.float32, drafts=True))
-    model, predictor, reference = loaded.language_model, loaded.predictor, Reference(folder)
+    folder = path = MAKE[name](tmp_path)
+    if name.endswith("GGUF"):
+        path = write_gguf(folder, tmp_path / "model.gguf")
+    loaded = load_model(path, LoadSettings(CPU, torch.float32, drafts=True))
+    model, predictor = loaded.language_model, loaded.predictor
+    reference = GLMReference(folder) if name.startswith("GLM") else Reference(folder)
     assert predictor is not None
-    sequences = token_sequences(300, [40, 1, 23])
+    sequences = token_sequences(min(300, model.vocab_size), [40, 1, 23])
     embeddings = [model.embed(sequence) for sequence in sequences]
     hidden = [torch.randn(one.shape, generator=torch.Generator().manual_seed(len(one))) for one in embeddings]
     tables = BlockTables([len(one) for one in sequences], 4)

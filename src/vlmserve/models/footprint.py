@@ -49,7 +49,10 @@ _STAYS_PLAIN = re.compile(
 )
 """Names of tensors that are never quantized by default: per-layer embeddings, routers, gates of delta rules."""
 
-_UNREAD = re.compile(r"(^|\.)(audio_tower|embed_audio)\.")
+_UNREAD = re.compile(
+    r"(^|\.)(audio_tower|embed_audio)\.|layers\.\d+\.(embed_tokens|shared_head\.head)\.|"
+    r"\.nextn\.(embed_tokens|shared_head_head)\."
+)
 """Names of tensors that no model reads."""
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")

@@ -25,6 +25,7 @@ from vlmserve.kernels.isas import GROUP_BLOCKS, SUPERBLOCK_BYTES
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.models.gguf_blocks import UNPACK
 from vlmserve.models.gguf_heads import DeltaHeads
+from vlmserve.models.mtp import mtp_name
 
 Bytes = NDArray[np.uint8]
 
@@ -66,6 +67,10 @@ _OF_A_LAYER = {
     "ffn_up_shexp": "mlp.shared.up_proj",
     "ffn_down_shexp": "mlp.shared.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_gate",
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm",
 }
 _NOT_WEIGHTS = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_rot_embd")
 
@@ -279,13 +284,13 @@ def _sources(header: Header, architecture: GGUFText) -> Iterator[tuple[str, _Sou
     """Tensors by our names. Raises UnsupportedModelError for an unknown tensor."""
     num_layers = Metadata(header).num_layers
     for name, info in header.tensors.items():
-        if (of_layer := re.match(r"blk\.(\d+)\.", name)) and int(of_layer[1]) >= num_layers:
+        if (of_layer := re.match(r"blk\.(\d+)\.", name)) and int(of_layer[1]) > num_layers:
             continue
         path, _, kind = (name if name.endswith((".weight", ".bias")) else f"{name}.weight").rpartition(".")
         layer = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", path)
         part = {**_OF_A_LAYER, **architecture.layer_names}.get(layer[2]) if layer else _WHOLE.get(path)
         if part is None:
-            if _NOT_WEIGHTS.match(path):
+            if _NOT_WEIGHTS.match(path) or (layer and int(layer[1]) == num_layers):
                 continue
             raise UnsupportedModelError(
                 f"{header.path}: no model of architecture {header.architecture!r} that is supported has a tensor {name}"
@@ -293,6 +298,7 @@ def _sources(header: Header, architecture: GGUFText) -> Iterator[tuple[str, _Sou
         if part == "mlp.up_proj" and architecture.merged_gate:
             part = "mlp.gate_up_proj"
         place = f"language_model.layers.{layer[1]}.{part}" if layer else f"language_model.{part}"
+        place = mtp_name(f"{place}.{kind}", num_layers).removesuffix(f".{kind}")
         if part.startswith("linear_attn."):
             own = part.removeprefix("linear_attn.")
             yield place if own in ("A_log", "dt_bias") else f"{place}.{kind}", _of_delta(header, own, info)

@@ -1,10 +1,11 @@
-"""A layer that drafts: multi-token prediction (MTP, https://arxiv.org/abs/2412.19437), as in Qwen3.5.
+"""A layer that drafts: multi-token prediction (MTP, https://arxiv.org/abs/2412.19437), as in Qwen3.5 and GLM-4.5V.
 
 Row `i` reads the decoder's final state of token `i` and the embedding of token ``i + 1``, and predicts token ``i + 2``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import Unpack, cast
 
@@ -22,6 +23,26 @@ from vlmserve.models.decoder_layer import DecoderLayer
 
 PREFIX = "language_model.mtp."
 """Prefix of canonical tensor names."""
+_EXTRA_LAYER = re.compile(r"language_model\.layers\.(\d+)\.(.+)")
+_OF_EXTRA_LAYER = {
+    "eh_proj": "fc",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head.norm": "norm",
+}
+"""Names in checkpoints that store the layer after the last one of the decoder."""
+
+
+def mtp_name(name: str, num_layers: int) -> str:
+    """Convert a canonical name in layer `num_layers`, the first one after the decoder's. Its copies of embeddings and
+    head stay unused.
+    """
+    found = _EXTRA_LAYER.fullmatch(name)
+    if found is None or int(found[1]) != num_layers:
+        return name
+    path, _, kind = found[2].rpartition(".")
+    own = _OF_EXTRA_LAYER.get(path)
+    return f"{PREFIX}layers.0.{found[2]}" if own is None else f"{PREFIX}{own}.{kind}"
 
 
 class MTPLayer(nn.Module):

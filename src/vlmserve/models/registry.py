@@ -35,7 +35,7 @@ from vlmserve.models.decoder import Decoder
 from vlmserve.models.filling import Filling
 from vlmserve.models.identity import model_identity
 from vlmserve.models.load_settings import LoadSettings
-from vlmserve.models.mtp import PREFIX, has_mtp_layer
+from vlmserve.models.mtp import PREFIX, has_mtp_layer, mtp_name
 from vlmserve.models.output_layers import OutputLayers
 from vlmserve.models.parallel import share_of, split_decoder
 from vlmserve.models.protocols import LanguageModel, LoadedModel, VisionEncoder
@@ -233,7 +233,9 @@ class Description:
         return checkpoint.dtype()
 
     def rename(self, name: str) -> str:
-        return canonical_name(rename(name, () if self.vision is None else self.vision.names), self.family.rename)
+        name = canonical_name(rename(name, () if self.vision is None else self.vision.names), self.family.rename)
+        num_layers = self.text_config.get("num_hidden_layers", self.family.defaults.get("num_hidden_layers"))
+        return mtp_name(name, num_layers) if isinstance(num_layers, int) else name
 
     def spec(self, checkpoint: Checkpoint) -> ArchSpec:
         family = self.vision
