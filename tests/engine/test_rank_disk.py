@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -158,6 +159,34 @@ def test_requests_overtake_one_that_rank_1_reads(
                 engine.abort(["aborted"])
                 tiers.gate.set()
     assert answers["known"] == expected[0]
+
+
+def test_full_disk_of_rank_0_stops_all(
+    llava: Oracle, prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskTier.store
+    leading: list[DiskTier] = []
+    following: list[DiskTier] = []
+    is_full = threading.Event()
+
+    def fail() -> Bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def store_unless_leading(tier: DiskTier, key: bytes, size: int, content: Callable[[], Bytes]) -> None:
+        is_leading = threading.current_thread() is threading.main_thread()
+        (leading if is_leading else following).append(tier)
+        store(tier, key, size, fail if is_leading and is_full.is_set() else content)
+
+    monkeypatch.setattr(DiskTier, "store", store_unless_leading)
+    engine = start(llava, tmp_path)
+    generate(engine, prompts[:1])
+    is_full.set()
+    generate(engine, prompts[1:2])
+    wait_until(lambda: not leading[0].writes)
+    generate(engine, prompts[2:3])  # rank 1 has read earlier messages
+    before = len(following)
+    generate(engine, prompts[3:])
+    assert len(following) == before > 0
 
 
 def test_ranks_find_blocks_of_windows(tmp_path: Path, tiers: Tiers) -> None:

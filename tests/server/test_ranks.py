@@ -73,6 +73,18 @@ def test_a_server_of_two_ranks(checkpoint: Path) -> None:
         wait_until(lambda: not engine.is_running() and not rank.is_running())
 
 
+def test_later_processes_read_all_shards(checkpoint: Path, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    settings = {**SETTINGS, "disk_cache": str(tmp_path), "block_size": 4}
+    found = []
+    for _ in range(2):
+        llm = LLM(str(checkpoint), tensor_parallel_size=2, **settings)
+        found.append(llm.chat(CONVERSATIONS, params, use_tqdm=False))
+        llm.close()
+    assert [one.text for one in found[0]] == [one.text for one in found[1]]
+    assert [len(one.prompt_token_ids) - one.num_cached_tokens for one in found[1]] == [1, 1]
+
+
 def test_stopped_rank_is_an_error_of_llm(checkpoint: Path) -> None:
     llm = LLM(str(checkpoint), tensor_parallel_size=2, rank_timeout=3, **SETTINGS)
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)

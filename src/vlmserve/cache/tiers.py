@@ -189,6 +189,11 @@ class DiskTier:
         return content
 
     @property
+    def writes(self) -> bool:
+        """False after a file could not be written."""
+        return self._writes
+
+    @property
     def room(self) -> int:
         return max(0, MAX_QUEUED - self._queued_bytes) if self._writes else 0
 

@@ -35,7 +35,7 @@ from vlmserve.settings.config import EngineConfig
 logger = logging.getLogger(__name__)
 
 GRACE = 5.0
-"""Seconds that an ending process has to exit."""
+"""Seconds that an ending process has to store on disk what waits for it, and then to exit."""
 _STDERR = 2
 _THEIRS = "--model-impl transformers"
 
@@ -102,6 +102,9 @@ class RankProcesses:
             raise reason or EngineDeadError("a rank has ended")
 
     def close(self) -> None:
+        """End all ranks, whatever they do."""
+        for process in self._processes:
+            process.end()
         self._close()
 
     def _reason(self) -> VLMServeError | None:
@@ -153,6 +156,10 @@ class _Process:
         if self.channel.recv(1) == b"":
             raise ConnectionError(f"rank {self.rank} has ended")
 
+    def end(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
     def reason(self) -> VLMServeError | None:
         if self.process.poll() is None and not self._is_ending():
             return None
@@ -198,9 +205,13 @@ class _Killer:
 def _end(processes: Sequence[_Process], watch: RankWatch, directory: Path) -> None:
     watch.close()
     for one in processes:
-        if one.process.stdin is not None:
-            one.process.stdin.close()
         one.channel.close()
+    until = time.monotonic() + GRACE
+    for one in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            one.process.wait(max(0.0, until - time.monotonic()))
+    for one in processes:
+        one.end()
     for one in processes:
         try:
             one.process.wait(GRACE)

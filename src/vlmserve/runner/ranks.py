@@ -100,7 +100,8 @@ class LeadingRunner(ModelRunner):
         return RunningStep(finish)
 
     def keep(self, tier: DiskTier, stores: DiskStores) -> None:
-        self._followers.send(pack(RankMessage(stores=stores)))
+        if tier.writes:  # else its shards are missing
+            self._followers.send(pack(RankMessage(stores=stores)))
         super().keep(tier, stores)
 
     def collect(self, timeout: float) -> ModelRunnerOutput:
