@@ -162,12 +162,14 @@ def llava_rounds(place: Path, disk: Path, ranks: int) -> Callable[[int, int], Ta
     return run
 
 
-def state_rounds(place: Path, disk: Path) -> Callable[[int, int], state_fuzz.Tally]:
+def state_rounds(place: Path, disk: Path, ranks: int) -> Callable[[int, int], state_fuzz.Tally]:
     """Like `llava_rounds`. Two engines in a row get the same requests."""
     models, tally = [], state_fuzz.Tally()
     for name, make in state_fuzz.FAMILIES.items():
         (folder := place / name).mkdir()
-        models.append(make(folder))
+        model = make(folder)
+        model.ranks = ranks
+        models.append(model)
 
     def run(seed: int, num_requests: int) -> state_fuzz.Tally:
         model, saboteur = models[seed // 2 % len(models)], Saboteur(disk, random.Random(seed))
@@ -181,7 +183,7 @@ def state_rounds(place: Path, disk: Path) -> Callable[[int, int], state_fuzz.Tal
 
 def fuzz_all(options: argparse.Namespace, place: Path, disk: Path) -> Tally | state_fuzz.Tally:
     """Start one engine after the other, and fill the disk for every third."""
-    run = state_rounds(place, disk) if options.states else llava_rounds(place, disk, options.ranks)
+    run = state_rounds(place, disk, options.ranks) if options.states else llava_rounds(place, disk, options.ranks)
     num_full, seed, tally = 0, options.seed, None
     while tally is None or tally.finished < options.requests:
         ballast = disk / "ballast"
@@ -204,8 +206,6 @@ def main() -> None:
     parser.add_argument("--states", action="store_true", help="models with states")
     parser.add_argument("--ranks", type=int, default=1, help="ranks, as threads of this process (default 1)")
     options = parser.parse_args()
-    if options.states and options.ranks > 1:
-        parser.error("--states runs with one rank; leave --ranks out")
     vlmserve.engine.ranks.RankProcesses = RankThreads  # type: ignore[misc, assignment]
     with tempfile.TemporaryDirectory() as place:
         (disk := Path(place) / "disk").mkdir(mode=0o700)

@@ -99,6 +99,8 @@ class Model:
     folder: Path
     pictures: list[Turn]
     known: dict[tuple[object, ...], Answer] = field(default_factory=dict)
+    ranks: int = 1
+    """Ranks of its engines but the quiet one. Several have no adapters."""
 
     def __post_init__(self) -> None:
         whole = AutoModelForImageTextToText.from_pretrained(self.folder)
@@ -110,10 +112,11 @@ class Model:
         [*self.ends] = self.quiet.info.end_token_ids or (2,)
 
     def engine(self, **settings: object) -> Engine:
-        fixed = {"dtype": "float32", "device": "cpu", "num_threads": 1, "enable_lora": True, "max_loras": 3}
+        adapters = {"enable_lora": True, "max_loras": 3} if settings.get("tensor_parallel_size", 1) == 1 else {}
+        fixed = {"dtype": "float32", "device": "cpu", "num_threads": 1, **adapters}
         config = EngineConfig(model=str(self.folder), **{**fixed, "kv_cache_memory": "8MiB", **settings})
         engine = Engine(config, self.folder)
-        for name in ("one", "other", "mixed"):
+        for name in ("one", "other", "mixed") if adapters else ():
             engine.adapter_store.load(name, self.folder / name)
         return engine
 
@@ -225,6 +228,8 @@ class Crowd:
         style = STYLES[self.random.choice(self.styles)]
         params = SamplingParams(max_tokens=self.random.choice([1, 2, 5, 9, 20]), **style)
         salt, adapter = self.random.choice(SALTS), self.random.choice(ADAPTERS)
+        if self.model.ranks > 1:
+            adapter = ""
         prompt, priority = joined(turns), self.random.choice([0, 0, 1])
         if len(prompt.token_ids) > MAX_MIXED and adapter == "mixed":
             adapter = "one"
@@ -297,7 +302,7 @@ def fuzz(model: Model, num_requests: int, seed: int, tally: Tally, disk: Disk | 
     with pytest.MonkeyPatch.context() as patch:
         # Tiny models compute faster than they copy.
         patch.setattr(CostModel, "worth_saving", lambda _: True)
-        if choice([True, False]):
+        if choice([True, False]) and model.ranks == 1:
             devices = replace_cpus(patch)
         busy = model.engine(
             state_cache_memory=(1 + slots) * model.quiet.sizes.state_bytes,
@@ -307,6 +312,7 @@ def fuzz(model: Model, num_requests: int, seed: int, tally: Tally, disk: Disk | 
             kv_cache_memory=pages * of_tokens.page,
             kv_offload_memory=choice([0, "256KiB", "4MiB"]),
             max_model_len=MAX_LEN,
+            tensor_parallel_size=model.ranks,
             **({} if disk is None else {"disk_cache": str(disk.folder), "disk_cache_memory": disk.memory}),
         )
         act = None if disk is None else disk.act
