@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from http import HTTPStatus
 
@@ -21,7 +22,7 @@ from vlmserve.server.schema.models import LoadAdapterRequest, UnloadAdapterReque
 
 
 async def load_adapter(request: Request) -> Response:
-    """Have all workers of a model load or replace a LoRA adapter from their folders."""
+    """Have all workers of a model load or replace a LoRA adapter from their folders. Load the model if needed."""
     return await _change(request, LoadAdapterRequest)
 
 
@@ -37,7 +38,14 @@ async def _change(request: Request, kind: type[LoadAdapterRequest] | type[Unload
     with gateway.bodies.share() as share:
         data = await read_json_body(request, gateway.max_body_bytes, share, config.body_timeout)
         body = parse_body(kind, data, BodyLimits(config.max_body_values, config.max_messages))
-    own, _ = gateway.model(body.model)
+    with contextlib.ExitStack() as held:
+        await gateway.await_worker(body.model, held)
+        own, _ = gateway.model(body.model)
+        return await _change_all(request, own, body)
+
+
+async def _change_all(request: Request, own: str, body: LoadAdapterRequest | UnloadAdapterRequest) -> Response:
+    gateway: Gateway = request.app.state.gateway
     members = gateway.members_of(own)
     if not members:
         raise UnavailableError(f"No worker of {own!r} answers now; try again soon")

@@ -82,9 +82,10 @@ def _cards_of_unloaded(gateway: Gateway, card_of: Callable[..., ModelCard]) -> I
     for own, offered in hosts.models.items():
         if own not in gateway.models:
             facts = hosts.facts.get(own)
-            card = card_of(own, hosts.created, None if facts is None else facts.abilities)
-            card.state, card.reason = offered.state, offered.reason or msgspec.UNSET
-            yield card
+            for name in offered.shown or (own,):
+                card = card_of(name, hosts.created, None if facts is None else facts.abilities)
+                card.state, card.reason = offered.state, offered.reason or msgspec.UNSET
+                yield card
 
 
 async def list_models(request: Request) -> Response:

@@ -138,6 +138,8 @@ class OfferedModel(msgspec.Struct, frozen=True, omit_defaults=True):
     """Progress of the load, as text."""
     reason: str = ""
     """Why the latest load failed."""
+    shown: tuple[str, ...] = ()
+    """The names that lists of models have; empty: `name`."""
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -44,6 +45,13 @@ async def test_gateway_lists_models_that_workers_could_load(folder):
         page = (await cluster.client.get("/metrics")).text
         assert 'vlmserve:model_loads_total{worker="worker-0",model="b"}' in page
         assert 'vlmserve:gateway_worker_up{worker="worker-' in page
+
+
+async def test_gateway_lists_all_names_of_unloaded_models(folder):
+    [first, *_] = list_models(folder)
+    named = replace(first, server=first.server.model_copy(update={"served_model_name": ("alias",)}))
+    async with Hosting([named]) as cluster:
+        assert await cluster.states() == {"a": "unloaded", "alias": "unloaded"}
 
 
 async def test_models_load_where_room_is(folder):

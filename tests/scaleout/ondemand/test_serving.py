@@ -170,6 +170,22 @@ async def test_unloaded_model_lacks_no_adapters(folder):
         assert not serving.gateway.lacking("a")
 
 
+async def test_lists_have_all_names_of_unloaded_models(folder):
+    [first, *_] = list_models(folder, lora_modules=["poems=/adapters/poems"], enable_lora=True)
+    named = replace(first, server=first.server.model_copy(update={"served_model_name": ("alias",)}))
+    async with Serving([named]) as serving:
+        assert await serving.states() == {"a": "unloaded", "alias": "unloaded", "poems": "unloaded"}
+        assert (await serving.client.get("/v1/models/poems")).json()["parent"] == "a"
+
+
+async def test_adapter_loads_its_model_first(folder):
+    async with Serving(list_models(folder)) as serving:
+        wanted = {"lora_name": "poems", "lora_path": "poems", "model": "b"}
+        answer = await serving.client.post("/v1/load_lora_adapter", json=wanted)
+        assert answer.status_code == 400, "the mock engine has no adapters"
+        assert await serving.states() == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+
+
 async def test_tokens_count_although_the_model_unloads(folder, tmp_path):
     keys = tmp_path / "keys.jsonl"
     key = add_key(keys, "alice", tokens_per_minute=1000)

@@ -55,18 +55,20 @@ def _gateway(request: Request) -> OnDemandGateway:
 
 
 def _cards(request: Request) -> Iterator[ModelCard]:
-    """Entries of all models with their state, and of loaded models' adapters."""
+    """Entries of all models with their state, and of their adapters."""
     gateway, for_anthropic = _gateway(request), is_for_anthropic(request)
     for name, model in gateway.pool.models.items():
         facts = gateway.facts.get(name)
         abilities = None if facts is None else facts.abilities
-        for alias in (name, *(one for one in model.listed.server.served_model_name if one != name)):
+        for alias in model.listed.shown:
             card = model_card(alias, gateway.created, abilities, for_anthropic=for_anthropic)
             card.state, card.reason = model.state, model.failure or msgspec.UNSET
             yield card
-        for adapter, about in gateway.models[name].adapters.items() if name in gateway.models else ():
+        loaded = gateway.models[name].adapters if name in gateway.models else {}
+        for adapter in loaded or model.listed.adapters:
             card = model_card(adapter, gateway.created, abilities, for_anthropic=for_anthropic)
-            card.parent, card.root, card.state = name, about.root or msgspec.UNSET, model.state
+            root = loaded[adapter].root if loaded else ""
+            card.parent, card.root, card.state = name, root or msgspec.UNSET, model.state
             yield card
 
 

@@ -35,10 +35,18 @@ class Listed:
     server: ServerConfig
 
     @property
+    def shown(self) -> tuple[str, ...]:
+        """The names that lists of models have, the model's own name first."""
+        return tuple(dict.fromkeys((self.name, *self.server.served_model_name)))
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(read_module(text).name for text in self.engine.lora_modules)
+
+    @property
     def names(self) -> tuple[str, ...]:
-        """The model's own name first, its adapters' last."""
-        adapters = (read_module(text).name for text in self.engine.lora_modules)
-        return tuple(dict.fromkeys((self.name, *self.server.served_model_name, self.engine.model, *adapters)))
+        """All names that requests may use, the model's own name first, its adapters' last."""
+        return tuple(dict.fromkeys((*self.shown, self.engine.model, *self.adapters)))
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ def check_names(models: Collection[Listed]) -> None:
     """Raises ConfigurationError if two models have one name."""
     seen: set[str] = set()
     for model in models:
-        for name in dict.fromkeys((model.name, *model.server.served_model_name)):
+        for name in model.shown:
             if name in seen:
                 raise ConfigurationError(f"two models are called {name}; rename the folder or the section of one")
             seen.add(name)

@@ -156,6 +156,7 @@ def _offered(model: Model) -> OfferedModel:
         idle_seconds=time.monotonic() - slot.last_use if slot is not None and is_loaded else 0.0,
         progress=model.progress if model.state == "loading" else "",
         reason=model.failure if model.state == "failed" else "",
+        shown=listed.shown,
     )
 
 

@@ -405,10 +405,9 @@ async def _in_thread(work: Callable[[], Expected]) -> Expected:
 def _inner(listed: Listed, host: str) -> str:
     """The gateway checks keys and limits; by default, workers store nothing."""
     own = listed.server
-    names = (listed.name, *own.served_model_name)
     update = {
         "host": host, "port": 0, "enable_page": False, "access_log": False, "api_key": (), "api_keys_file": None,
-        "served_model_name": tuple(dict.fromkeys(names)), "max_restarts": 0, "sleep_after": 0.0, "max_batches": 0,
+        "served_model_name": listed.shown, "max_restarts": 0, "sleep_after": 0.0, "max_batches": 0,
         "otlp_traces_endpoint": None,
     }  # fmt: skip
     if own.storage_url is None and own.storage_path is None:
