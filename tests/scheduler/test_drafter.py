@@ -140,6 +140,18 @@ def test_searches_are_limited_and_leave_room_for_drafts(num_decodes: int, share:
     assert account.best_count([0.99] * MAX_DRAFTS) > 0
 
 
+@pytest.mark.parametrize(("standing", "left"), [(0.015, 0.005), (0.05, 0.005)])
+def test_standing_costs_leave_less_for_searches(standing: float, left: float) -> None:
+    costs = StepCosts(FLAT)
+    account, spent, steps = Account(costs, standing * costs.seconds(1)), 0.0, 1000 * costs.seconds(1)
+    for _ in range(1000):
+        account.begin_step(1, 0)
+        if account.affords_search:
+            account.spend(0.01)
+            spent += 0.01
+    assert left * steps < spent + 0.01 < left * steps + 2.5 * costs.seconds(1)
+
+
 @pytest.mark.parametrize(("num_decodes", "drafted"), [(1, True), (2, False), (16, False)])
 def test_drafts_of_several_save_twice_their_cost(num_decodes: int, drafted: bool) -> None:
     # A row costs 1 second, a decode of this step 1 / 0.7.

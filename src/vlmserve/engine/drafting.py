@@ -9,7 +9,7 @@ from vlmserve.engine.draft_costs import known_costs
 from vlmserve.engine.loading import CacheSizes, may_draft
 from vlmserve.kernels.trials import machine
 from vlmserve.runner.runner import ModelRunner
-from vlmserve.runner.warm_up import ROWS_OF_DRAFTS, time_ahead, time_predictions, time_rows
+from vlmserve.runner.warm_up import ROWS_OF_DRAFTS, time_ahead, time_predictions, time_rows, time_without_predictions
 from vlmserve.scheduler.drafts.costs import StepCosts
 from vlmserve.scheduler.drafts.drafter import Drafter
 from vlmserve.scheduler.scheduler import Scheduler
@@ -46,10 +46,17 @@ def start_drafting(
     (_, one), (rows, longest) = (measured if ahead is None else ahead)[0], measured[-1]
     logger.info("Speculation: a step of %d tokens takes %.1f times as long as a step of one", rows, longest / one)
     seconds: float | None = None
+    standing = 0.0
     if runner.model.predictor is not None:
         (none, without), *_, (most_drafts, with_drafts) = known_costs(f"{key} mtp", partial(time_predictions, runner))
         seconds = max(0.0, with_drafts - without) / (most_drafts - none)
-        logger.info("Speculation: a draft of the model's own layer (MTP) takes %.2f steps", seconds / one)
-    drafter = Drafter(StepCosts(measured, ahead), seconds, sizes.draft_places or config.max_num_seqs)
+        [(_, plain), *_] = known_costs(f"{key} without mtp", partial(time_without_predictions, runner))
+        standing = max(0.0, without - plain)
+        logger.info(
+            "Speculation: the model's own layer (MTP) takes %.1f%% of a step, and a draft of it %.2f steps",
+            100 * standing / one,
+            seconds / one,
+        )
+    drafter = Drafter(StepCosts(measured, ahead), seconds, sizes.draft_places or config.max_num_seqs, standing)
     scheduler.propose_drafts, scheduler.awaits_tokens = drafter.propose, False
     return drafter

@@ -174,6 +174,15 @@ def time_predictions(runner: ModelRunner) -> list[tuple[int, float]]:
     return _fastest(runner, PREDICTED, lambda runner, count: _check_drafts(runner, 1, count))
 
 
+def time_without_predictions(runner: ModelRunner) -> list[tuple[int, float]]:
+    """Measure a step of one row without the layer for multi-token prediction."""
+    predictions, runner.predictions = runner.predictions, None
+    try:
+        return _fastest(runner, (1,), _check_drafts)
+    finally:
+        runner.predictions = predictions
+
+
 def _check_drafts(runner: ModelRunner, rows: int, num_predicted: int = 0) -> float:
     """num_predicted: drafts that the model makes."""
     request = _request(runner, 0, 1, max_tokens=rows + num_predicted)

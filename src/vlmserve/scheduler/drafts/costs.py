@@ -15,6 +15,8 @@ _VALUE_IN_CROWDS = 0.5
 """Share of an accepted draft's time that counts in steps of several requests: the engine's own work is not measured."""
 _RESERVE = 0.5
 """Balance that searches of several requests leave for drafts, in steps of one row."""
+_LEFT_BY_STANDING = 0.25
+"""Least part of the share that standing costs leave."""
 _FIRST_STEPS, _MOST_STEPS = 2.0, 8.0
 """Initial and maximum balance of `Account`, in steps of one row."""
 
@@ -67,8 +69,9 @@ class StepCosts:
 class Account:
     """Seconds that drafts and searches for them may cost: a share of all steps, plus the time saved by drafts."""
 
-    def __init__(self, costs: StepCosts) -> None:
-        self._costs = costs
+    def __init__(self, costs: StepCosts, standing: float = 0.0) -> None:
+        """standing: seconds that each step pays for drafts, even if it makes none."""
+        self._costs, self._standing = costs, standing
         self._step = costs.seconds_without(1, 0, is_ahead=True)
         self._left = _FIRST_STEPS * self._step
         self._rows, self._value = 1, self._step
@@ -102,6 +105,7 @@ class Account:
         if num_decodes > 1:
             share, self._reserve = _SHARE_OF_CROWDS, _RESERVE * self._step
             self._value *= _VALUE_IN_CROWDS
+        share = max(share - self._standing / of_decodes, _LEFT_BY_STANDING * share)
         self._add(share * of_decodes if num_decodes and not is_counted else 0.0)
 
     def _add(self, seconds: float) -> None:

@@ -51,12 +51,18 @@ class _Found(NamedTuple):
 
 
 class Drafter:
-    def __init__(self, costs: StepCosts, seconds_of_model: float | None = None, max_predicting: int = 256) -> None:
+    def __init__(
+        self,
+        costs: StepCosts,
+        seconds_of_model: float | None = None,
+        max_predicting: int = 256,
+        standing: float = 0.0,
+    ) -> None:
         """seconds_of_model: that the model takes for a draft; None: it makes none. max_predicting: requests of a step
-        with such drafts.
+        with such drafts. standing: see `Account`.
         """
         self.num_drafted = self.num_accepted = 0
-        self._account = Account(costs)
+        self._account = Account(costs, standing)
         self._seconds_of_model, self._max_predicting = seconds_of_model, max_predicting
         self._forced: Mapping[str, list[int]] = {}
         """Tokens that grammars force after the last step, by request."""
