@@ -12,7 +12,7 @@ import httpx
 from tests.engine_thread import run_engines_in_threads
 from tests.forking import ForkedProcess
 from tests.waiting import wait_until
-from vlmserve.scaleout import absence
+from vlmserve.scaleout import absence, proxy
 from vlmserve.scaleout.launch import MemberProcess
 from vlmserve.scaleout.member import main
 from vlmserve.scaleout.member_messages import GatewayLaunch, Launch, WorkerLaunch
@@ -24,6 +24,8 @@ TOKEN = "a token of the test"
 
 def run_member(patience: float, in_threads: bool) -> None:
     """What the module of members does as a program. in_threads: whether workers run their engines in threads."""
+    if patience > absence.PATIENCE:
+        proxy.NEWS = patience
     absence.PATIENCE = patience
     if in_threads:
         run_engines_in_threads()
@@ -57,7 +59,8 @@ class Cluster:
         in_threads: bool = True,
     ) -> None:
         """own: settings of the server, by the name of the worker that has them. patience: seconds for which requests
-        wait for a worker. in_threads: whether workers run their engines in threads instead of processes."""
+        wait for a worker, and for news of a worker that may be leaving if this is more than the default. in_threads:
+        whether workers run their engines in threads instead of processes."""
         self._patience = patience
         self._in_threads = in_threads
         self._engine = EngineConfig(**{"model": str(folder), "engine": "mock", **(engine or {})})
