@@ -447,6 +447,20 @@ def test_eval_names_an_unknown_task():
     assert (result.exit_code, "chess" in result.stderr, "count" in result.stderr) == (2, True, True)
 
 
+def test_reading_tasks_need_new_fonts(monkeypatch):
+    monkeypatch.setattr("vlmserve.pixie.reading_evaluation.fonts_are_missing", lambda: True)
+    result = run("eval", "pixie", "--task", "total")
+    assert (result.exit_code, "vlmserve[pixie]" in result.stderr) == (2, True)
+
+
+def test_eval_asks_about_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr("vlmserve.pixie.reading_evaluation.fonts_are_missing", lambda: False)
+    folder = make_mock_checkpoint(tmp_path)
+    result = run("eval", "pixie", "--engine", "mock", "--model", folder, "--per-task", "1", "--task", "text")
+    assert result.exit_code == 0
+    assert re.search(r"^\| character \| text \| \d+ \|", result.stdout, re.MULTILINE)
+
+
 # The rest
 
 

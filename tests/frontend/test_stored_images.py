@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.mock_checkpoint import make_mock_checkpoint
 from tests.waiting import wait_until
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.frontend.stored_images import StoredImages
@@ -50,9 +51,10 @@ def opened(config: EngineConfig) -> StoredImages:
     return stored
 
 
-def edited(folder: Path, change: Callable[[dict[str, Any]], None], name: str) -> Path:
-    """Copy pixie without weights, and change one of its files."""
-    copy = shutil.copytree(resolve_model("pixie"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+def edited(folder: Path, change: Callable[[dict[str, Any]], None], name: str, model: Path | None = None) -> Path:
+    """Copy a model without weights, and change one of its files. model: default: pixie."""
+    source = model or resolve_model("pixie")
+    copy = shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     settings = json.loads((copy / name).read_text())
     change(settings)
     (copy / name).write_text(json.dumps(settings))
@@ -100,9 +102,11 @@ def test_models_share_no_prepared_images(
     config: EngineConfig, tmp_path: Path, name: str, change: Callable[[dict[str, Any]], None], added: int
 ) -> None:
     """Their pixels may be equal, but not the tokens of an image. added: tokens of the other model's image."""
-    first = prepare(start(config), 1)
+    (tmp_path / "llava").mkdir()
+    llava = make_mock_checkpoint(tmp_path / "llava")
+    first = prepare(start(config, llava), 1)
     wait_until(lambda: [*tmp_path.glob("*.entry")] != [])
-    other = start(config, edited(tmp_path / "other", change, name))
+    other = start(config, edited(tmp_path / "other", change, name, llava))
     assert prepare(other, 1).num_tokens == first.num_tokens + added
     stats = other.media.image_cache.stats()
     assert (stats.hits, stats.misses) == (0, 1)

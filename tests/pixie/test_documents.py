@@ -14,7 +14,7 @@ from vlmserve.pixie.document_drawing import draw_document
 from vlmserve.pixie.documents import DOCUMENT_KINDS, LARGEST_SIDE, MOST_LINES, SMALLEST_SIDE, Style, sample_document
 from vlmserve.pixie.fonts import document_fonts
 from vlmserve.pixie.printed_text import CHARACTERS, price
-from vlmserve.pixie.reading import READING_TASKS, ask_document
+from vlmserve.pixie.reading import DOCUMENT_TASKS, ask_document
 from vlmserve.pixie.reading_evaluation import overlap
 
 KINDS = ("page", *DOCUMENT_KINDS)
@@ -68,6 +68,21 @@ def test_ink_covers_the_boxes_of_characters():
                     assert (abs(inside - 255).sum(-1) > 60).any()
 
 
+@pytest.mark.parametrize("kind", DOCUMENT_KINDS)
+def test_descriptions_name_what_is_printed(kind):
+    document = sample_document(5, kind)
+    facts, question = document.facts, ask_document(document, random.Random(1), "describe")
+    named = {
+        "lines": document.lines[0].text,
+        "sign": document.lines[-1].text,
+        "receipt": str(facts.get("total")),
+        "chart": str(facts.get("title")),
+        "gauge": str(facts.get("value")),
+    }
+    assert question is not None
+    assert named[kind] in question.answer
+
+
 def test_held_out_fonts_are_never_trained_on():
     new = Style(new=True)
     for seed in range(10):
@@ -85,12 +100,12 @@ def test_totals_are_the_sum_of_prices():
 
 def test_answers_are_printed_in_the_document():
     rng = random.Random(0)
-    for kind, tasks in READING_TASKS.items():
+    for kind, tasks in DOCUMENT_TASKS.items():
         for task in tasks:
             for new in (False, True):
                 document = sample_document(rng.getrandbits(30), kind)
                 question = ask_document(document, rng, task, new=new)
-                if question is None or task in ("colour", "board"):
+                if question is None or task in ("colour", "board", "describe"):
                     continue
                 if question.schema is not None:
                     validate(json.loads(question.answer), json.loads(question.schema))

@@ -90,7 +90,7 @@ def new_model() -> LlavaForConditionalGeneration:
     return model
 
 
-def export_tokenizer(folder: Path, trained: Tokenizer) -> FastTokenizer:
+def export_tokenizer(folder: Path, trained: Tokenizer, template: str = CHAT_TEMPLATE) -> FastTokenizer:
     """Write the tokenizer's files and the chat template; return it as transformers reads it."""
     tokenizer = FastTokenizer(
         tokenizer_object=trained,
@@ -102,7 +102,7 @@ def export_tokenizer(folder: Path, trained: Tokenizer) -> FastTokenizer:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return tokenizer
 

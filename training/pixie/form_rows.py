@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from training.pixie.export import IMAGE_TOKENS
-from training.pixie.rows import IMAGES_PER_ROW, READING, Group, Mixture, RowMaker, apart, branching, pack, squash
+from training.pixie.rows import IMAGES_PER_ROW, READING, Group, Mixture, RowMaker, branching, pack, squash
 from training.pixie.skills import sample_questions
 from training.pixie.tokenizer import IMAGE, encode_example
 from vlmserve.pixie.calls import Dialog, ask_all_with_tools
@@ -146,9 +146,7 @@ class FormRowMaker:
         return groups
 
     def _apart(self, example: Example, given: Sequence[Span]) -> Group:
-        ids, _ = apart(self._tokenizer, example)[1][0]
-        _, kept = encode_given(self._tokenizer, example, given)
-        return [], [(ids, [*[False] * (len(ids) - len(kept)), *kept])]
+        return [], [encode_given(self._tokenizer, replace(example, text_first=True), given)]
 
 
 def _packed(made: tuple[list[Group], tuple[int, ...]], first_image: int) -> dict[str, Any]:

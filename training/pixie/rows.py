@@ -73,7 +73,8 @@ READING: Final = Mixture(
 
 Encoded = tuple[list[int], list[bool]]
 Group = tuple[list[int], list[Encoded]]
-"""Tokens that all its branches see, and the branches, each with which of its tokens the model is to say."""
+"""Tokens that all its branches see, and the branches, each with which of its tokens the model is to say. An image is a
+single placeholder."""
 
 
 def squash(scene: Scene) -> npt.NDArray[np.uint8]:
@@ -112,8 +113,18 @@ class Pool:
         return min(self.made.value, self.size)
 
 
+def _expand(encoded: Encoded) -> Encoded:
+    ids, said = [], []
+    for token, speaks in zip(*encoded, strict=True):
+        count = IMAGE_TOKENS if token == IMAGE else 1
+        ids += [token] * count
+        said += [speaks] * count
+    return ids, said
+
+
 def pack(groups: Sequence[Group], length: int = ROW_LENGTH) -> dict[str, npt.NDArray[Any]]:
-    """Lay groups behind each other into one row of `length` tokens; what does not fit is left out.
+    """Lay groups behind each other into one row of `length` tokens; what does not fit is left out. An image takes
+    `IMAGE_TOKENS` placeholders.
 
     groups: who belongs together. branches: 0 for what all of a group see, else the branch. positions: those that a
     token would have if its branch were alone.
@@ -121,7 +132,9 @@ def pack(groups: Sequence[Group], length: int = ROW_LENGTH) -> dict[str, npt.NDA
     row: dict[str, npt.NDArray[Any]] = {name: np.zeros(length, kind) for name, kind in Pool.ROW_FIELDS.items()}
     row["said"] = np.zeros(length, np.bool_)
     filled = 0
-    for number, (common, branches) in enumerate(groups):
+    for number, group in enumerate(groups):
+        common = _expand((group[0], [False] * len(group[0])))[0]
+        branches = [_expand(branch) for branch in group[1]]
         if filled + len(common) + min(len(ids) for ids, _ in branches) > length:
             break
         parts = [(0, common, [False] * len(common), 0)]
@@ -140,18 +153,9 @@ def pack(groups: Sequence[Group], length: int = ROW_LENGTH) -> dict[str, npt.NDA
     return row
 
 
-def _expand(encoded: Encoded) -> Encoded:
-    ids, said = [], []
-    for token, speaks in zip(*encoded, strict=True):
-        count = IMAGE_TOKENS if token == IMAGE else 1
-        ids += [token] * count
-        said += [speaks] * count
-    return ids, said
-
-
 def apart(tokenizer: Tokenizer, example: Example) -> Group:
     """A conversation of its own, its images behind the question's text."""
-    return [], [_expand(encode_example(tokenizer, replace(example, text_first=True)))]
+    return [], [encode_example(tokenizer, replace(example, text_first=True))]
 
 
 def branching(tokenizer: Tokenizer, examples: Iterable[Example]) -> Group:
@@ -163,7 +167,7 @@ def branching(tokenizer: Tokenizer, examples: Iterable[Example]) -> Group:
         start = len(ids) - ids[::-1].index(IMAGE)
         common = ids[:start]
         branches.append((ids[start:], said[start:]))
-    return _expand((common, [False] * len(common)))[0], branches
+    return common, branches
 
 
 class RowMaker:

@@ -21,7 +21,9 @@ def eval_pixie(
     engine: EngineConfig,
     media: MediaConfig,
     per_task: Annotated[int, typer.Option(metavar="INT", min=1, help="Held-out examples of each task.")] = 200,
-    task: Annotated[list[str] | None, typer.Option(help="Only this task (repeatable).")] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="Only this task (repeatable). Without it: all but those about documents.")
+    ] = None,
     mistakes: Annotated[int, typer.Option(metavar="INT", min=0, help="Wrong answers to show per task.")] = 0,
     write: Annotated[bool, typer.Option("--write", help="Write the table into the model's README.md.")] = False,
 ) -> None:
@@ -37,16 +39,19 @@ def eval_pixie(
     from vlmserve.offline.llm import LLM
     from vlmserve.pixie.evaluation import evaluate, greedy_answers, write_card
     from vlmserve.pixie.form_evaluation import evaluate_forms
-    from vlmserve.pixie.questions import FORM_TASKS, TASKS
+    from vlmserve.pixie.questions import FORM_TASKS, READING_TASKS, TASKS
+    from vlmserve.pixie.reading_evaluation import NO_FONTS, evaluate_reading, fonts_are_missing
 
-    known = (*TASKS, *FORM_TASKS)
+    known = (*TASKS, *FORM_TASKS, *READING_TASKS)
     if unknown := set(task or ()) - set(known):
         raise ConfigurationError(f"--task {', '.join(sorted(unknown))}: known tasks are {', '.join(known)}")
-    wanted = set(task or known)
+    wanted = set(task or (*TASKS, *FORM_TASKS))
     folder = resolve_model(engine.model, engine.revision)
     card = folder / "README.md"
     if write and (task or not card.is_file()):
         raise ConfigurationError("--write needs all tasks" if task else f"there is no model card {card}")
+    if wanted & set(READING_TASKS) and fonts_are_missing():
+        raise ConfigurationError(NO_FONTS)
     llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
     with Progress(console=Console(stderr=True)) as progress:
         tasks = [name for name in TASKS if name in wanted]
@@ -55,6 +60,9 @@ def eval_pixie(
         if forms := [name for name in FORM_TASKS if name in wanted]:
             bar = add_bar(progress, "Asking for forms")
             report.tasks |= evaluate_forms(llm, folder, per_task=per_task, tasks=forms, progress=bar)
+        if reading := [name for name in READING_TASKS if name in wanted]:
+            bar = add_bar(progress, "Asking about documents")
+            report.tasks |= evaluate_reading(llm, per_task=per_task, tasks=reading, progress=bar)
     typer.echo(report.to_markdown())
     endless = sum(result.endless for result in report.tasks.values())
     typer.echo(f"Answers that did not end: {endless}", err=True)

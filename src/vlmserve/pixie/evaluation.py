@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vlmserve.pixie.drawing import draw_scene
-from vlmserve.pixie.questions import FORM_TASKS, TASKS, Example, sample_example
+from vlmserve.pixie.questions import FORM_TASKS, READING_TASKS, TASKS, Example, sample_example
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS
 
 if TYPE_CHECKING:
@@ -24,7 +24,15 @@ _BATCH: Final = 64
 #: Twice the length of the longest right answer.
 _MAX_TOKENS: Final = 96
 
-_KINDS: Final[dict[str, str]] = {**TASKS, **dict.fromkeys(FORM_TASKS, "form")}
+#: What of the texts of the task ``text`` is right.
+TEXT_PARTS: Final[tuple[str, ...]] = ("line", "character")
+
+_KINDS: Final[dict[str, str]] = {
+    **TASKS,
+    **dict.fromkeys(FORM_TASKS, "form"),
+    **dict.fromkeys(READING_TASKS, "reading"),
+    **dict.fromkeys(TEXT_PARTS, "text"),
+}
 
 _BEGIN, _END = "<!-- evaluation: begin -->", "<!-- evaluation: end -->"
 
@@ -77,12 +85,12 @@ class TaskResult:
 
 @dataclass(slots=True)
 class Report:
-    """The results of all tasks, in the order of `TASKS` and `FORM_TASKS`."""
+    """The results of all tasks, in the order of `TASKS`, `FORM_TASKS`, `READING_TASKS` and `TEXT_PARTS`."""
 
     tasks: dict[str, TaskResult]
 
     def mean(self, kind: str) -> float:
-        """Return the mean accuracy over the tasks of a kind, ``"core"``, ``"further"`` or ``"form"``, 0 to 1."""
+        """Return the mean accuracy over the tasks of a kind, such as ``"core"`` or ``"reading"``, 0 to 1."""
         accuracies = [result.accuracy for task, result in self.tasks.items() if _KINDS[task] == kind]
         return sum(accuracies) / len(accuracies) if accuracies else 0.0
 
@@ -91,7 +99,7 @@ class Report:
         lines = ["| Task | Kind | Questions | Exactly right |", "| --- | --- | ---: | ---: |"]
         for task, result in self.tasks.items():
             lines.append(f"| {task} | {_KINDS[task]} | {result.asked} | {result.accuracy:.1%} |")
-        for kind in dict.fromkeys(_KINDS.values()):
+        for kind in dict.fromkeys(kind for task, kind in _KINDS.items() if task not in TEXT_PARTS):
             asked = sum(result.asked for task, result in self.tasks.items() if _KINDS[task] == kind)
             if not asked:
                 continue

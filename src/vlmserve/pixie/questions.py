@@ -31,6 +31,10 @@ TASKS: Final[dict[str, Literal["core", "further"]]] = {
 #: enums, functions and phrasings of new ones are never in training.
 FORM_TASKS: Final[tuple[str, ...]] = ("form", "new_form", "call", "new_call", "result")
 
+#: Tasks about documents, in fonts, layouts, phrasings and field names that are never in training. ``receipt`` is a form
+#: with the total, ``box`` the place of a text.
+READING_TASKS: Final[tuple[str, ...]] = ("text", "receipt", "total", "price", "bar", "gauge", "box")
+
 #: The scene kinds that suit each task.
 TASK_KINDS: Final[dict[str, tuple[Kind, ...]]] = {
     "place": ("grid", "one"),

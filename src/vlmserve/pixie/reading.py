@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from vlmserve.pixie.documents import Box, Document, PrintedLine
 from vlmserve.pixie.forms import Span, form_of
+from vlmserve.pixie.phrasings import DESCRIBE, vary
 
 #: Boxes count this many steps from the left or the top to the right or the bottom of an image.
 BOX_STEPS: Final = 100
@@ -28,7 +29,11 @@ class ReadingQuestion:
 
 
 _PHRASINGS: Final[dict[str, tuple[str, ...]]] = {
-    "read": ("Read the text.", "What does it say?", "What is written here?", "Read it.", "What text is in the image?"),
+    "read": (
+        "Read the text.", "What does it say?", "What is written here?", "Read it.", "What text is in the image?",
+        "Write down its text.", "Copy the text.",
+    ),
+    "describe": (*DESCRIBE, "What is this document about?", "What is on this page?"),
     "line": ("Read line {n}.", "What does line {n} say?", "What is in line {n}?"),
     "where": ("Where is {text}?", "Give the box of {text}.", "Find {text}."),
     "colour": ("What colour is {text}?", "Which colour is {text}?"),
@@ -42,9 +47,10 @@ _PHRASINGS: Final[dict[str, tuple[str, ...]]] = {
     "board": ("What colour is the sign?", "Which colour is the sign?"),
     "receipt": ("Read the receipt.", "Fill in the form.", "Extract the data.", "Return the receipt as JSON."),
     "boxes": ("Find all lines.", "Where is the text?", "Give a box for each line.", "Detect the lines of text."),
-}
+}  # fmt: skip
 _NEW_PHRASINGS: Final[dict[str, tuple[str, ...]]] = {
     "read": ("Tell me what it says.", "What can you read?", "Transcribe the image."),
+    "describe": ("What kind of document is this?", "Summarize the page."),
     "line": ("What is written in line {n}?",),
     "where": ("Where do you see {text}?",),
     "colour": ("In which colour is {text}?",),
@@ -95,7 +101,8 @@ class _Asker:
 
     def ask(self, task: str, answer: str, **words: Any) -> ReadingQuestion:
         phrasings = (_NEW_PHRASINGS if self.new else _PHRASINGS)[task]
-        return ReadingQuestion(task, self.rng.choice(phrasings).format(**words), answer)
+        question = self.rng.choice(phrasings).format(**words)
+        return ReadingQuestion(task, vary(self.rng, question, " "), answer)
 
     def fill_in(self, task: str, schema: dict[str, Any], value: Any) -> ReadingQuestion:
         form = form_of(self.ask(task, "").question, schema, value, self.rng)
@@ -110,6 +117,18 @@ class _Asker:
 
 def _read(asker: _Asker) -> ReadingQuestion:
     return asker.ask("read", "\n".join(line.text for line in asker.document.lines))
+
+
+def _describe(asker: _Asker) -> ReadingQuestion:
+    facts, text = asker.facts, " ".join(line.text for line in asker.document.lines)
+    shown = {
+        "lines": lambda: f"the text {text}",
+        "sign": lambda: f"a {facts['board']} sign that says {text}",
+        "receipt": lambda: f"a receipt from {facts['store']} with a total of {facts['total']}",
+        "chart": lambda: f"a bar chart of {facts['title']} with {len(facts['bars'])} bars",
+        "gauge": lambda: f"a gauge that shows {facts['value']}",
+    }
+    return asker.ask("describe", shown[asker.document.kind]())
 
 
 def _line(asker: _Asker) -> ReadingQuestion:
@@ -200,6 +219,7 @@ def _date(asker: _Asker) -> ReadingQuestion | None:
 
 _ASK: Final[dict[str, Callable[[_Asker], ReadingQuestion | None]]] = {
     "read": _read,
+    "describe": _describe,
     "line": _line,
     "where": _where,
     "colour": _colour,
@@ -216,12 +236,12 @@ _ASK: Final[dict[str, Callable[[_Asker], ReadingQuestion | None]]] = {
 }
 
 #: Tasks of each kind of document, and how often training asks them.
-READING_TASKS: Final[dict[str, dict[str, float]]] = {
-    "lines": {"read": 10, "line": 3, "where": 1.5, "boxes": 1.5, "colour": 1},
-    "sign": {"read": 8, "board": 1, "line": 1, "where": 1, "boxes": 1},
-    "receipt": {"total": 4, "price": 3, "receipt": 5, "store": 1, "date": 1, "read": 1},
-    "chart": {"bar": 5, "title": 1, "read": 0.5},
-    "gauge": {"gauge": 3, "read": 1},
+DOCUMENT_TASKS: Final[dict[str, dict[str, float]]] = {
+    "lines": {"describe": 1.5, "read": 10, "line": 3, "where": 1.5, "boxes": 1.5, "colour": 1},
+    "sign": {"describe": 1, "read": 8, "board": 1, "line": 1, "where": 1, "boxes": 1},
+    "receipt": {"describe": 1, "total": 4, "price": 3, "receipt": 5, "store": 1, "date": 1, "read": 1},
+    "chart": {"describe": 0.8, "bar": 5, "title": 1, "read": 0.5},
+    "gauge": {"describe": 0.6, "gauge": 3, "read": 1},
 }
 
 
@@ -230,9 +250,9 @@ def ask_document(
 ) -> ReadingQuestion | None:
     """Ask about a document; None if it has no clear answer.
 
-    task: one of `READING_TASKS` of its kind; None: any. new: use phrasings and field names that training never sees.
+    task: one of `DOCUMENT_TASKS` of its kind; None: any. new: use phrasings and field names that training never sees.
     """
     if task is None:
-        weights = READING_TASKS[document.kind]
+        weights = DOCUMENT_TASKS[document.kind]
         task = rng.choices(tuple(weights), tuple(weights.values()))[0]
     return _ASK[task](_Asker(document, rng, new=new))

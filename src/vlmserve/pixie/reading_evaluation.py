@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from vlmserve.errors import ConfigurationError
 from vlmserve.pixie.document_drawing import draw_document
 from vlmserve.pixie.documents import Document, DocumentKind, Style, sample_document
-from vlmserve.pixie.evaluation import TaskResult
+from vlmserve.pixie.evaluation import TEXT_PARTS, Mistake, TaskResult
 from vlmserve.pixie.fonts import document_fonts
+from vlmserve.pixie.questions import READING_TASKS
 from vlmserve.pixie.reading import TOTAL_NAMES, ReadingQuestion, ask_document
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from vlmserve.offline.llm import LLM
 
-#: Answers questions about one image each, in order.
-AnswerReading = Callable[[Sequence[tuple[Document, ReadingQuestion]]], list[str]]
-
-#: Task of each evaluation and the kinds of documents that it asks about.
-EVALUATED: Final[dict[str, tuple[DocumentKind, ...]]] = {
-    "read": ("lines", "sign"),
-    "receipt": ("receipt",),
-    "total": ("receipt",),
-    "price": ("receipt",),
-    "bar": ("chart",),
-    "gauge": ("gauge",),
-    "where": ("lines", "sign"),
+#: The question of each of `READING_TASKS`, and the kinds of documents that it is about.
+_ASKED: Final[dict[str, tuple[str, tuple[DocumentKind, ...]]]] = {
+    "text": ("read", ("lines", "sign")),
+    "receipt": ("receipt", ("receipt",)),
+    "total": ("total", ("receipt",)),
+    "price": ("price", ("receipt",)),
+    "bar": ("bar", ("chart",)),
+    "gauge": ("gauge", ("gauge",)),
+    "box": ("where", ("lines", "sign")),
 }
+NO_FONTS: Final = "held-out fonts are not installed; run: pip install 'vlmserve[pixie]'"
 #: Minimum intersection of a right box with the true one, over their union.
 LEAST_OVERLAP: Final = 0.5
 _SEEDS_PER_TASK: Final = 1_000_000
@@ -61,53 +59,23 @@ def overlap(one: Sequence[float], other: Sequence[float]) -> float:
     return both / union if union else 0.0
 
 
-@dataclass(slots=True)
-class ReadingReport:
-    """Exactly right answers by task; of whole texts also lines and characters."""
-
-    tasks: dict[str, TaskResult]
-    lines: int = 0
-    lines_right: int = 0
-    characters: int = 0
-    characters_wrong: int = 0
-
-    @property
-    def line_accuracy(self) -> float:
-        """The fraction of lines that are exactly right, 0 to 1."""
-        return self.lines_right / max(1, self.lines)
-
-    @property
-    def character_accuracy(self) -> float:
-        """1 less the edit distance over the length of the true texts; 0 if less."""
-        return max(0.0, 1 - self.characters_wrong / max(1, self.characters))
-
-    def count_text(self, expected: str, answer: str) -> None:
-        """Count the lines and characters of a text that was read."""
-        given = answer.split("\n")
-        for number, line in enumerate(expected.split("\n")):
-            self.lines += 1
-            self.lines_right += number < len(given) and given[number].strip() == line
-        self.characters += len(expected)
-        self.characters_wrong += min(len(expected), edit_distance(answer, expected))
-
-    def to_markdown(self) -> str:
-        """Return a table with a row for each task, lines and characters."""
-        rows = ["| Reading | Questions | Right |", "| --- | ---: | ---: |"]
-        rows += [f"| {task} | {result.asked} | {result.accuracy:.1%} |" for task, result in self.tasks.items()]
-        rows.append(f"| lines | {self.lines} | {self.line_accuracy:.1%} |")
-        rows.append(f"| characters | {self.characters} | {self.character_accuracy:.1%} |")
-        return "\n".join(rows)
+def _count_text(parts: Mapping[str, TaskResult], expected: str, answer: str) -> None:
+    given = answer.split("\n")
+    for number, line in enumerate(expected.split("\n")):
+        parts["line"].asked += 1
+        parts["line"].right += number < len(given) and given[number].strip() == line
+    parts["character"].asked += len(expected)
+    parts["character"].right += max(0, len(expected) - edit_distance(answer, expected))
 
 
 def held_out_case(task: str, number: int, style: Style) -> tuple[Document, ReadingQuestion]:
-    """Sample a document and a question of a task in `EVALUATED`, in new fonts and phrasings."""
-    first = HELD_OUT_SEEDS + (200 + tuple(EVALUATED).index(task)) * _SEEDS_PER_TASK
+    """Sample a document and a question of one of `READING_TASKS`, in new phrasings."""
+    first = HELD_OUT_SEEDS + (200 + READING_TASKS.index(task)) * _SEEDS_PER_TASK
+    asked, kinds = _ASKED[task]
     rng = random.Random(first + number)
     while True:
-        document = sample_document(
-            rng.randrange(first, first + _SEEDS_PER_TASK), rng.choice(EVALUATED[task]), style=style
-        )
-        question = ask_document(document, rng, task, new=True)
+        document = sample_document(rng.randrange(first, first + _SEEDS_PER_TASK), rng.choice(kinds), style=style)
+        question = ask_document(document, rng, asked, new=True)
         if question is not None:
             return document, question
 
@@ -128,62 +96,51 @@ def _total(receipt: dict[str, Any]) -> Any:
     return next((value for name, value in receipt.items() if name in TOTAL_NAMES), None)
 
 
+def fonts_are_missing() -> bool:
+    """Check whether the fonts that only the evaluation prints in are missing."""
+    return bool(set(document_fonts(new=True)) & set(document_fonts()))
+
+
 def evaluate_reading(
-    answer: AnswerReading, *, per_task: int = 100, tasks: Sequence[str] = tuple(EVALUATED), style: Style | None = None
-) -> ReadingReport:
-    """Ask `per_task` held-out questions of each task.
+    llm: LLM,
+    *,
+    per_task: int = 200,
+    tasks: Sequence[str] = READING_TASKS,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, TaskResult]:
+    """Ask `per_task` held-out questions of each task, greedily; schemas constrain the answers.
 
-    style: of the documents; default: new fonts and layouts in usual sizes.
+    The task ``text`` adds `TEXT_PARTS`. progress: called with the numbers of answered and all questions.
     """
-    report = ReadingReport({task: TaskResult() for task in tasks})
-    for task in tasks:
-        cases = [held_out_case(task, number, style or Style(new=True)) for number in range(per_task)]
-        for start in range(0, per_task, _BATCH):
-            batch = cases[start : start + _BATCH]
-            for (_, question), text in zip(batch, answer(batch), strict=True):
-                result = report.tasks[task]
-                result.asked += 1
-                result.right += is_right(question, text)
-                if task == "read":
-                    report.count_text(question.answer, text.strip())
-    return report
-
-
-def reading_answers(llm: LLM) -> AnswerReading:
-    """Return a function that answers with a model, greedily; schemas constrain the answers."""
     from vlmserve.types import Grammar, SamplingParams
 
-    def answer(cases: Sequence[tuple[Document, ReadingQuestion]]) -> list[str]:
-        conversations = [
-            [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "image", "image": draw_document(document)},
-                        {"type": "text", "text": question.question},
-                    ],
-                }
-            ]
-            for document, question in cases
-        ]
-        params = [
-            SamplingParams(
-                temperature=0.0,
-                max_tokens=_MAX_TOKENS,
-                grammar=None if question.schema is None else Grammar.json(json.loads(question.schema)),
-            )
-            for _, question in cases
-        ]
-        return [result.outputs[0].text for result in llm.chat(conversations, params, use_tqdm=False)]
+    results = {task: TaskResult() for task in tasks}
+    parts = {part: TaskResult() for part in TEXT_PARTS}
+    cases = [
+        (task, number, *held_out_case(task, number, Style(new=True))) for task in tasks for number in range(per_task)
+    ]
+    for start in range(0, len(cases), _BATCH):
+        batch = cases[start : start + _BATCH]
+        grammars = [None if one.schema is None else Grammar.json(json.loads(one.schema)) for *_, one in batch]
+        params = [SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS, grammar=grammar) for grammar in grammars]
+        conversations = [messages_about(draw_document(document), one.question) for *_, document, one in batch]
+        answers = llm.chat(conversations, params, use_tqdm=False)
+        for (task, number, _, question), answer in zip(batch, answers, strict=True):
+            output = answer.outputs[0]
+            result = results[task]
+            result.asked += 1
+            result.endless += output.finish_reason == "length"
+            if is_right(question, output.text):
+                result.right += 1
+            else:
+                result.mistakes.append(Mistake(number, question.question, question.answer, output.text))
+            if task == "text":
+                _count_text(parts, question.answer, output.text.strip())
+        if progress is not None:
+            progress(start + len(batch), len(cases))
+    return results | (parts if "text" in tasks else {})
 
-    return answer
 
-
-def evaluate_checkpoint(model: Path | str, per_task: int = 100) -> ReadingReport:
-    """Evaluate a model in a folder or of a known name. Raises ConfigurationError if fonts are missing."""
-    from vlmserve.offline.llm import LLM
-
-    if set(document_fonts(new=True)) & set(document_fonts()):
-        raise ConfigurationError("held-out fonts are not installed; run: pip install 'vlmserve[pixie]'")
-
-    return evaluate_reading(reading_answers(LLM(str(model))), per_task=per_task)
+def messages_about(image: Image.Image, question: str) -> list[dict[str, Any]]:
+    content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
+    return [{"role": "user", "content": content}]

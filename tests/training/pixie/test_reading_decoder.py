@@ -9,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 from tokenizers import Tokenizer
-from transformers import Qwen3VLForConditionalGeneration
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from training.pixie import optimizer
 from training.pixie.adapters import base_model
@@ -17,11 +18,22 @@ from training.pixie.optimizer import Optimizer
 from training.pixie.reading import train_decoder
 from training.pixie.reading.decoder import ReadingDecoder, fit_merger, take_pixie
 from training.pixie.reading.export import export_reading
-from training.pixie.reading.rows import Sample, encode_question, flat_batch, sample_row, see
+from training.pixie.reading.rows import (
+    Sample,
+    encode_question,
+    fitted,
+    flat_batch,
+    sample_row,
+    sample_skill_row,
+    see,
+    separate_images,
+)
 from training.pixie.reading.tower import WIDTH, ReadingTower
-from training.pixie.tokenizer import IMAGE
+from training.pixie.tokenizer import ASSISTANT, BOS, IMAGE, USER, encode_example
 from vlmserve import LLM, SamplingParams
 from vlmserve.models.hub import resolve_model
+from vlmserve.pixie.evaluation import messages_of
+from vlmserve.pixie.questions import sample_example
 from vlmserve.pixie.reading import ReadingQuestion
 
 
@@ -51,34 +63,52 @@ def test_answers_are_written_character_by_character(tokenizer):
     assert tokenizer.decode(ids).endswith('{"total":"the 7"}')
 
 
-def test_modules_equal_transformers_on_the_export(tmp_path, tokenizer, modules):
+@pytest.mark.parametrize(("seed", "documents", "count"), [(5, 1, 1), (5, 0, 2)])
+def test_modules_equal_transformers_on_the_export(tmp_path, tokenizer, modules, seed, documents, count):
     tower, decoder = modules
     export_reading(tmp_path, tower.state_dict(), decoder.state_dict(), tokenizer)
     theirs = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    sample = sample_row(5, tokenizer)
-    sample = Sample(sample.image, sample.branches[:1])
-    batch = flat_batch([sample], torch.float32)
-    rows, columns = sample.grid
-    pixels = torch.from_numpy(sample.image.copy()).float().div(127.5).sub(1)
-    pixels = pixels.view(rows, 16, columns, 16, 3).permute(0, 2, 4, 1, 3).reshape(rows * columns, 3, 1, 16, 16)
+    sample, images = sample_row(seed, tokenizer, documents=documents)
+    assert len(images) == count
+    common, branches = sample.groups[0]
+    batch = flat_batch([Sample(sample.grids, sample.shown, [(common, branches[:1])])], torch.float32)
+    pixels = []
+    for image, (rows, columns) in zip(images, sample.grids, strict=True):
+        patches = torch.from_numpy(image.copy()).float().div(127.5).sub(1).view(rows, 16, columns, 16, 3)
+        patches = patches.permute(0, 2, 4, 1, 3).reshape(rows * columns, 3, 1, 16, 16)
+        pixels.append(patches.expand(-1, -1, 2, -1, -1).reshape(rows * columns, -1))
     with torch.no_grad():
-        features = torch.cat(see(tower, [sample.image]))
+        features = torch.cat(see(tower, images))
         ours = decoder(batch.tokens, batch.positions, batch.flat, features, torch.ones_like(batch.said))
         expected = theirs(
             input_ids=batch.tokens[None],
             mm_token_type_ids=(batch.tokens == IMAGE).int()[None],
-            pixel_values=pixels.expand(-1, -1, 2, -1, -1).reshape(rows * columns, -1),
-            image_grid_thw=torch.tensor([[1, rows, columns]]),
+            pixel_values=torch.cat(pixels),
+            image_grid_thw=torch.tensor([[1, *grid] for grid in sample.grids]),
         ).logits[0]
     torch.testing.assert_close(ours, expected, atol=2e-3, rtol=1e-3)
+
+
+def test_images_are_encoded_as_the_template_writes_them(tmp_path, tokenizer, modules):
+    export_reading(tmp_path, modules[0].state_dict(), modules[1].state_dict(), tokenizer)
+    written = AutoTokenizer.from_pretrained(tmp_path)
+    newline = tokenizer.encode("\n", add_special_tokens=False).ids
+    for seed in range(3):
+        example = sample_example(seed, "pair")
+        ids, said = separate_images(encode_example(tokenizer, example), newline)
+        assert len(ids) == len(said)
+        messages = messages_of(example)
+        expected = written.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert ids[: len(expected)] == expected
 
 
 def test_vlmserve_serves_the_export(tmp_path, tokenizer, modules):
     tower, decoder = modules
     export_reading(tmp_path, tower.state_dict(), decoder.state_dict(), tokenizer)
-    image = np.random.default_rng(0).integers(0, 255, (112, 160, 3), np.uint8)
+    image = np.random.default_rng(0).integers(0, 255, (160, 240, 3), np.uint8)
     question = tokenizer.encode("Read it.", add_special_tokens=False).ids
-    batch = flat_batch([Sample(image, [([*question, 5], [False] * len(question) + [True])])], torch.float32)
+    group = [BOS, USER, IMAGE], [([*question, ASSISTANT], [False] * len(question) + [True])]
+    batch = flat_batch([Sample(((10, 15),), (0,), [group])], torch.float32)
     with torch.no_grad():
         features = torch.cat(see(tower, [image]))
         logits = decoder(batch.tokens, batch.positions, batch.flat, features, torch.ones_like(batch.said))
@@ -90,18 +120,48 @@ def test_vlmserve_serves_the_export(tmp_path, tokenizer, modules):
     assert answer.outputs[0].token_ids == [int(logits[-1].argmax())]
 
 
-def test_branches_do_not_see_each_other(tokenizer, modules):
+@pytest.mark.parametrize(("seed", "documents", "images"), [(2, 1, 1), (3, 0, 1), (5, 0, 2)])
+def test_branches_do_not_see_each_other(tokenizer, modules, seed, documents, images):
     _, decoder = modules
-    sample = sample_row(2, tokenizer)
-    features = torch.randn(sample.grid[0] * sample.grid[1], WIDTH)
+    sample, pictures = sample_row(seed, tokenizer, documents=documents)
+    assert len(pictures) == len(sample.grids) == images
+    features = [torch.randn(rows * columns, WIDTH) for rows, columns in sample.grids]
     apart = []
+    left = list(sample.shown)
     with torch.no_grad():
-        together = flat_batch([sample], torch.float32)
-        joint = decoder(together.tokens, together.positions, together.flat, features, together.said)
-        for branch in sample.branches:
-            batch = flat_batch([Sample(sample.image, [branch])], torch.float32)
-            apart.append(decoder(batch.tokens, batch.positions, batch.flat, features, batch.said))
+
+        def answer(one: Sample) -> Tensor:
+            batch = flat_batch([one], torch.float32)
+            assert len(batch.tokens) == one.length
+            shown = torch.cat([features[image] for image in one.shown])
+            return decoder(batch.tokens, batch.positions, batch.flat, shown, batch.said)
+
+        joint = answer(sample)
+        for common, branches in sample.groups:
+            count = common.count(IMAGE)
+            shared, left = left[:count], left[count:]
+            for branch in branches:
+                own = branch[0].count(IMAGE)
+                apart.append(answer(Sample(sample.grids, (*shared, *left[:own]), [(common, [branch])])))
+                left = left[own:]
     torch.testing.assert_close(joint, torch.cat(apart), atol=1e-4, rtol=1e-4)
+
+
+def test_images_fit_as_the_processor_resizes_them(tmp_path, tokenizer, modules):
+    export_reading(tmp_path, modules[0].state_dict(), modules[1].state_dict(), tokenizer)
+    processor = AutoImageProcessor.from_pretrained(tmp_path)
+    for size in ((20, 30), (96, 96), (150, 130), (203, 397), (448, 448), (900, 1000), (1000, 160)):
+        image = Image.fromarray(np.random.default_rng(1).integers(0, 255, (size[1], size[0], 3), np.uint8))
+        grid = processor(image, return_tensors="pt")["image_grid_thw"][0].tolist()
+        assert fitted(image).shape == (16 * grid[1], 16 * grid[2], 3)
+
+
+def test_adapters_get_samples_of_their_own(tokenizer):
+    sample, images = sample_skill_row(7, "german", tokenizer)
+    ((common, branches),) = sample.groups
+    assert common.count(IMAGE) == len(images) == 1
+    assert len(branches) > 1
+    assert all(any(said) for _, said in branches)
 
 
 def test_the_merger_learns_what_is_wanted():
@@ -122,8 +182,9 @@ def test_a_decoder_run_saves_resumes_and_exports(tmp_path, monkeypatch):
     torch.save({"step": 0, "tower": averages}, tmp_path / "tower.pt")
 
     def run(steps: int) -> dict[str, object]:
-        arguments = ["--out", str(tmp_path), "--steps", str(steps), "--batch", "2", "--first-rows", "2"]
-        monkeypatch.setattr(sys, "argv", ["train_decoder", *arguments, "--drawn-rows", "1", "--fitted", "8"])
+        arguments = ["--out", str(tmp_path), "--steps", str(steps), "--tokens", "300", "--first-rows", "2"]
+        arguments += ["--drawn-rows", "1", "--fitted", "8", "--skill-rows", "1", "--skill-batch", "1"]
+        monkeypatch.setattr(sys, "argv", ["train_decoder", *arguments])
         train_decoder.main()
         return torch.load(tmp_path / "decoder.pt")
 

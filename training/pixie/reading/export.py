@@ -25,15 +25,20 @@ from training.pixie.reading.decoder import (
     THETA,
     decoder_names,
 )
+from training.pixie.reading.rows import LEAST_PIXELS
 from training.pixie.reading.weights import tower_names, vision_config
-from training.pixie.tokenizer import BOS, EOS, IMAGE, PAD, SPECIAL_TOKENS, VOCAB_SIZE
-from vlmserve.pixie.documents import LARGEST_SIDE, PATCH, SMALLEST_SIDE
+from training.pixie.tokenizer import BOS, CHAT_TEMPLATE, EOS, IMAGE, PAD, SPECIAL_TOKENS, VOCAB_SIZE
+from vlmserve.pixie.documents import LARGEST_SIDE, PATCH
 
+TEMPLATE: Final = CHAT_TEMPLATE.replace(
+    "'<image>'", "'\\n<image>' if loop.previtem and loop.previtem['type'] == 'image' else '<image>'"
+)
+"""Two images are never beside each other: transformers would take them for one."""
 _IMAGE_PROCESSOR: Final[dict[str, Any]] = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "do_convert_rgb": True,
     "do_resize": True,
-    "size": {"shortest_edge": SMALLEST_SIDE**2, "longest_edge": LARGEST_SIDE**2},
+    "size": {"shortest_edge": LEAST_PIXELS, "longest_edge": LARGEST_SIDE**2},
     "resample": 3,
     "do_rescale": True,
     "rescale_factor": 1 / 255,
@@ -93,6 +98,6 @@ def export_reading(
     model.tie_weights()
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
-    export_tokenizer(folder, tokenizer)
+    export_tokenizer(folder, tokenizer, TEMPLATE)
     for name, content in (("preprocessor_config", _IMAGE_PROCESSOR), ("processor_config", _PROCESSOR)):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

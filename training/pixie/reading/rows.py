@@ -1,13 +1,13 @@
 """Images with questions for the decoder, and flat batches of them.
 
-An image comes once, and its questions branch off behind it, as in `training.pixie.rows`. Answers about documents are
+Images come once, and their questions branch off behind them, as in `training.pixie.rows`. Answers about documents are
 written character by character, so that the model copies what patches name.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -18,40 +18,57 @@ from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from training.pixie.form_rows import FormRowMaker
 from training.pixie.reading.tower import ReadingTower
+from training.pixie.rows import Encoded, Group, branching
 from training.pixie.segments import Flat, flatten
-from training.pixie.tokenizer import ASSISTANT, BOS, EOS, IMAGE, USER, encode_example
+from training.pixie.skills import sample_questions
+from training.pixie.tokenizer import ASSISTANT, BOS, EOS, IMAGE, SYSTEM, USER
 from vlmserve.pixie.document_drawing import draw_document
-from vlmserve.pixie.documents import PATCH, SMALLEST_SIDE, Document, DocumentKind, Style, sample_document
+from vlmserve.pixie.documents import LARGEST_SIDE, PATCH, Document, DocumentKind, Style, sample_document
 from vlmserve.pixie.drawing import draw_scene
-from vlmserve.pixie.questions import single
+from vlmserve.pixie.phrasings import SYSTEM_PROMPTS
 from vlmserve.pixie.reading import ReadingQuestion, ask_document
-from vlmserve.pixie.scenes import sample_scene
 
-SCENE_SHARE: Final = 0.25
-KINDS: Final[dict[DocumentKind, float]] = {"lines": 6, "sign": 2, "receipt": 4, "chart": 1.5, "gauge": 1}
-QUESTIONS: Final = 6
-"""About each image."""
-MOST_PATCHES: Final = 256
-"""Of an image in training; larger ones cost too much."""
-LONGEST: Final = 160
-"""Tokens of a question with its answer."""
-
-Branch = tuple[list[int], list[bool]]
-"""Tokens, and which of them the model is to say."""
+DOCUMENT_SHARE: Final = 0.5
+KINDS: Final[dict[DocumentKind, float]] = {"lines": 6, "sign": 2, "receipt": 5, "chart": 1.5, "gauge": 1}
+SMALL_SHARE: Final = 0.75
+"""Of documents; their patches cost most of a step."""
+QUESTIONS: Final = 10
+"""About each document."""
+TEXT_FIRST_SHARE: Final = 0.12
+"""Of documents, behind a question."""
+SYSTEM_SHARE: Final = 0.08
+LEAST_PIXELS: Final = 144**2
+"""Smaller images are enlarged, so that they have at least as many patches as images of the first pixie."""
+LONGEST: Final = 170
+"""Tokens of a question about a document with its answer."""
+MOST_TEXT: Final = 420
+"""Tokens of all questions of a sample with their answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """An image with its questions."""
+    """Questions about images."""
 
-    image: npt.NDArray[np.uint8]
-    """``[height, width, 3]``, of whole patches."""
-    branches: list[Branch]
+    grids: tuple[tuple[int, int], ...]
+    """Rows and columns of patches of each image."""
+    shown: tuple[int, ...]
+    """The image of each placeholder, in the order of tokens."""
+    groups: list[Group]
 
     @property
-    def grid(self) -> tuple[int, int]:
-        return self.image.shape[0] // PATCH, self.image.shape[1] // PATCH
+    def length(self) -> int:
+        """Tokens, with one for each patch."""
+        text = sum(len(common) + sum(len(ids) for ids, _ in branches) for common, branches in self.groups)
+        return text + sum(self.grids[image][0] * self.grids[image][1] - 1 for image in self.shown)
+
+
+class Drawn(NamedTuple):
+    """A sample with its images, ``[height, width, 3]``."""
+
+    sample: Sample
+    images: tuple[npt.NDArray[np.uint8], ...]
 
 
 class Batch(NamedTuple):
@@ -69,9 +86,12 @@ def encode_by_character(tokenizer: Tokenizer, text: str) -> list[int]:
     return [token for character in text for token in tokenizer.encode(character, add_special_tokens=False).ids]
 
 
-def encode_question(tokenizer: Tokenizer, question: ReadingQuestion) -> Branch:
-    """A question and its answer, behind the image. Names that a schema decides stay whole, and are not learned."""
-    asked = [*tokenizer.encode(question.question, add_special_tokens=False).ids, ASSISTANT]
+def encode_question(tokenizer: Tokenizer, question: ReadingQuestion, *, image: bool = False) -> Encoded:
+    """A question and its answer. Names that a schema decides stay whole, and are not learned.
+
+    image: with a placeholder behind the question.
+    """
+    asked = [*tokenizer.encode(question.question, add_special_tokens=False).ids, *[IMAGE] * image, ASSISTANT]
     ids, said = list(asked), [False] * len(asked)
     place = 0
     for start, end in (*question.given, (len(question.answer), len(question.answer))):
@@ -84,40 +104,105 @@ def encode_question(tokenizer: Tokenizer, question: ReadingQuestion) -> Branch:
 
 
 def fitting_size(size: tuple[int, int]) -> tuple[int, int]:
-    """The size in whole patches to which Qwen2-VL's image processor resizes a small image, width first."""
+    """The size in whole patches to which Qwen2-VL's image processor resizes an image, width first."""
     width, height = (max(PATCH, round(side / PATCH) * PATCH) for side in size)
-    if width * height < SMALLEST_SIDE**2:
-        scale = (SMALLEST_SIDE**2 / (size[0] * size[1])) ** 0.5
+    pixels = size[0] * size[1]
+    if width * height > LARGEST_SIDE**2:
+        scale = (pixels / LARGEST_SIDE**2) ** 0.5
+        width, height = (max(PATCH, int(side / scale / PATCH) * PATCH) for side in size)
+    elif width * height < LEAST_PIXELS:
+        scale = (LEAST_PIXELS / pixels) ** 0.5
         width, height = (int(np.ceil(side * scale / PATCH)) * PATCH for side in size)
     return width, height
 
 
-def _about_document(document: Document, tokenizer: Tokenizer, rng: random.Random) -> list[Branch]:
+def fitted(image: Image.Image) -> npt.NDArray[np.uint8]:
+    """An image as the image processor resizes it."""
+    size = fitting_size(image.size)
+    return np.asarray(image if size == image.size else image.resize(size, Image.Resampling.BICUBIC))
+
+
+def small_size(kind: DocumentKind, rng: random.Random) -> tuple[int, int]:
+    """A size with about half as many patches as documents have on average, width first."""
+    least, most = (208, 288) if kind in ("receipt", "chart", "gauge") else (112, 240)
+    sides = [rng.randrange(least, most + 1, PATCH) for _ in range(2)]
+    return max(sides), min(sides)
+
+
+def _kept(branches: Sequence[Encoded], most: int) -> list[Encoded]:
+    """The first branches, of at most so many tokens together."""
+    kept: list[Encoded] = []
+    for branch in branches:
+        most -= len(branch[0])
+        if most >= 0 or not kept:
+            kept.append(branch)
+    return kept
+
+
+def _about_document(document: Document, tokenizer: Tokenizer, rng: random.Random) -> Group:
     asked = [ask_document(document, rng) for _ in range(QUESTIONS)]
-    branches = [encode_question(tokenizer, one) for one in asked if one is not None]
-    return [branch for branch in branches if len(branch[0]) <= LONGEST]
+    # An answer that the document has already taught teaches nothing more.
+    questions = list({(one.answer, one.schema): one for one in asked if one is not None}.values())
+    start = [BOS]
+    if rng.random() < SYSTEM_SHARE:
+        start += [SYSTEM, *tokenizer.encode(rng.choice(SYSTEM_PROMPTS), add_special_tokens=False).ids]
+    start.append(USER)
+    if questions and rng.random() < TEXT_FIRST_SHARE:
+        ids, said = encode_question(tokenizer, questions[0], image=True)
+        return [], [([*start, *ids], [*[False] * len(start), *said])]
+    branches = [encode_question(tokenizer, one) for one in questions]
+    return [*start, IMAGE], _kept([branch for branch in branches if len(branch[0]) <= LONGEST], MOST_TEXT)
 
 
-def sample_row(seed: int, tokenizer: Tokenizer, heights: tuple[float, float] = (14, 48)) -> Sample:
-    """Sample an image and ask about it."""
+def sample_row(
+    seed: int, tokenizer: Tokenizer, heights: tuple[float, float] = (14, 48), documents: float = DOCUMENT_SHARE
+) -> Drawn:
+    """Sample images and ask about them. documents: share of samples about documents; the others are about scenes."""
     rng = random.Random(seed)
-    while True:
-        if rng.random() < SCENE_SHARE:
-            scene = sample_scene(rng.getrandbits(33))
-            size = fitting_size(scene.size)
-            image = draw_scene(scene).resize(size, Image.Resampling.BICUBIC)
-            branches = []
-            for _ in range(2 * QUESTIONS):
-                ids, said = encode_example(tokenizer, single(scene, rng))
-                if ids.count(IMAGE) == 1 and ids[1] == USER and ids[2] == IMAGE:
-                    branches.append((ids[3:], said[3:]))
-        else:
-            kind = rng.choices(tuple(KINDS), tuple(KINDS.values()))[0]
-            document = sample_document(rng.getrandbits(33), kind, style=Style(heights))
-            image, size = draw_document(document), document.size
-            branches = _about_document(document, tokenizer, rng)
-        if branches and size[0] * size[1] <= MOST_PATCHES * PATCH**2:
-            return Sample(np.asarray(image), branches)
+    if rng.random() < documents:
+        kind = rng.choices(tuple(KINDS), tuple(KINDS.values()))[0]
+        while True:
+            size = small_size(kind, rng) if rng.random() < SMALL_SHARE else None
+            document = sample_document(rng.getrandbits(33), kind, size, Style(heights))
+            group = _about_document(document, tokenizer, rng)
+            if group[1]:
+                return _drawn([draw_document(document)], (0,), [group])
+    maker = FormRowMaker(tokenizer)
+    scenes = maker.scenes(rng.getrandbits(32))
+    groups, shown = rng.choice(maker.rows(scenes, rng))
+    used = sorted(set(shown))
+    newline = tokenizer.encode("\n", add_special_tokens=False).ids
+    kept = [
+        (
+            separate_images((common, [False] * len(common)), newline)[0],
+            [separate_images(branch, newline) for branch in _kept(branches, MOST_TEXT)],
+        )
+        for common, branches in groups
+    ]
+    return _drawn([draw_scene(scenes[index]) for index in used], [used.index(index) for index in shown], kept)
+
+
+def separate_images(encoded: Encoded, between: Sequence[int]) -> Encoded:
+    """Write tokens between an image and the next, as `export.TEMPLATE` does."""
+    ids: list[int] = []
+    said: list[bool] = []
+    for token, speaks in zip(*encoded, strict=True):
+        added = [*between, token] if token == IMAGE and ids and ids[-1] == IMAGE else [token]
+        ids += added
+        said += [speaks] * len(added)
+    return ids, said
+
+
+def sample_skill_row(seed: int, skill: str, tokenizer: Tokenizer) -> Drawn:
+    """Sample an image with questions that an adapter answers."""
+    examples = sample_questions(seed, skill, 10)
+    return _drawn([draw_scene(examples[0].scenes[0])], (0,), [branching(tokenizer, examples)])
+
+
+def _drawn(images: Sequence[Image.Image], shown: Sequence[int], groups: list[Group]) -> Drawn:
+    pixels = tuple(fitted(image) for image in images)
+    grids = tuple((image.shape[0] // PATCH, image.shape[1] // PATCH) for image in pixels)
+    return Drawn(Sample(grids, tuple(shown), groups), pixels)
 
 
 def image_positions(grid: tuple[int, int], first: int) -> npt.NDArray[np.int64]:
@@ -126,28 +211,52 @@ def image_positions(grid: tuple[int, int], first: int) -> npt.NDArray[np.int64]:
     return np.stack([np.full_like(rows, first), rows + first, columns + first])
 
 
+class _Laid(NamedTuple):
+    """Tokens with a placeholder for each patch, which of them are said, positions, and the next position."""
+
+    tokens: list[int]
+    said: list[bool]
+    positions: list[npt.NDArray[np.int64]]
+    end: int
+
+
+def _lay(ids: Sequence[int], said: Sequence[bool], grids: Iterator[tuple[int, int]], first: int) -> _Laid:
+    tokens: list[int] = []
+    spoken: list[bool] = []
+    positions: list[npt.NDArray[np.int64]] = []
+    for token, speaks in zip(ids, said, strict=True):
+        if token == IMAGE:
+            grid = next(grids)
+            count, step = grid[0] * grid[1], max(grid)
+            positions.append(image_positions(grid, first))
+        else:
+            count = step = 1
+            positions.append(np.full((3, 1), first))
+        tokens += [token] * count
+        spoken += [speaks] * count
+        first += step
+    return _Laid(tokens, spoken, positions, first)
+
+
 def flat_batch(samples: Sequence[Sample], dtype: torch.dtype) -> Batch:
-    """Lay samples behind each other; each is a group of its own."""
+    """Lay samples behind each other."""
     tokens: list[int] = []
     said: list[bool] = []
     groups: list[int] = []
     branches: list[int] = []
     positions: list[npt.NDArray[Any]] = []
-    for number, sample in enumerate(samples):
-        patches = sample.grid[0] * sample.grid[1]
-        common = [BOS, USER, *[IMAGE] * patches]
-        tokens += common
-        said += [False] * len(common)
-        branches += [0] * len(common)
-        start = np.broadcast_to(np.arange(2), (3, 2))
-        positions += [start, image_positions(sample.grid, 2)]
-        first = 2 + max(sample.grid)
-        for index, (own, speaks) in enumerate(sample.branches, start=1):
-            tokens += own
-            said += speaks
-            branches += [index] * len(own)
-            positions.append(np.broadcast_to(np.arange(first, first + len(own)), (3, len(own))))
-        groups += [number] * (len(tokens) - len(groups))
+    number = 0
+    for sample in samples:
+        grids = iter([sample.grids[image] for image in sample.shown])
+        for common, own in sample.groups:
+            shared = _lay(common, [False] * len(common), grids, 0)
+            for index, laid in enumerate((shared, *(_lay(*branch, grids, shared.end) for branch in own))):
+                tokens += laid.tokens
+                said += laid.said
+                positions += laid.positions
+                branches += [index] * len(laid.tokens)
+            groups += [number] * (len(tokens) - len(groups))
+            number += 1
     speaking = torch.tensor(said)
     ids = torch.tensor(tokens)
     flat = flatten(torch.tensor([groups]), torch.tensor([branches]), dtype)
@@ -163,8 +272,8 @@ def see(tower: ReadingTower, images: Sequence[npt.NDArray[np.uint8]]) -> list[Te
     for index, image in enumerate(images):
         by_size.setdefault(image.shape, []).append(index)
     for indices in by_size.values():
-        for start in range(0, len(indices), 32):
-            some = indices[start : start + 32]
+        for start in range(0, len(indices), 16):
+            some = indices[start : start + 16]
             features = tower(torch.from_numpy(np.stack([images[index] for index in some])))
             for index, one in zip(some, features, strict=True):
                 found[index] = one.clone()
