@@ -140,7 +140,10 @@ class BuildKernels(build_ext):
     def _kernels(self, isa: str) -> list[str]:
         """Objects of an instruction set, compiled once; [] if it is too new for the compiler."""
         flags = [*FLAGS, *ISAS[isa]]
-        version = subprocess.run([*self.compiler.compiler, "--version"], capture_output=True, check=True).stdout
+        try:
+            version = subprocess.run([*self.compiler.compiler, "--version"], capture_output=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise CompileError(str(error)) from error  # setuptools goes on without kernels
         digest = hashlib.sha256(repr((version, self.compiler.compiler_so, flags)).encode())
         for source in sorted(SOURCES.iterdir()):
             if source.name not in OF_MODULE:

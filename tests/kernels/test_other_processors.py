@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,6 +173,15 @@ def test_tests_run_all_instruction_sets_of_this_processor(settings: dict[str, An
     compiler = ["gcc" if shutil.which("gcc") else "cc"]
     assert settings["here"](compiler) == list(supported_isas())
     assert settings["here"](["no-such-compiler"]) == list(settings["ISAS"])
+
+
+def test_machines_without_compiler_can_install(settings: dict[str, Any]) -> None:
+    command = settings["BuildKernels"](pytest.importorskip("setuptools").Distribution())
+    command.build_temp = "build"
+    command.compiler = SimpleNamespace(compiler=["no-such-compiler"], compiler_so=["no-such-compiler"])
+    # Not another error: the extension is optional.
+    with pytest.raises(settings["CompileError"], match="no-such-compiler"):
+        command.build_extension(None)
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="all are compiled for Arm")
