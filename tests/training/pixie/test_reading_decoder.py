@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
@@ -28,7 +31,8 @@ from training.pixie.reading.rows import (
     see,
     separate_images,
 )
-from training.pixie.reading.tower import WIDTH, ReadingTower
+from training.pixie.reading.tower import WIDTH, ReadingHeads, ReadingTower
+from training.pixie.reading.weights import load_part
 from training.pixie.tokenizer import ASSISTANT, BOS, IMAGE, USER, encode_example
 from vlmserve import LLM, SamplingParams
 from vlmserve.models.hub import resolve_model
@@ -176,22 +180,43 @@ def test_the_merger_learns_what_is_wanted():
     assert error < 0.5
 
 
-def test_a_decoder_run_saves_resumes_and_exports(tmp_path, monkeypatch):
+def test_decoder_runs_resume_export_and_start_others(tmp_path, monkeypatch):
     monkeypatch.setattr(optimizer, "MUON_ITERATIONS", 0)
-    averages = Optimizer(ReadingTower(), 0.1).state_dict()
-    torch.save({"step": 0, "tower": averages}, tmp_path / "tower.pt")
+    parts = {"tower": Optimizer(ReadingTower(), 0.1), "heads": Optimizer(ReadingHeads(), 0.1)}
+    first, later = tmp_path / "first", tmp_path / "later"
+    first.mkdir()
+    later.mkdir()
+    torch.save({"step": 0} | {name: part.state_dict() for name, part in parts.items()}, first / "tower.pt")
 
-    def run(steps: int) -> dict[str, object]:
-        arguments = ["--out", str(tmp_path), "--steps", str(steps), "--tokens", "300", "--first-rows", "2"]
+    def run(out: Path, steps: int, *more: str) -> dict[str, Any]:
+        arguments = ["--out", str(out), "--steps", str(steps), "--tokens", "300", "--first-rows", "2", *more]
         arguments += ["--drawn-rows", "1", "--fitted", "8", "--skill-rows", "1", "--skill-batch", "1"]
         monkeypatch.setattr(sys, "argv", ["train_decoder", *arguments])
         train_decoder.main()
-        return torch.load(tmp_path / "decoder.pt")
+        return torch.load(out / "decoder.pt")
 
-    first, second = run(1), run(2)
-    assert (first["step"], second["step"]) == (1, 2)
-    assert not torch.equal(*(state["decoder"]["originals"]["embeddings.weight"] for state in (first, second)))
-    assert (tmp_path / "export" / "model.safetensors").stat().st_size < 25e6
+    states = run(first, 1), run(first, 2)
+    assert [state["step"] for state in states] == [1, 2]
+    assert not torch.equal(*(state["decoder"]["originals"]["embeddings.weight"] for state in states))
+    assert (first / "export" / "model.safetensors").stat().st_size < 25e6
+    weights = first / "weights.safetensors"
+    for name in ("tower", "heads"):
+        averages = parts[name].averages
+        assert all(
+            torch.equal(one, averages[key].bfloat16()) for key, one in load_part(weights, name)["averages"].items()
+        )
+    run(later, 0, "--start", str(weights))
+    exports = [load_file(out / "export" / "model.safetensors") for out in (first, later)]
+    assert all(torch.equal(tensor, exports[1][name]) for name, tensor in exports[0].items())
+
+
+def test_runs_need_a_tower(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_decoder", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="run train_tower first"):
+        train_decoder.main()
+    save_file({"tower.x": torch.zeros(1)}, tmp_path / "some.safetensors")
+    with pytest.raises(ValueError, match="no weights of the heads"):
+        load_part(tmp_path / "some.safetensors", "heads")
 
 
 def test_the_decoder_starts_from_pixie():

@@ -32,6 +32,7 @@ from training.pixie.reading.decoder import ReadingDecoder, fit_merger, take_pixi
 from training.pixie.reading.export import export_reading
 from training.pixie.reading.rows import Drawn, Sample, flat_batch, sample_row, sample_skill_row, see
 from training.pixie.reading.tower import WIDTH, ReadingTower
+from training.pixie.reading.weights import load_part, save_parts
 from training.pixie.rows import squash
 from training.pixie.skills import SKILLS
 from vlmserve.models.hub import resolve_model
@@ -68,17 +69,24 @@ class DecoderRun:
         self.tokenizer = Tokenizer.from_file(str(resolve_model("pixie") / "tokenizer.json"))
         self.dtype = parameter_dtype(torch.device("cpu"))
         self.tower, self.decoder = ReadingTower(), ReadingDecoder()
-        weights = torch.load(self.out / "tower.pt")["tower"]
-        self.tower.load_state_dict(weights["averages"])
+        trained = torch.load(self.out / "tower.pt") if (self.out / "tower.pt").exists() else None
+        self.seeing = {
+            name: (trained[name] if trained else load_part(self._start_file(), name))["averages"]
+            for name in ("tower", "heads")
+        }
+        """Weights of the tower and its heads, which do not change."""
+        self.tower.load_state_dict(self.seeing["tower"])
         self.tower.to(self.dtype)
         state = torch.load(self.out / "decoder.pt") if (self.out / "decoder.pt").exists() else None
-        if state is None:
+        if state is None and options.start is None:
             self._start()
         self.optimizer = Optimizer(self.decoder, options.rate)
         self.step = 0
         if state is not None:
             self.step = state["step"]
             self.optimizer.load_state_dict(state["decoder"])
+        elif options.start is not None:
+            self.optimizer.load_state_dict(load_part(options.start, "decoder"))
         self.samples: list[Seen] = []
         self.drawn = 0
         self.skill_samples = {
@@ -91,6 +99,12 @@ class DecoderRun:
             skill: {name: delta.to(self.dtype) for name, delta in adapter_deltas(ADAPTERS / skill).items()}
             for skill in SKILLS
         }
+
+    def _start_file(self) -> Path:
+        if self.options.start is None:
+            raise SystemExit(f"{self.out} has no tower.pt: run train_tower first, or pass --start weights.safetensors")
+        start: Path = self.options.start
+        return start
 
     def _start(self) -> None:
         """Start from pixie, with a merger that shows scenes as pixie's own tower does."""
@@ -155,8 +169,9 @@ class DecoderRun:
         return self.loss(chosen, self.deltas[skill])[0]
 
     def export(self) -> Path:
-        """Write the averaged weights as a Hugging Face folder."""
-        export_reading(self.out / "export", self.tower.state_dict(), self.optimizer.averages, self.tokenizer)
+        """Write the averaged weights as a Hugging Face folder, and in a file that later runs start from."""
+        export_reading(self.out / "export", self.seeing["tower"], self.optimizer.averages, self.tokenizer)
+        save_parts(self.out / "weights.safetensors", **self.seeing, decoder=self.optimizer.averages)
         return self.out / "export"
 
 
@@ -194,6 +209,7 @@ def main() -> None:
         prog="python -m training.pixie.reading.train_decoder", description=__doc__.split("\n\n")[0]
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "runs" / "reading")
+    parser.add_argument("--start", type=Path, help="weights of an earlier run (weights.safetensors)")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--tokens", type=int, default=8000, help="tokens of a step, patches included")
     parser.add_argument("--rate", type=float, default=RATE, help="learning rate")

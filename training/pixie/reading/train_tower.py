@@ -22,6 +22,7 @@ from training.pixie.optimizer import Optimizer
 from training.pixie.reading.batches import GRIDS, SLACK, ImagePool, cropped, fill, phase_at
 from training.pixie.reading.labels import READING_LABELS, SLOTS, patch_labels, truth_of_document
 from training.pixie.reading.tower import ReadingHeads, ReadingTower, named_right, reading_loss
+from training.pixie.reading.weights import load_part
 from vlmserve.pixie.document_drawing import draw_document
 from vlmserve.pixie.documents import Style, sample_document
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS
@@ -57,6 +58,9 @@ class TowerRun:
             self.step = state["step"]
             for name, optimizer in self.optimizers.items():
                 optimizer.load_state_dict(state[name])
+        elif options.start:
+            for name, optimizer in self.optimizers.items():
+                optimizer.load_state_dict(load_part(options.start, name))
         self.pool = ImagePool(self.out / "pool", options.pool)
         self.pool.progress.value = self.step / options.steps
         first_seed = FIRST_SEED + self.step * 10_007
@@ -154,6 +158,7 @@ def main() -> None:
         prog="python -m training.pixie.reading.train_tower", description=__doc__.split("\n\n")[0]
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "runs" / "reading")
+    parser.add_argument("--start", type=Path, help="weights of an earlier run (weights.safetensors)")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--patches", type=int, default=STEP_PATCHES, help="patches of a step")
     parser.add_argument("--rate", type=float, default=RATE, help="learning rate")

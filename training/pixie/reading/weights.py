@@ -1,10 +1,13 @@
-"""Names of the reading tower's weights in transformers' Qwen3-VL, and its config."""
+"""Weights of the stages in one file, and the tower's names and config in transformers' Qwen3-VL."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from training.pixie.reading.tower import HEADS, INNER, LAYERS, SIDE, WIDTH
@@ -44,3 +47,21 @@ def tower_names(tower: Mapping[str, Tensor]) -> dict[str, Tensor]:
             for kind in ("weight", "bias"):
                 named[f"blocks.{layer}.{theirs}.{kind}"] = tower[f"blocks.{layer}.{ours}.{kind}"]
     return {name: tensor.float().contiguous() for name, tensor in named.items()}
+
+
+def save_parts(path: Path, **parts: Mapping[str, Tensor]) -> None:
+    """Write the averaged weights of modules (``tower``, ``heads``, ``decoder``), in bfloat16."""
+    named = {f"{part}.{name}": tensor for part, weights in parts.items() for name, tensor in weights.items()}
+    save_file({name: tensor.to(torch.bfloat16).contiguous() for name, tensor in named.items()}, path)
+
+
+def load_part(path: Path, part: str) -> dict[str, Any]:
+    """What an `Optimizer` of a module starts from. Raises ValueError if the file lacks the module."""
+    weights = {
+        name.removeprefix(f"{part}."): tensor.float()
+        for name, tensor in load_file(path).items()
+        if name.startswith(f"{part}.")
+    }
+    if not weights:
+        raise ValueError(f"{path} has no weights of the {part}")
+    return {"originals": weights, "averages": weights}
