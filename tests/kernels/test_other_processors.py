@@ -169,9 +169,11 @@ def test_what_is_not_compiled_here_is_correct_cpp(isa: str, settings: dict[str, 
 def test_tests_run_all_instruction_sets_of_this_processor(settings: dict[str, Any]) -> None:
     if not supported_isas():
         pytest.skip("the native kernels were not built: no C++ compiler")
-    assert not missing_isas(), f"not compiled; type: {COMPILE_HERE}"
-    compiler = ["gcc" if shutil.which("gcc") else "cc"]
-    assert settings["here"](compiler) == list(supported_isas())
+    here = settings["here"](["gcc" if shutil.which("gcc") else "cc"])
+    # One that is too new for the compiler is left out.
+    missing = [isa for isa in missing_isas() if isa in here]
+    assert not missing, f"{', '.join(missing)} were not compiled; type: {COMPILE_HERE}"
+    assert here == list(supported_isas())
     assert settings["here"](["no-such-compiler"]) == list(settings["ISAS"])
 
 
