@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.cut import Cut
 from vlmserve.layers.layer import allocate
 from vlmserve.layers.linear import Embedding, GatedLinear, Linear, TiedEmbedding
+from vlmserve.models.read_ahead import ReadAhead
 from vlmserve.models.weights import Checkpoint, merge_as_stored, module_cuts, module_slots, weight_names
 from vlmserve.quant.formats.layout import Layout, StoredWeight
 
@@ -103,14 +104,10 @@ def load_blocks(
     """
     merge_as_stored(model, checkpoint.names)
     keeps_superblocks = operations.multiplies_superblocks(input_bits)
-    for path, module in model.named_modules():
-        # Towers read whole position tables.
-        is_table = isinstance(module, Embedding) and path.endswith("embed_tokens")
-        if not is_table and not isinstance(module, Linear | TiedEmbedding):
-            continue
-        names = weight_names(path, module)
-        if not checkpoint.names.issuperset(names) or (isinstance(module, GatedLinear) and module.bias is not None):
-            continue
+    layers = list(_layers_of_blocks(checkpoint, model))
+    ahead = ReadAhead([[part for name in names for part in checkpoint.stored(name)] for _, _, names in layers])
+    for number, (path, module, names) in enumerate(layers):
+        ahead.reach(number)
         if _take_blocks(checkpoint, path, module, names, keeps_superblocks, input_bits):
             if not any(module_slots(path, module)):
                 settle(module)
@@ -128,6 +125,19 @@ def load_blocks(
             module.quantize(joined) if isinstance(module, Embedding) else module.quantize(joined, input_bits)
             if not any(module_slots(path, module)):
                 settle(module)
+
+
+def _layers_of_blocks(
+    checkpoint: Checkpoint, model: nn.Module
+) -> Iterator[tuple[str, Linear | TiedEmbedding | Embedding, list[str]]]:
+    """Yield path, layer and names of weights that may be blocks."""
+    for path, module in model.named_modules():
+        # Towers read whole position tables.
+        is_table = isinstance(module, Embedding) and path.endswith("embed_tokens")
+        if is_table or isinstance(module, Linear | TiedEmbedding):
+            names = weight_names(path, module)
+            if checkpoint.names.issuperset(names) and not (isinstance(module, GatedLinear) and module.bias is not None):
+                yield path, module, names
 
 
 def _take_blocks(

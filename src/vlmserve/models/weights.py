@@ -140,6 +140,13 @@ class Checkpoint:
         with self.open(path) as file:
             return file.blocks(key) if isinstance(file, GGUFFile) else None
 
+    def stored(self, name: str) -> list[tuple[Path, str]]:
+        """File and stored name of each tensor that a tensor is made of."""
+        path, key = self._keys[name]
+        with self.open(path) as file:
+            parts = file.stored(key, 1.0) if isinstance(file, GGUFFile) else []
+        return [(source, part) for source, part, _ in parts] or [(path, key)]
+
     def hash(self, name: str) -> None:
         path, key = self._keys[name]
         with self.open(path) as file:
