@@ -2,14 +2,14 @@
 
     python -m benchmarks.sizes --shapes qwen3-0.6b qwen3-vl-2b --json report.json
     python -m benchmarks.sizes --shapes llama-1b llama-1b-262k --quantize int4 --gguf Q4_K_M Q6_K IQ4_XS
-    python -m benchmarks.sizes --shapes qwen3-30b-a3b-24l --quantize --gguf Q4_K_M
+    python -m benchmarks.sizes --shapes qwen3-30b-a3b-24l --quantize --gguf Q4_K_M --folder files --keep --starts 1
     python -m benchmarks.sizes --shapes qwen3-0.6b gemma3-1b --quantize --gguf Q4_K_M Q6_K Q8_0 Q4_0 --busy
 
 Checkpoints are written tensor by tensor, so that the largest need little memory. Each system runs in a process of its
 own, one after the other. It starts twice, and vlmserve's second start maps its cache of packed weights. A third process
-measures speed without speculation: random weights repeat tokens, which drafts would guess. llama.cpp reads the same
-GGUF files, and is left out where llama-cpp-python is not installed. Store a report in
-`benchmarks/results/engines/MACHINE`.
+measures speed without speculation: random weights repeat tokens, which drafts would guess. With --starts 1, one process
+does both, without the cache. llama.cpp reads the same GGUF files, and is left out where llama-cpp-python is not
+installed. Store a report in `benchmarks/results/engines/MACHINE`.
 """
 
 from __future__ import annotations
@@ -282,8 +282,8 @@ def run_job(job: Job) -> dict[str, Any]:
     return {"ready": ready, **json.loads(answer)}
 
 
-def rows(name: str, options: argparse.Namespace, folder: Path) -> Iterator[list[Any]]:
-    """A row of the report for each system on one shape."""
+def rows(name: str, options: argparse.Namespace, folder: Path, cache: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """A row of the report for each system on one shape. cache: vlmserve's options for packed weights."""
     shape = SHAPES[name]
     common = {
         "vocabulary": shape.text["vocab_size"],
@@ -291,31 +291,36 @@ def rows(name: str, options: argparse.Namespace, folder: Path) -> Iterator[list[
         "answer_tokens": options.answer_tokens,
         "photo_size": tuple(options.photo_size),
     }
-    checkpoint = folder / name
-    tokens = RANDOM_MODELS["qwen3-vl"]
-    write_checkpoint(
-        checkpoint, shape.model_class, shape.text, shape.vision, tokens, with_weights=bool(options.quantize)
-    )
+    with_weights = bool(options.quantize)
+    checkpoint = folder / (name if with_weights else f"{name}-shapes")
+    if not checkpoint.exists():
+        tokens = RANDOM_MODELS["qwen3-vl"]
+        write_checkpoint(checkpoint, shape.model_class, shape.text, shape.vision, tokens, with_weights=with_weights)
     for scheme in options.quantize:
-        settings = {"quantize": scheme, "dtype": "bfloat16", "weights_cache": str(folder / "cache")}
+        settings = {"quantize": scheme, "dtype": "bfloat16", **cache}
         job = Job("vlmserve", str(checkpoint), settings, vision=shape.vision is not None, **common)
-        yield from _rows(f"{name}, vlmserve {scheme}", job, options.busy)
+        yield from _rows(f"{name}, vlmserve {scheme}", job, options)
     for kind in options.gguf if shape.vision is None else ():
-        file = write_gguf(folder / f"{name}-{kind}.gguf", checkpoint, kind)
-        settings = {"weights_cache": str(folder / "cache")}
-        job = Job("vlmserve", str(file), settings, vision=False, **common)
-        yield from _rows(f"{name}, vlmserve {kind}", job, options.busy)
+        file = folder / f"{name}-{kind}.gguf"
+        if not file.exists():
+            write_gguf(file, checkpoint, kind)
+        job = Job("vlmserve", str(file), cache, vision=False, **common)
+        yield from _rows(f"{name}, vlmserve {kind}", job, options)
         if is_installed("llama-cpp-python"):
             job = Job("llama.cpp", str(file), {}, vision=False, **common)
-            yield from _rows(f"{name}, llama.cpp {kind}", job, options.busy)
-        file.unlink()
+            yield from _rows(f"{name}, llama.cpp {kind}", job, options)
+        if not options.keep:
+            file.unlink()
 
 
-def _rows(name: str, job: Job, busy: bool) -> Iterator[list[Any]]:
-    """busy: add a row of the same system next to a process that computes all the time."""
-    first, second = (run_job(dataclasses.replace(job, only_start=True)) for _ in range(2))
-    yield _row(name, {**run_job(job), **first}, second["ready"])
-    if busy:
+def _rows(name: str, job: Job, options: argparse.Namespace) -> Iterator[list[Any]]:
+    """With `--busy`, adds a row of the same system next to a process that computes all the time."""
+    if options.starts == 1:
+        yield _row(name, run_job(job), None)
+    else:
+        first, second = (run_job(dataclasses.replace(job, only_start=True)) for _ in range(2))
+        yield _row(name, {**run_job(job), **first}, second["ready"])
+    if options.busy:
         other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
         try:
             yield _row(f"{name}, one busy process", run_job(job), None)
@@ -338,10 +343,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--gguf", nargs="*", default=["Q4_0", "Q8_0"], help="types of GGUF files, or mixtures: Q4_K_M, Q5_K_M"
     )
     parser.add_argument("--busy", action="store_true", help="measure again next to one busy process")
+    parser.add_argument("--starts", type=int, choices=(1, 2), default=2, help="1: only one, without a weights cache")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--answer-tokens", type=int, default=32)
     parser.add_argument("--photo-size", type=int, nargs=2, default=(1024, 768), metavar=("WIDTH", "HEIGHT"))
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; default: a temporary folder")
+    parser.add_argument("--keep", action="store_true", help="use checkpoints that are in --folder, and keep them there")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -350,8 +357,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(2, 1)  # output of libraries must not mix with the answer
         print(json.dumps(measure(Job(**options.job))), file=answers, flush=True)
         return
-    with tempfile.TemporaryDirectory(prefix="vlmserve-sizes-", dir=options.folder) as place:
-        found = [row for name in options.shapes for row in rows(name, options, Path(place))]
+    if options.keep and options.folder is None:
+        parser.error("--keep needs --folder")
+    with tempfile.TemporaryDirectory(prefix="vlmserve-sizes-", dir=options.folder) as temporary:
+        place = Path(temporary)
+        folder = options.folder if options.keep else place
+        cache = {"weights_cache": str(place / "cache")} if options.starts > 1 else {"weights_cache_size": 0}
+        found = [row for name in options.shapes for row in rows(name, options, folder, cache)]
     table = Table(*COLUMNS)
     for row in found:
         table.add_row(*("" if value is None else str(value) for value in row))

@@ -27,6 +27,21 @@ def test_tiny_model_is_measured(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [report], "checkpoints are removed"
 
 
+def test_kept_files_are_measured_again(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    file = write_tiny(tmp_path, "tiny", "Q4_0").rename(tmp_path / "tiny-Q4_0.gguf")
+    (tmp_path / "tiny").rename(tmp_path / "tiny-shapes")
+    report, written = tmp_path / "report.json", file.stat().st_mtime_ns
+    main(
+        ["--shapes", "tiny", "--quantize", "--gguf", "Q4_0", "--prompt-tokens", "16", "--answer-tokens", "4",
+         "--folder", str(tmp_path), "--keep", "--starts", "1", "--json", str(report)]
+    )  # fmt: skip
+    name, _, second, *_ = json.loads(report.read_text())["rows"][0]
+    assert (name, second) == ("tiny, vlmserve Q4_0", None)
+    assert file.stat().st_mtime_ns == written
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "tiny-Q4_0.gguf", "tiny-shapes"]
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
