@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tests.engine.image_parity import CONVERSATIONS
 from tests.engine.kinds import by_kernels
 from tests.engine.test_parity import Oracle, engine_for, generate, tight_cache
 from tests.engine.test_qwen_vl import MIXED, make_oracle
+from tests.granite_docling import make_granite_docling
 from tests.lfm2_checkpoints import make_lfm2_vl
 from tests.minicpmv_checkpoints import make_minicpmv
 from tests.muse_glimmer import make_muse_glimmer
@@ -60,9 +61,10 @@ def minicpmv(folder: Path) -> Case:
     return from_files(make_minicpmv(folder))
 
 
-def from_files(folder: Path) -> Case:
+def from_files(folder: Path, chosen: Sequence[int] = (0, 1, 2, 5)) -> Case:
+    """chosen: of `CONVERSATIONS`."""
     preparer = RequestPreparer(folder, MediaConfig())
-    prompts = [preparer.chat([message], allow_local=True) for message in (*CONVERSATIONS[:3], CONVERSATIONS[5])]
+    prompts = [preparer.chat([CONVERSATIONS[number]], allow_local=True) for number in chosen]
     return Oracle(folder, nn.Identity(), None, (), 0, 0), prompts
 
 
@@ -70,12 +72,21 @@ def muse_glimmer(folder: Path) -> Case:
     return from_files(make_muse_glimmer(folder))
 
 
-MAKERS = (qwen3_vl, internvl, mistral3, glm_ocr, paddleocr, lfm2_vl, lfm3_vl, minicpmv, muse_glimmer)
+def granite_docling(folder: Path) -> Case:
+    # The first two fit into the tight cache until they grow.
+    return from_files(make_granite_docling(folder), chosen=(0, 4, 3, 1))
+
+
+MAKERS = (qwen3_vl, internvl, mistral3, glm_ocr, paddleocr, lfm2_vl, lfm3_vl, minicpmv, muse_glimmer, granite_docling)
 EACH = list(zip(MAKERS, itertools.cycle(("int4", "int8")), strict=False))
 """Each kind of rows of images with one scheme. What is scheduled does not depend on the scheme."""
 
 
-@by_kernels("make, scheme", native=[*EACH, (qwen3_vl, "int8"), (muse_glimmer, "int8")], torch=EACH[2:4])
+@by_kernels(
+    "make, scheme",
+    native=[*EACH, (qwen3_vl, "int8"), (muse_glimmer, "int8"), (granite_docling, "int4")],
+    torch=EACH[2:4],
+)
 def test_tokens_are_the_same_in_any_schedule(tmp_path: Path, make: Callable[[Path], Case], scheme: str) -> None:
     oracle, prompts = make(tmp_path)
     engine = engine_for(oracle, block_size=4, quantize=scheme)
