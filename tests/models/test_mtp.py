@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.gguf_files import write_gguf
 from tests.models.test_decoder import assert_equal, token_sequences
@@ -67,16 +68,37 @@ def test_logits_of_mtp_equal_its_formula(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("lacking", ["mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight", None])
 def test_incomplete_mtp_layers_are_ignored(tmp_path: Path, lacking: str | None, caplog: Any) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = add_mtp(make(tmp_path, "qwen3.5"))
-    tensors = load_file(folder / "model.safetensors")
-    tensors.pop(lacking, None)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    folder = MAKE["qwen3.5"](tmp_path)
+    change(folder, lambda tensors: tensors.pop(str(lacking), None))
     with caplog.at_level("INFO"):
         loaded = load_model(folder, LoadSettings(CPU, torch.float32, drafts=True))
     assert (loaded.predictor is None) == (lacking is not None)
     assert ("(MTP) is not used" in caplog.text) == (lacking is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("qwen3.5 in GGUF", "mtp.fc.weight"),
+        ("GLM-4.5", "model.layers.3.hnorm.weight"),
+        ("GLM-4.5", "model.layers.3.mlp.gate.weight"),
+    ],
+)
+def test_mtp_layers_of_other_shapes_are_ignored(tmp_path: Path, name: str, tensor: str, caplog: Any) -> None:
+    folder = path = MAKE[name](tmp_path)
+    change(folder, lambda tensors: tensors.update({tensor: torch.cat([tensors[tensor]] * 2)}))
+    if name.endswith("GGUF"):
+        path = write_gguf(folder, tmp_path / "model.gguf")
+    with caplog.at_level("INFO"):
+        loaded = load_model(path, LoadSettings(CPU, torch.float32, drafts=True))
+    assert loaded.predictor is None
+    assert "(MTP) is not used" in caplog.text
+
+
+def change(folder: Path, act: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    act(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def test_mtp_layers_load_for_drafts_only(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Row `i` reads the decoder's final state of token `i` and the embedding of token 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Unpack, cast
 
 import torch
@@ -71,12 +71,20 @@ class MTPLayer(nn.Module):
         return stream.normed(self.norm) if len(wanted) else stream.rows
 
 
-def has_mtp_layer(spec: ArchSpec, names: Collection[str]) -> bool:
-    """Return whether a checkpoint has such a layer, with the weights of the last layer with attention.
+def has_mtp_layer(
+    spec: ArchSpec, names: Collection[str], shapes: Callable[[Collection[str]], Mapping[str, list[int]]]
+) -> bool:
+    """Return whether a checkpoint has such a layer, with weights like those of the last layer with attention.
 
-    names: canonical tensor names. Quantized checkpoints with another format in this layer do not qualify.
+    names: canonical tensor names. shapes: reads shapes of named tensors. Quantized checkpoints with another format in
+    this layer do not qualify.
     """
-    before = f"language_model.layers.{spec.last_attention}."
-    wanted = {f"{PREFIX}layers.0.{name.removeprefix(before)}" for name in names if name.startswith(before)}
-    wanted |= {f"{PREFIX}{name}.weight" for name in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
-    return wanted <= {name for name in names if name.startswith(PREFIX)}
+    before, size = f"language_model.layers.{spec.last_attention}.", spec.hidden_size
+    in_layer = {name: f"{PREFIX}layers.0.{name.removeprefix(before)}" for name in names if name.startswith(before)}
+    wanted = {f"{PREFIX}{name}.weight": [size] for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    wanted[f"{PREFIX}fc.weight"] = [size, 2 * size]
+    if not {*in_layer.values(), *wanted} <= {*names}:
+        return False
+    found = shapes([*in_layer, *in_layer.values(), *wanted])
+    wanted |= {own: found[name] for name, own in in_layer.items()}
+    return all(found[name] == shape for name, shape in wanted.items())

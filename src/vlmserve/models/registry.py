@@ -335,9 +335,9 @@ def with_mtp(spec: ArchSpec, checkpoint: Checkpoint, settings: LoadSettings, ran
     """The spec with the layer for multi-token prediction, if this process may draft with it."""
     if not settings.drafts or not any(name.startswith(PREFIX) for name in checkpoint.names):
         return spec
-    if ranks is None and has_mtp_layer(spec, checkpoint.names):
+    if ranks is None and has_mtp_layer(spec, checkpoint.names, checkpoint.shapes):
         return replace(spec, mtp=True)
-    reason = "it has another format than the other layers" if ranks is None else "several ranks share the model"
+    reason = "its format or shapes differ from the other layers" if ranks is None else "several ranks share the model"
     logger.info("speculation: the checkpoint's layer for multi-token prediction (MTP) is not used, because %s", reason)
     return spec
 

@@ -160,6 +160,17 @@ class Checkpoint:
                 return tensor.dtype
         return torch.float32
 
+    def shapes(self, names: Collection[str]) -> dict[str, list[int]]:
+        """Return shapes of tensors. Opens each file once."""
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self._keys[name][0], []).append(name)
+        found: dict[str, list[int]] = {}
+        for path, own in by_file.items():
+            with self.open(path) as file:
+                found |= {name: file.get_slice(self._keys[name][1]).get_shape() for name in own}
+        return found
+
     def files(self) -> dict[Path, list[str]]:
         names: dict[Path, list[str]] = {}
         for path, key in self._keys.values():
