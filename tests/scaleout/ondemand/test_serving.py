@@ -178,6 +178,15 @@ async def test_lists_have_all_names_of_unloaded_models(folder):
         assert (await serving.client.get("/v1/models/poems")).json()["parent"] == "a"
 
 
+async def test_lists_lack_unloaded_adapters(folder):
+    [first, *_] = list_models(folder)
+    async with Serving([first]) as serving:
+        assert (await serving.ask("a")).status_code == 200
+        engine = first.engine.model_copy(update={"lora_modules": ("poems=/adapters/poems",)})
+        serving.model("a").listed = replace(first, engine=engine)
+        assert await serving.states() == {"a": "loaded"}
+
+
 async def test_adapter_loads_its_model_first(folder):
     async with Serving(list_models(folder)) as serving:
         wanted = {"lora_name": "poems", "lora_path": "poems", "model": "b"}

@@ -64,10 +64,10 @@ def _cards(request: Request) -> Iterator[ModelCard]:
             card = model_card(alias, gateway.created, abilities, for_anthropic=for_anthropic)
             card.state, card.reason = model.state, model.failure or msgspec.UNSET
             yield card
-        loaded = gateway.models[name].adapters if name in gateway.models else {}
-        for adapter in loaded or model.listed.adapters:
+        loaded = gateway.models[name].adapters if name in gateway.models else None
+        for adapter in model.listed.adapters if loaded is None else loaded:
             card = model_card(adapter, gateway.created, abilities, for_anthropic=for_anthropic)
-            root = loaded[adapter].root if loaded else ""
+            root = None if loaded is None else loaded[adapter].root
             card.parent, card.root, card.state = name, root or msgspec.UNSET, model.state
             yield card
 
