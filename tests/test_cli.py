@@ -448,13 +448,13 @@ def test_eval_names_an_unknown_task():
 
 
 def test_reading_tasks_need_new_fonts(monkeypatch):
-    monkeypatch.setattr("vlmserve.pixie.reading_evaluation.fonts_are_missing", lambda: True)
+    monkeypatch.setattr("vlmserve.pixie.fonts.held_out_fonts_are_missing", lambda: True)
     result = run("eval", "pixie", "--task", "total")
     assert (result.exit_code, "vlmserve[pixie]" in result.stderr) == (2, True)
 
 
 def test_eval_asks_about_documents(tmp_path, monkeypatch):
-    monkeypatch.setattr("vlmserve.pixie.reading_evaluation.fonts_are_missing", lambda: False)
+    monkeypatch.setattr("vlmserve.pixie.fonts.held_out_fonts_are_missing", lambda: False)
     folder = make_mock_checkpoint(tmp_path)
     result = run("eval", "pixie", "--engine", "mock", "--model", folder, "--per-task", "1", "--task", "text")
     assert result.exit_code == 0

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-import vlmserve.pixie.reading_evaluation
+from vlmserve.pixie import fonts
 from vlmserve.pixie.documents import Style
 from vlmserve.pixie.questions import READING_TASKS
 from vlmserve.pixie.reading import TOTAL_NAMES
 from vlmserve.pixie.reading_evaluation import (
     edit_distance,
     evaluate_reading,
-    fonts_are_missing,
     held_out_case,
     is_right,
     overlap,
@@ -89,9 +88,11 @@ def test_held_out_cases_are_the_same_each_time():
         assert held_out_case(task, 1, Style()) == held_out_case(task, 1, Style())
 
 
-def test_fonts_of_training_do_not_count_as_new(monkeypatch):
-    fonts = {True: ("Lato", "STIX"), False: ("Lato", "Pillow")}
-    monkeypatch.setattr(vlmserve.pixie.reading_evaluation, "document_fonts", lambda *, new=False: fonts[new])
-    assert fonts_are_missing()
-    fonts[True] = ("STIX",)
-    assert not fonts_are_missing()
+def test_any_missing_held_out_font_counts(tmp_path, monkeypatch):
+    (tmp_path / "held_out.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(fonts, "HELD_OUT_FONTS", {"held_out": ("one.ttf", "two.ttf")})
+    (tmp_path / "one.ttf").touch()
+    assert fonts.held_out_fonts_are_missing()
+    (tmp_path / "two.ttf").touch()
+    assert not fonts.held_out_fonts_are_missing()

@@ -38,9 +38,10 @@ def eval_pixie(
     from vlmserve.models.hub import resolve_model
     from vlmserve.offline.llm import LLM
     from vlmserve.pixie.evaluation import evaluate, greedy_answers, write_card
+    from vlmserve.pixie.fonts import held_out_fonts_are_missing
     from vlmserve.pixie.form_evaluation import evaluate_forms
     from vlmserve.pixie.questions import FORM_TASKS, READING_TASKS, TASKS
-    from vlmserve.pixie.reading_evaluation import NO_FONTS, evaluate_reading, fonts_are_missing
+    from vlmserve.pixie.reading_evaluation import NO_FONTS, evaluate_reading
 
     known = (*TASKS, *FORM_TASKS, *READING_TASKS)
     if unknown := set(task or ()) - set(known):
@@ -50,12 +51,12 @@ def eval_pixie(
     card = folder / "README.md"
     if write and (task or not card.is_file()):
         raise ConfigurationError("--write needs all tasks" if task else f"there is no model card {card}")
-    if wanted & set(READING_TASKS) and fonts_are_missing():
+    if wanted & set(READING_TASKS) and held_out_fonts_are_missing():
         raise ConfigurationError(NO_FONTS)
     llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
     with Progress(console=Console(stderr=True)) as progress:
         tasks = [name for name in TASKS if name in wanted]
-        bar = add_bar(progress, "Asking")
+        bar = add_bar(progress, "Asking") if tasks else None
         report = evaluate(greedy_answers(llm), per_task=per_task, tasks=tasks, progress=bar)
         if forms := [name for name in FORM_TASKS if name in wanted]:
             bar = add_bar(progress, "Asking for forms")

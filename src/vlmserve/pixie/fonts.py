@@ -73,6 +73,11 @@ def document_fonts(*, new: bool = False) -> tuple[str, ...]:
     return (*available_fonts(), *_installed(DOCUMENT_FONTS))
 
 
+def held_out_fonts_are_missing() -> bool:
+    """Check whether any font that only the evaluation of documents prints in is missing."""
+    return len(_installed(HELD_OUT_FONTS)) < sum(map(len, HELD_OUT_FONTS.values()))
+
+
 @cache
 def load_font(name: str, size: int) -> ImageFont.FreeTypeFont:
     """Load a font from `available_fonts`. size: pixels per em."""

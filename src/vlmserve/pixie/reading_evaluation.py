@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 from vlmserve.pixie.document_drawing import draw_document
 from vlmserve.pixie.documents import Document, DocumentKind, Style, sample_document
 from vlmserve.pixie.evaluation import TEXT_PARTS, Mistake, TaskResult
-from vlmserve.pixie.fonts import document_fonts
 from vlmserve.pixie.questions import READING_TASKS
 from vlmserve.pixie.reading import TOTAL_NAMES, ReadingQuestion, ask_document
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS
@@ -94,11 +93,6 @@ def is_right(question: ReadingQuestion, answer: str) -> bool:
 
 def _total(receipt: dict[str, Any]) -> Any:
     return next((value for name, value in receipt.items() if name in TOTAL_NAMES), None)
-
-
-def fonts_are_missing() -> bool:
-    """Check whether the fonts that only the evaluation prints in are missing."""
-    return bool(set(document_fonts(new=True)) & set(document_fonts()))
 
 
 def evaluate_reading(
