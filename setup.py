@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -10,7 +11,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -104,6 +107,15 @@ def wanted_isas(choice: str, compiler: list[str]) -> list[str]:
     return list(dict.fromkeys((isas[0], isas[-1], *isas)))
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Wait until no other process builds in this folder: one deletes what another links."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with (KEPT / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 class BuildKernels(build_ext):
     """Compiles the kernels once for each instruction set, the module that chooses among them once.
 
@@ -116,8 +128,12 @@ class BuildKernels(build_ext):
     """
 
     def build_extension(self, ext: Extension) -> None:
+        with alone():
+            self._build(ext)
+
+    def _build(self, ext: Extension) -> None:
         folder = Path(self.build_temp)
-        wanted = wanted_isas(os.environ.get("VLMSERVE_ISAS") or "best", self.compiler.compiler)
+        wanted = wanted_isas(os.environ.get("VLMSERVE_ISAS") or "best", self.compiler.compiler_cxx)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             kernels = zip(wanted, pool.map(self._kernels, wanted), strict=True)
             built = {isa: objects for isa, objects in kernels if objects}
@@ -141,10 +157,10 @@ class BuildKernels(build_ext):
         """Objects of an instruction set, compiled once; [] if it is too new for the compiler."""
         flags = [*FLAGS, *ISAS[isa]]
         try:
-            version = subprocess.run([*self.compiler.compiler, "--version"], capture_output=True, check=True).stdout
+            version = subprocess.run([*self.compiler.compiler_cxx, "--version"], capture_output=True, check=True).stdout
         except (OSError, subprocess.CalledProcessError) as error:
             raise CompileError(str(error)) from error  # setuptools goes on without kernels
-        digest = hashlib.sha256(repr((version, self.compiler.compiler_so, flags)).encode())
+        digest = hashlib.sha256(repr((version, self.compiler.compiler_so_cxx, flags)).encode())
         for source in sorted(SOURCES.iterdir()):
             if source.name not in OF_MODULE:
                 digest.update(source.read_bytes())

@@ -6,13 +6,15 @@ does not have (`native/emulated_x86.h`); the compiler also reads them as they ar
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
 import runpy
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,18 +174,71 @@ def test_tests_run_all_instruction_sets_of_this_processor(settings: dict[str, An
     here = settings["here"](["gcc" if shutil.which("gcc") else "cc"])
     # One that is too new for the compiler is left out.
     missing = [isa for isa in missing_isas() if isa in here]
-    assert not missing, f"{', '.join(missing)} were not compiled; type: {COMPILE_HERE}"
+    assert not missing, f"{', '.join(missing)} were not compiled; {COMPILE_HERE}"
     assert here == list(supported_isas())
     assert settings["here"](["no-such-compiler"]) == list(settings["ISAS"])
 
 
-def test_machines_without_compiler_can_install(settings: dict[str, Any]) -> None:
+@pytest.fixture
+def command(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A build of the portable kernels in a folder of its own, which compiles nothing."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "src").symlink_to(ROOT / "src")
+    monkeypatch.setenv("VLMSERVE_ISAS", [*settings["ISAS"]][-1])
     command = settings["BuildKernels"](pytest.importorskip("setuptools").Distribution())
-    command.build_temp = "build"
-    command.compiler = SimpleNamespace(compiler=["no-such-compiler"], compiler_so=["no-such-compiler"])
+    command.build_temp, command.get_ext_fullpath = "build", lambda name: name
+    return command
+
+
+def compiler_of(command: list[str], compiled: Callable[[], None]) -> SimpleNamespace:
+    """compiled: called whenever kernels are compiled."""
+
+    def compile_sources(sources: list[str], output_dir: str, **options: Any) -> list[str]:
+        if "kernels.cpp" in sources[0]:
+            compiled()
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        return [f"{output_dir}/object.o"]
+
+    return SimpleNamespace(
+        compiler_cxx=command[:1],
+        compiler_so_cxx=command,
+        compile=compile_sources,
+        link_shared_object=lambda *_, **__: None,
+    )
+
+
+def test_machines_without_compiler_can_install(settings: dict[str, Any], command: Any) -> None:
+    command.compiler = compiler_of(["no-such-compiler"], lambda: None)
     # Not another error: the extension is optional.
     with pytest.raises(settings["CompileError"], match="no-such-compiler"):
-        command.build_extension(None)
+        command.build_extension(SimpleNamespace(name="native"))
+
+
+def test_other_compilers_and_flags_compile_again(command: Any, tmp_path: Path) -> None:
+    compiled: list[None] = []
+    other = tmp_path / "other"
+    other.symlink_to(sys.executable)
+    counts = []
+    for compiler in ([sys.executable], [sys.executable], [sys.executable, "-O"], [str(other), "-O"]):
+        command.compiler = compiler_of(compiler, lambda: compiled.append(None))
+        command.build_extension(SimpleNamespace(name="native"))
+        counts.append(len(compiled))
+    assert counts == [1, 1, 2, 3]
+
+
+def test_builds_of_a_folder_wait(settings: dict[str, Any], command: Any) -> None:
+    refused: list[BaseException] = []
+
+    def compiled() -> None:
+        with (settings["KEPT"] / "lock").open() as file, pytest.raises(BlockingIOError) as caught:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        refused.append(caught.value)
+
+    command.compiler = compiler_of([sys.executable], compiled)
+    command.build_extension(SimpleNamespace(name="native"))
+    assert refused
+    with (settings["KEPT"] / "lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="all are compiled for Arm")
