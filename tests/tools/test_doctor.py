@@ -80,11 +80,13 @@ def test_missing_kernels_and_drivers_are_problems(monkeypatch: pytest.MonkeyPatc
 def test_missing_best_kernels_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     [text] = texts("CPU kernels")
     monkeypatch.setattr(extension, "missing_isas", lambda: ("amx",))
-    assert texts("CPU kernels") == [f"{text.split('; not')[0]}; not compiled: amx (to compare them: {COMPILE_HERE})"]
+    there = text.split("; not")[0]
+    assert texts("CPU kernels") == [f"{there}; not needed and not compiled: amx (to compare them, {COMPILE_HERE})"]
     assert not [finding.problem for finding in examine() if finding.topic == "CPU kernels" and finding.problem]
     monkeypatch.setattr(extension, "lacks_best_isa", lambda: True)
     [problem] = [finding.problem for finding in examine() if finding.topic == "CPU kernels"]
-    assert problem == f"amx, this processor's best, is not compiled: {COMPILE_HERE}"
+    assert problem == f"amx, this processor's best, is not compiled; {COMPILE_HERE}"
+    assert texts("CPU kernels") == [f"{there}; not compiled: amx"]
 
 
 def test_gpus_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def check_kernels(choice: str) -> str:
         choice = os.environ.get(VARIABLE) or "auto"
     isas = supported_isas()
     if choice in missing_isas():
-        raise ConfigurationError(f"--kernels {choice}: not compiled; in a clone, type: {COMPILE_HERE}")
+        raise ConfigurationError(f"--kernels {choice}: not compiled; {COMPILE_HERE}")
     if choice not in (*CHOICES, *isas):
         known = ", ".join((*CHOICES, *isas))
         raise ConfigurationError(f"--kernels {choice}: not available on this machine; choose one of {known}")
@@ -58,9 +58,7 @@ def choose_kernels(choice: str, dtype: torch.dtype) -> str | None:
         logger.info("kernels: torch (native ones were not built, or for another version)")
         return None
     if choice != isas[0] and lacks_best_isa():
-        logger.warning(
-            "kernels: %s, this processor's best, are not compiled; type: %s", missing_isas()[0], COMPILE_HERE
-        )
+        logger.warning("kernels: %s, this processor's best, are not compiled; %s", missing_isas()[0], COMPILE_HERE)
     for isa in (choice,) if choice in isas else isas:
         extension().select_isa(isa)
         if choice != "auto" or isa in MEASURED or is_as_fast_as_torch(isa, dtype):

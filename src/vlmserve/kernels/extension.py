@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from types import ModuleType
 
 import torch
@@ -35,8 +36,11 @@ def load() -> ModuleType | None:
 native = load()
 """None without kernels. `extension` raises then."""
 
-COMPILE_HERE = "VLMSERVE_ISAS=here .venv/bin/pip install --no-deps -e ."
-"""Compiles kernels for every instruction set of this machine, in a clone."""
+COMPILE_HERE = (
+    "in the clone, with GCC 11, Clang 12 or newer, type: "
+    f"VLMSERVE_ISAS=here {sys.executable} -m pip install --no-deps -e ."
+)
+"""How to compile kernels for every instruction set of this machine. Older compilers leave some out."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 

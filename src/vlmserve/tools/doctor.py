@@ -78,9 +78,12 @@ def _processor() -> Iterator[Finding]:
     chosen = {dtype: choose_kernels("auto", getattr(torch, dtype)) or "torch" for dtype in ("float32", "bfloat16")}
     text = ", ".join(f"{isa} for {dtype}" for dtype, isa in chosen.items())
     text += f"; there are {', '.join(isas)} and torch"
-    if missing := missing_isas():
-        text += f"; not compiled: {', '.join(missing)} (to compare them: {COMPILE_HERE})"
-    problem = f"{missing[0]}, this processor's best, is not compiled: {COMPILE_HERE}" if lacks_best_isa() else ""
+    missing, problem = missing_isas(), ""
+    if lacks_best_isa():
+        text += f"; not compiled: {', '.join(missing)}"
+        problem = f"{missing[0]}, this processor's best, is not compiled; {COMPILE_HERE}"
+    elif missing:
+        text += f"; not needed and not compiled: {', '.join(missing)} (to compare them, {COMPILE_HERE})"
     yield Finding("CPU kernels", text, problem)
     if not multiplies_bfloat16():
         yield Finding("bfloat16", "no bfloat16 matmuls in hardware: 16-bit weights are computed in float32")
