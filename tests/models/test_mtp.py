@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from tests.gguf_files import write_gguf
 from tests.models.test_decoder import assert_equal, token_sequences
 from tests.models.test_families import make
+from tests.models.test_gguf import make as make_text
 from tests.mtp_checkpoints import GLMReference, Reference, add_glm_mtp, add_mtp
 from tests.ocr_checkpoints import make_glm4v, make_glm_ocr
 from tests.paged import BlockTables
 from vlmserve.models.load_settings import LoadSettings
+from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 
 CPU = torch.device("cpu")
@@ -41,10 +43,22 @@ def test_logits_of_mtp_equal_its_formula(tmp_path: Path, name: str) -> None:
     if name.endswith("GGUF"):
         path = write_gguf(folder, tmp_path / "model.gguf")
     loaded = load_model(path, LoadSettings(CPU, torch.float32, drafts=True))
-    model, predictor = loaded.language_model, loaded.predictor
+    model = loaded.language_model
     reference = GLMReference(folder) if name.startswith("GLM") else Reference(folder)
-    assert predictor is not None
     sequences = token_sequences(min(300, model.vocab_size), [40, 1, 23])
+    embeddings, hidden, states = predicted(loaded, sequences)
+    expected = [reference.states(*both) for both in zip(embeddings, hidden, strict=True)]
+    assert_equal(states, [one.float() for one in expected])
+    logits = [model.logits(one) for one in states]
+    assert_equal(logits, [reference.logits(one).float() for one in expected])
+
+
+def predicted(
+    loaded: LoadedModel, sequences: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Embeddings and random hidden states of three sequences, and the layer's states after chunks of them."""
+    model, predictor = loaded.language_model, loaded.predictor
+    assert predictor is not None
     embeddings = [model.embed(sequence) for sequence in sequences]
     hidden = [torch.randn(one.shape, generator=torch.Generator().manual_seed(len(one))) for one in embeddings]
     tables = BlockTables([len(one) for one in sequences], 4)
@@ -60,10 +74,17 @@ def test_logits_of_mtp_equal_its_formula(tmp_path: Path, name: str) -> None:
         found = predictor.predict(*joined, positions, metadata, caches, torch.arange(len(positions)))
         for number, part in zip(numbers, found.split([row.stop - row.start for row in rows]), strict=True):
             states[number].append(part)
-    expected = [reference.states(*both) for both in zip(embeddings, hidden, strict=True)]
-    assert_equal([torch.cat(parts) for parts in states], [one.float() for one in expected])
-    logits = [model.logits(torch.cat(parts)) for parts in states]
-    assert_equal(logits, [reference.logits(one).float() for one in expected])
+    return embeddings, hidden, [torch.cat(parts) for parts in states]
+
+
+@torch.inference_mode()
+def test_gguf_of_glm_ocr_has_its_mtp_layer(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "mrope_section": [2, 2, 2]}
+    folder = add_mtp(make_text(tmp_path / "folder", "glm4", rope_parameters=rope))
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata={"glm4.rope.dimension_sections": [2, 2, 2, 0]})
+    sequences, settings = token_sequences(300, [40, 1, 23]), LoadSettings(CPU, torch.float32, drafts=True)
+    of_folder, of_file = (predicted(load_model(one, settings), sequences)[2] for one in (folder, path))
+    torch.testing.assert_close(of_file, of_folder, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("lacking", ["mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight", None])
