@@ -18,6 +18,7 @@ from vlmserve.settings.config import EngineConfig
 def test_schemes_that_do_not_fit_are_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 384, "intermediate_size": 1536, "vocab_size": 4096, "dtype": torch.bfloat16}
     folder = make_llama(tmp_path, **sizes)
+    monkeypatch.setattr(module, "SCRATCH", 0)  # more than these weights
     plain, int4 = (footprint(folder, scheme).loading for scheme in ("none", "int4"))
     assert int4 < plain
     monkeypatch.setattr(module, "free_memory", lambda: LIBRARIES + int4)

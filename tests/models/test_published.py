@@ -91,7 +91,7 @@ FAMILIES = {
         end_ids={59246, 59253},
         spec={"tied_embeddings": False, "max_position": 131072},
         rope=(128, 10000, [16, 24, 24]),
-        is_unused=lambda name: name.startswith("language_model.layers.16."),
+        is_unused=lambda name: name.startswith("language_model.mtp."),
         parts=(None, "Text Recognition:"),
         text=(
             "[gMASK]<sop><|user|>\n<|begin_of_image|>",
