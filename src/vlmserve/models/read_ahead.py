@@ -12,6 +12,8 @@ from vlmserve.models.identity import stored_tensors
 
 WINDOW_BYTES = 256 * 1024**2
 """Bytes to request ahead. Under a memory limit, the system would drop more of them before they are used."""
+REQUEST_BYTES = 128 * 1024
+"""Maximum bytes of a request. Linux reads no more of one than its own read-ahead, which is this by default."""
 
 
 class _Range(NamedTuple):
@@ -51,5 +53,7 @@ class ReadAhead:
 
 def _request(part: _Range) -> None:
     if hasattr(os, "posix_fadvise"):
+        end = part.start + part.size
         with contextlib.suppress(OSError), part.path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), part.start, part.size, os.POSIX_FADV_WILLNEED)
+            for start in range(part.start, end, REQUEST_BYTES):
+                os.posix_fadvise(file.fileno(), start, min(REQUEST_BYTES, end - start), os.POSIX_FADV_WILLNEED)
