@@ -50,7 +50,9 @@ def eval_pixie(
     folder = resolve_model(engine.model, engine.revision)
     card = folder / "README.md"
     if write and (task or not card.is_file()):
-        raise ConfigurationError("--write needs all tasks" if task else f"there is no model card {card}")
+        raise ConfigurationError(
+            "--write needs all tasks: leave out --task" if task else f"there is no model card {card}"
+        )
     if wanted & set(READING_TASKS) and held_out_fonts_are_missing():
         raise ConfigurationError(NO_FONTS)
     llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))

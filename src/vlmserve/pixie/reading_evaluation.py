@@ -34,7 +34,7 @@ NO_FONTS: Final = "held-out fonts are not installed; run: pip install 'vlmserve[
 LEAST_OVERLAP: Final = 0.5
 _SEEDS_PER_TASK: Final = 1_000_000
 _BATCH: Final = 32
-_MAX_TOKENS: Final = 192
+_MAX_TOKENS: Final = 256
 
 
 def edit_distance(one: str, other: str) -> int:

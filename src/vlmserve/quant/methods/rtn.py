@@ -10,8 +10,10 @@ from torch import Tensor
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.quant.grid import Grid
 
-ELEMENTS_AT_ONCE = 256 * 1024
-"""Weights rounded at once: rounding takes several times their float32 memory, which should stay in the caches."""
+CACHED_ELEMENTS = 256 * 1024
+"""Weights that a CPU rounds at once: rounding takes several times their float32 memory, which should stay in caches."""
+ELEMENTS_AT_ONCE = 4 * 1024**2
+"""Weights that other devices round at once."""
 
 
 class RoundedRows:
@@ -38,7 +40,8 @@ class RoundedRows:
 
     def write(self, first: int, weight: Tensor) -> None:
         """weight: ``[rows, in_features]``, from row `first` on."""
-        for rows in torch.split(weight.detach(), max(1, ELEMENTS_AT_ONCE // max(1, weight.shape[1]))):
+        at_once = CACHED_ELEMENTS if self._values.device.type == "cpu" else ELEMENTS_AT_ONCE
+        for rows in torch.split(weight.detach(), max(1, at_once // max(1, weight.shape[1]))):
             own = slice(first, first + len(rows))
             floats = rows.to(self._values.device).float()
             grid = Grid.fit(floats, bits=self._bits, group_size=self._group_size, largest=self._largest, **self._kind)
