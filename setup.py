@@ -87,7 +87,7 @@ def here(compiler: list[str]) -> list[str]:
 
 
 def may_use_tiles() -> bool:
-    """Whether Linux lets a process use AMX, as in csrc/isas.h."""
+    """Ask Linux for the permission to use AMX, as csrc/isas.h does."""
     request_permission, tile_data, arch_prctl = 0x1023, 18, 158
     return sys.platform == "linux" and ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 

@@ -74,7 +74,7 @@ class MTPLayer(nn.Module):
 def has_mtp_layer(
     spec: ArchSpec, names: Collection[str], shapes: Callable[[Collection[str]], Mapping[str, list[int]]]
 ) -> bool:
-    """Return whether a checkpoint has such a layer, with weights like those of the last layer with attention.
+    """Return whether a checkpoint has an MTP layer of the same shapes as the last layer with attention.
 
     names: canonical tensor names. shapes: reads shapes of named tensors. Quantized checkpoints with another format in
     this layer do not qualify.

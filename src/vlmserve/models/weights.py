@@ -189,8 +189,8 @@ class Checkpoint:
         """Fill the model's parameters, converting dtype and device.
 
         filled: names of parameters that already have values. device: for parameters without memory. settle: called with
-        each filled module, which it may replace. rounded: where a module's weight goes instead of its memory. Peak
-        memory is the final model and one module, as `rounded` stores it.
+        each filled module, and may replace it. rounded: returns what stores the rows of a module's weight; None: the
+        module itself. Peak memory is the final model and one module.
 
         Raises MissingWeightsError, which names missing tensors, and ModelLoadError for a tensor of another shape.
         """

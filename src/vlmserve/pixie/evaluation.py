@@ -24,7 +24,7 @@ _BATCH: Final = 64
 #: Twice the length of the longest right answer.
 _MAX_TOKENS: Final = 96
 
-#: What of the texts of the task ``text`` is right.
+#: Right lines and characters of the task ``text``; characters by edit distance.
 TEXT_PARTS: Final[tuple[str, ...]] = ("line", "character")
 
 _KINDS: Final[dict[str, str]] = {

@@ -32,6 +32,8 @@ from vlmserve.pixie.reading import ReadingQuestion, ask_document
 
 DOCUMENT_SHARE: Final = 0.5
 KINDS: Final[dict[DocumentKind, float]] = {"lines": 6, "sign": 2, "receipt": 5, "chart": 1.5, "gauge": 1}
+HEIGHTS: Final = (14, 48)
+"""Bounds of capital letters in documents, in pixels."""
 SMALL_SHARE: Final = 0.75
 """Of documents; their patches cost most of a step."""
 QUESTIONS: Final = 10
@@ -154,16 +156,14 @@ def _about_document(document: Document, tokenizer: Tokenizer, rng: random.Random
     return [*start, IMAGE], _kept([branch for branch in branches if len(branch[0]) <= LONGEST], MOST_TEXT)
 
 
-def sample_row(
-    seed: int, tokenizer: Tokenizer, heights: tuple[float, float] = (14, 48), documents: float = DOCUMENT_SHARE
-) -> Drawn:
+def sample_row(seed: int, tokenizer: Tokenizer, documents: float = DOCUMENT_SHARE) -> Drawn:
     """Sample images and ask about them. documents: share of samples about documents; the others are about scenes."""
     rng = random.Random(seed)
     if rng.random() < documents:
         kind = rng.choices(tuple(KINDS), tuple(KINDS.values()))[0]
         while True:
             size = small_size(kind, rng) if rng.random() < SMALL_SHARE else None
-            document = sample_document(rng.getrandbits(33), kind, size, Style(heights))
+            document = sample_document(rng.getrandbits(33), kind, size, Style(HEIGHTS))
             group = _about_document(document, tokenizer, rng)
             if group[1]:
                 return _drawn([draw_document(document)], (0,), [group])

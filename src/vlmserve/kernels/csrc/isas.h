@@ -13,6 +13,8 @@
 #include <sys/sysctl.h>
 #endif
 
+#include <cstring>
+
 #include "table.h"
 
 namespace {
@@ -131,13 +133,6 @@ namespace {
 
 constexpr int MOST_ISAS = 7;
 
-#if defined(__x86_64__) || defined(__aarch64__)
-const Processor& this_processor() {
-    static const Processor processor;
-    return processor;
-}
-#endif
-
 // Names of the instruction sets that this processor supports, best first, whether this build has their kernels or not.
 int runnable(const char** names) {
     int count = 0;
@@ -145,7 +140,7 @@ int runnable(const char** names) {
         if (condition) names[count++] = name;
     };
 #if defined(__x86_64__)
-    const Processor& processor = this_processor();
+    static const Processor processor;
     add(processor.amx, "amx");
     add(processor.avx512_bf16, "avx512_bf16");
     add(processor.avx512_vnni, "avx512_vnni");
@@ -154,7 +149,7 @@ int runnable(const char** names) {
     add(processor.avx2, "avx2");
     add(true, "portable");
 #elif defined(__aarch64__)
-    const Processor& processor = this_processor();
+    static const Processor processor;
     add(processor.neon_bf16, "neon_bf16");
     add(processor.neon_dot, "neon_dot");
     add(true, "neon");
@@ -166,43 +161,44 @@ int runnable(const char** names) {
 
 // The supported instruction sets of this build, best first.
 int supported(const Kernels** found) {
-    int count = 0;
-#if defined(__x86_64__) || defined(__aarch64__)
-    [[maybe_unused]] const Processor& processor = this_processor();
-#endif
-#define ADD_IF(condition, isa) \
-    if (condition) found[count++] = &kernels_##isa;
+    static const Kernels* const built[] = {
 #if defined(VLMSERVE_WITH_amx)
-    ADD_IF(processor.amx, amx)
+        &kernels_amx,
 #endif
 #if defined(VLMSERVE_WITH_avx512_bf16)
-    ADD_IF(processor.avx512_bf16, avx512_bf16)
+        &kernels_avx512_bf16,
 #endif
 #if defined(VLMSERVE_WITH_avx512_vnni)
-    ADD_IF(processor.avx512_vnni, avx512_vnni)
+        &kernels_avx512_vnni,
 #endif
 #if defined(VLMSERVE_WITH_avx512)
-    ADD_IF(processor.avx512, avx512)
+        &kernels_avx512,
 #endif
 #if defined(VLMSERVE_WITH_avx2_vnni)
-    ADD_IF(processor.avx2_vnni, avx2_vnni)
+        &kernels_avx2_vnni,
 #endif
 #if defined(VLMSERVE_WITH_avx2)
-    ADD_IF(processor.avx2, avx2)
+        &kernels_avx2,
 #endif
 #if defined(VLMSERVE_WITH_neon_bf16)
-    ADD_IF(processor.neon_bf16, neon_bf16)
+        &kernels_neon_bf16,
 #endif
 #if defined(VLMSERVE_WITH_neon_dot)
-    ADD_IF(processor.neon_dot, neon_dot)
+        &kernels_neon_dot,
 #endif
 #if defined(VLMSERVE_WITH_neon)
-    ADD_IF(true, neon)
+        &kernels_neon,
 #endif
 #if defined(VLMSERVE_WITH_portable)
-    ADD_IF(true, portable)
+        &kernels_portable,
 #endif
-#undef ADD_IF
+    };
+    const char* names[MOST_ISAS];
+    const int num_names = runnable(names);
+    int count = 0;
+    for (int i = 0; i < num_names; ++i)
+        for (const Kernels* kernels : built)
+            if (!strcmp(kernels->isa, names[i])) found[count++] = kernels;
     return count;
 }
 
