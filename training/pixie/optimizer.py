@@ -11,11 +11,47 @@ from torch import Tensor, nn
 from training.pixie.precision import parameter_dtype
 
 MUON_ITERATIONS = 5
-"""In each, torch multiplies bfloat16, whatever the CPU has."""
+MUON_COEFFICIENTS = 3.4445, -4.7750, 2.0315
+MUON_MOMENTUM = 0.95
+
+
+def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Move the singular values of a matrix towards 1, by Newton and Schulz. dtype: that of the products."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if tall else matrix).to(dtype)
+    x = x / x.norm().clamp(min=1e-7)
+    a, b, c = MUON_COEFFICIENTS
+    for _ in range(MUON_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (https://kellerjordan.github.io/posts/muon) with steps of AdamW's size.
+
+    torch's own multiplies bfloat16 on every CPU; CPUs without instructions for it take 50 times as long.
+    """
+
+    def __init__(self, matrices: Iterable[Tensor], lr: float, weight_decay: float) -> None:
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is None:
+                    continue
+                state = self.state[matrix]
+                momentum = state.setdefault("momentum_buffer", torch.zeros_like(matrix))
+                momentum.lerp_(matrix.grad, 1 - MUON_MOMENTUM)
+                update = orthogonal(matrix.grad.lerp(momentum, MUON_MOMENTUM), parameter_dtype(matrix.device))
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(update, alpha=-group["lr"] * 0.2 * max(matrix.shape) ** 0.5)
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
-    """Weights between hidden states; Muon (https://kellerjordan.github.io/posts/muon) is not for the others."""
+    """Weights between hidden states; Muon is not for the others."""
     return parameter.ndim == 2 and ("blocks" in name or "project" in name)
 
 
@@ -38,10 +74,7 @@ class Optimizer:
             torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
         ]
         if matrices:
-            muon = torch.optim.Muon(
-                matrices, lr=learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw", ns_steps=MUON_ITERATIONS
-            )
-            self._optimizers.append(muon)
+            self._optimizers.append(Muon(matrices, lr=learning_rate, weight_decay=0.01))
 
     def step(self, scale: float, decay: float) -> None:
         """One step at ``scale * learning_rate`` from the module's gradients; `decay` is that of the averages."""

@@ -31,22 +31,99 @@ class ReadingQuestion:
 _PHRASINGS: Final[dict[str, tuple[str, ...]]] = {
     "read": (
         "Read the text.", "What does it say?", "What is written here?", "Read it.", "What text is in the image?",
-        "Write down its text.", "Copy the text.",
+        "Write down its text.", "Copy the text.", "Read the image.", "Read all the text.", "Read everything.",
+        "What is the text?", "What does the picture say?", "What does the text say?", "Which words are written here?",
+        "Type out the text.", "Give me the text.", "Show me the text of this picture.", "Extract the text.", "OCR",
+        "Return all text in the picture.", "Can you read this?", "Read this out.", "What words do you see?",
+        "Write what you see as text.", "Repeat the text of the image.", "Text?",
     ),
-    "describe": (*DESCRIBE, "What is this document about?", "What is on this page?"),
-    "line": ("Read line {n}.", "What does line {n} say?", "What is in line {n}?"),
-    "where": ("Where is {text}?", "Give the box of {text}.", "Find {text}."),
-    "colour": ("What colour is {text}?", "Which colour is {text}?"),
-    "total": ("What is the total?", "How much is the total?", "Read the total."),
-    "price": ("What does {text} cost?", "How much is {text}?", "What is the price of {text}?"),
-    "store": ("Which shop is it?", "What is the name of the shop?"),
-    "date": ("What is the date?", "Which date is on the receipt?"),
-    "bar": ("What is the value of {text}?", "How high is {text}?", "Read the bar {text}."),
-    "title": ("What is the title?", "What does the chart show?"),
-    "gauge": ("What does the gauge show?", "What is the value?", "Read the gauge."),
-    "board": ("What colour is the sign?", "Which colour is the sign?"),
-    "receipt": ("Read the receipt.", "Fill in the form.", "Extract the data.", "Return the receipt as JSON."),
-    "boxes": ("Find all lines.", "Where is the text?", "Give a box for each line.", "Detect the lines of text."),
+    "describe": (
+        *DESCRIBE, "What is this document about?", "What is on this page?", "Describe the page.", "Describe it.",
+        "What is this document?", "What kind of picture is this?", "What do we have here?", "Explain the picture.",
+        "What does this document show?", "Describe the document in one sentence.", "What sort of page is this?",
+        "Give a short description.", "Give a summary.", "Summarize the picture.", "What is it?",
+    ),
+    "line": (
+        "Read line {n}.", "What does line {n} say?", "What is in line {n}?", "Read line number {n}.", "Line {n}?",
+        "Give me line {n}.", "Copy line {n}.", "What is line {n}?", "Which text is in line {n}?",
+        "Write down line {n}.", "What do you read in line {n}?", "Tell me what line {n} says.", "Extract line {n}.",
+        "What can you read in line {n}?", "Only read line {n}.",
+    ),
+    "where": (
+        "Where is {text}?", "Give the box of {text}.", "Find {text}.", "Where is the text {text}?", "Locate {text}.",
+        "Give the bounding box of {text}.", "Where can I find {text}?", "Box of {text}?", "Show where {text} is.",
+        "Where does it say {text}?", "Detect {text}.", "What is the position of {text}?", "Where is {text} written?",
+        "Return the box around {text}.", "Tell me where {text} is.", "Mark {text}.",
+    ),
+    "colour": (
+        "What colour is {text}?", "Which colour is {text}?", "What is the colour of {text}?", "What colour has {text}?",
+        "Which colour does {text} have?", "What colour is the text {text}?", "Tell me the colour of {text}.",
+        "Name the colour of {text}.", "Which colour is {text} written in?", "What colour are the letters of {text}?",
+    ),
+    "total": (
+        "What is the total?", "How much is the total?", "Read the total.", "What is the total amount?", "Total?",
+        "What is the total price?", "What does it all cost?", "How much does everything cost?", "Tell me the total.",
+        "How much do I have to pay?", "What was paid?", "Give me the total.", "What is the total of the receipt?",
+        "How much is it all together?", "How much is to pay?", "Extract the total.", "What is the full price?",
+        "How high is the total?", "What amount is due?", "How much money was spent?",
+    ),
+    "price": (
+        "What does {text} cost?", "How much is {text}?", "What is the price of {text}?", "How much does {text} cost?",
+        "Price of {text}?", "Tell me the price of {text}.", "Read the price of {text}.", "What did {text} cost?",
+        "How much did {text} cost?", "Which price has {text}?", "What is the cost of {text}?",
+        "Find the price of {text}.", "How much do I pay for {text}?", "How expensive is {text}?",
+        "What price is {text}?",
+    ),
+    "store": (
+        "Which shop is it?", "What is the name of the shop?", "What shop is it?", "Which store is it?", "Which shop?",
+        "What is the store called?", "Who is the seller?", "Where was this bought?", "What is the name of the store?",
+        "Name the shop.", "Tell me the name of the shop.", "Whose receipt is it?", "Which shop printed the receipt?",
+        "In which shop was it bought?",
+    ),
+    "date": (
+        "What is the date?", "Which date is on the receipt?", "Read the date.", "Date?", "Tell me the date.",
+        "What date is it from?", "Which day was it?", "On which day was it bought?", "What is the date of the receipt?",
+        "When was it printed?", "Give me the date.", "Find the date.",
+    ),
+    "bar": (
+        "What is the value of {text}?", "How high is {text}?", "Read the bar {text}.", "What value does {text} have?",
+        "How tall is the bar {text}?", "Value of {text}?", "How many for {text}?", "What number is {text}?",
+        "What does the bar {text} show?", "How much is {text}?", "Tell me the value of {text}.", "What is {text}?",
+        "Read the value of {text}.", "Which number belongs to {text}?", "Give the value for {text}.",
+        "What does the chart say for {text}?",
+    ),
+    "title": (
+        "What is the title?", "What does the chart show?", "Read the title.", "What is the title of the chart?",
+        "What is the chart called?", "Which title does the chart have?", "Title?", "What is charted here?",
+        "Tell me the title.", "What is the heading?",
+    ),
+    "gauge": (
+        "What does the gauge show?", "What is the value?", "Read the gauge.", "What value is it?", "Read the value.",
+        "Which number does the gauge show?", "What does the needle show?", "What does the meter show?", "Value?",
+        "What is the reading?", "Where is the needle?", "How much does the gauge show?",
+        "Tell me the value of the gauge.", "What number does the needle point to?", "Read the meter.",
+        "What does the dial say?",
+    ),
+    "board": (
+        "What colour is the sign?", "Which colour is the sign?", "What is the colour of the sign?",
+        "Colour of the sign?", "Which colour does the sign have?", "What colour is the board?",
+        "Tell me the colour of the sign.", "What colour is behind the text?", "Name the colour of the sign.",
+        "Is the sign red, green or which colour?",
+    ),
+    "receipt": (
+        "Read the receipt.", "Fill in the form.", "Extract the data.", "Return the receipt as JSON.",
+        "Fill in the fields.", "Extract the fields.", "What is on the receipt?", "Give me the data of the receipt.",
+        "Write it as JSON.", "JSON", "Extract all values.", "Turn it into JSON.", "Return the data.",
+        "Read the values of this receipt.", "Extract the receipt.", "Please fill in the JSON.", "Answer as JSON.",
+        "Structured data of this receipt, please.", "Read the bill.", "Copy the receipt into the form.",
+        "What was bought?",
+    ),
+    "boxes": (
+        "Find all lines.", "Where is the text?", "Give a box for each line.", "Detect the lines of text.",
+        "Find the text.", "Give the boxes of all lines.", "Detect the text.", "Return the text with boxes.",
+        "Find all the text.", "Box every line.", "Where are the lines?", "Read each line and its box.",
+        "Give the text and its place.", "List the lines with boxes.", "Return all lines with their positions.",
+    ),
 }  # fmt: skip
 _NEW_PHRASINGS: Final[dict[str, tuple[str, ...]]] = {
     "read": ("Tell me what it says.", "What can you read?", "Transcribe the image."),
@@ -101,8 +178,8 @@ class _Asker:
 
     def ask(self, task: str, answer: str, **words: Any) -> ReadingQuestion:
         phrasings = (_NEW_PHRASINGS if self.new else _PHRASINGS)[task]
-        question = self.rng.choice(phrasings).format(**words)
-        return ReadingQuestion(task, vary(self.rng, question, " "), answer)
+        question = vary(self.rng, self.rng.choice(phrasings), " ").format(**words)
+        return ReadingQuestion(task, question, answer)
 
     def fill_in(self, task: str, schema: dict[str, Any], value: Any) -> ReadingQuestion:
         form = form_of(self.ask(task, "").question, schema, value, self.rng)

@@ -16,7 +16,7 @@ from training.pixie import optimizer, train
 from training.pixie.export import IMAGE_TOKENS, export, export_tokenizer
 from training.pixie.labels import GRID, LABELS, dense_labels
 from training.pixie.model import Decoder, Tower, hugging_face_names
-from training.pixie.optimizer import Optimizer
+from training.pixie.optimizer import Muon, Optimizer
 from training.pixie.precision import autocast
 from training.pixie.rows import BROAD, COUNTING, PADDING_GROUP, READING, RowMaker, pack, squash
 from training.pixie.tokenizer import IMAGE, train_tokenizer
@@ -148,6 +148,24 @@ def test_parameters_have_the_fast_dtype(hardware, expected, monkeypatch):
         assert not torch.equal(parameter, before[name].to(expected))
     with autocast():
         assert torch.is_autocast_enabled("cpu") == hardware
+
+
+def test_muon_equals_the_one_of_torch(monkeypatch):
+    monkeypatch.setattr("training.pixie.optimizer.parameter_dtype", lambda device: torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((40, 24), (24, 40)):
+        first = torch.randn(shape, generator=generator)
+        ours, theirs = (torch.nn.Parameter(first.clone()) for _ in range(2))
+        optimizers = (
+            Muon([ours], lr=0.01, weight_decay=0.01),
+            torch.optim.Muon([theirs], lr=0.01, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        )
+        for _ in range(3):
+            gradient = torch.randn(shape, generator=generator)
+            for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+                parameter.grad = gradient.clone()
+                optimizer.step()
+        assert torch.equal(ours, theirs)
 
 
 def test_exported_tokenizer_equals_the_trained_one(tmp_path, tokenizer):
