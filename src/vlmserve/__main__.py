@@ -1,5 +1,3 @@
-"""Runs the command ``vlmserve``."""
-
 from vlmserve.cli import app
 
 app(prog_name="vlmserve")

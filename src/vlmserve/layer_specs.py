@@ -162,8 +162,8 @@ class CacheLayout:
     def of(cls, layers: Sequence[AttentionSpec]) -> CacheLayout:
         """Use the fewest columns that leave at most `MAX_UNUSED` of the slots unused.
 
-        Layers of different shapes cannot share a tensor: they get one column for the largest window. A layer that
-        reads another layer's keys has that layer's place.
+        Layers of different shapes cannot share a tensor: they get one column for the largest window. A layer that reads
+        another's keys has its place.
         """
         own = [(number, layer) for number, layer in enumerate(layers) if layer.shares_with is None]
         by_window: dict[int | None, list[int]] = {}

@@ -37,7 +37,6 @@ class Remembered(Generic[T]):
         return value
 
     def put(self, key: str, value: T) -> None:
-        """Store a fact, or replace it."""
         facts = self.facts
         facts.pop(key, None)
         self._write(dict([*facts.items(), (key, value)][-MAX_FACTS:]))

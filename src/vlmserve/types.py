@@ -451,7 +451,6 @@ class EngineStats(DiskStats, frozen=True):
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV blocks that requests hold."""
         return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
 
 

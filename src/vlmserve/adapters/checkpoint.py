@@ -28,7 +28,7 @@ MAX_KEY = 1000
 
 Kind = Literal[
     "down", "up", "up_bias", "magnitude", "weight", "bias", "base_weight", "table_down", "table_up", "tokens"
-]  # fmt: skip
+]
 
 _NAME = r"(?:\.(?!weight$|bias$)[^.]+)?"
 """The adapter's name, which PEFT omits when it saves."""

@@ -22,8 +22,6 @@ LAYERS = "language_model.layers."
 
 @dataclass
 class Adapter:
-    """An adapter as a model's layers take it."""
-
     digest: bytes
     layers: dict[str, PreparedChange] = field(default_factory=dict)
     """Changes of linear layers, by module path."""
@@ -281,7 +279,6 @@ class AdapterReader:
 
 
 def _merged(changes: Sequence[tuple[Place, Change]], module: Weight, model: AdaptableModel) -> Change:
-    """One change of all the module's outputs."""
     outputs = next((change.outputs for _, change in changes if change.outputs is not None), None)
     if any(change.weight is not None for _, change in changes):
         weight, bias = _replaced(changes, module, model)

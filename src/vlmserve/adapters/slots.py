@@ -1,5 +1,3 @@
-"""A model's slots for adapters."""
-
 from __future__ import annotations
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """The served adapters, by name; host memory caches them by digest, within a budget.
 
-The store reads files in its own thread, so loading does not block steps. It may evict a served adapter, and reads it
-again when a request needs it.
+The store reads files in its own thread, so loading does not block steps. It reads an evicted adapter again when a
+request needs it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class AdapterStore:
         max_loaded: int = 64,
         max_bytes: int = 2**31,
     ) -> None:
-        """max_loaded, max_bytes: limits of adapters in memory."""
         self.model, self._max_rank = model, max_rank
         self._max_loaded, self._max_bytes = max_loaded, max_bytes
         self.is_needed: Callable[[bytes], bool] = lambda digest: False
@@ -171,7 +170,7 @@ class AdapterStore:
         return True
 
     def drop_orphans(self) -> None:
-        """Drop adapters that are not served and that no unfinished request uses."""
+        """Drop adapters that nobody serves or uses."""
         if not self._orphans:
             return
         self._orphans = {digest for digest in self._orphans if not self._is_served(digest)}

@@ -35,8 +35,8 @@ _REPEATED = "base_weight"
 def read_xlora(folder: Path, model: AdaptableModel, *, max_rank: int, pool: Mapping[str, str] | None = None) -> Adapter:
     """pool: folders of adapters that replace the checkpoint's own, by name of the classifier's output; "" removes one.
 
-    Raises AdapterError like `read_adapter`, and for an invalid pool or a classifier that does not fit. Adapters may
-    change linear layers and embeddings of the language model only, by low rank.
+    Raises AdapterError like `read_adapter`, for an invalid pool or classifier, and for adapters that change more than
+    linear layers and embeddings of the language model, by low rank.
     """
     own = XLoraFolder.find(folder)
     files, outputs = own.with_pool(pool or {})

@@ -41,8 +41,6 @@ _OF_ORDERINGS = {"order", "layers", "base_model_id", "preload_adapters"}
 
 @dataclass(frozen=True)
 class XLoraConfig:
-    """How to compute scalings from hidden states."""
-
     hidden_size: int
     depth: int
     names: tuple[str, ...]

@@ -30,8 +30,7 @@ class _Line(msgspec.Struct):
 class Journal:
     """Results by the digests of their questions. `add` returns after a result is on disk.
 
-    Drops an incomplete last line, from a killed process. Raises ConfigurationError if another process writes to the
-    file.
+    Drops an incomplete last line of a killed process. Raises ConfigurationError if another process writes to the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +56,7 @@ class Journal:
         return whole
 
     def add(self, question: bytes, result: Result) -> None:
-        """Store a result, replacing an earlier one."""
+        """Replaces an earlier result."""
         self.results[question] = result
         self._file.write(msgspec.json.encode(_Line(question.hex(), result)) + b"\n")
         self._file.flush()

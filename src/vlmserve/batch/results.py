@@ -1,5 +1,3 @@
-"""Write the output file of a batch."""
-
 from __future__ import annotations
 
 import contextlib

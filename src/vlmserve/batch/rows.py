@@ -28,8 +28,6 @@ _FIELDS = Formatter()
 
 @dataclass(frozen=True)
 class Row:
-    """One question."""
-
     id: str
     images: tuple[str, ...] = ()
     """Paths or URLs of images and documents."""
@@ -143,7 +141,6 @@ def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _holds_requests(path: Path) -> bool:
-    """Return whether the first object is a batch request."""
     first = next(_read_jsonl(path), {})
     return isinstance(first.get("body"), dict) and {"custom_id", "method", "url"} <= first.keys()
 

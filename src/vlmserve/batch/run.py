@@ -63,9 +63,8 @@ def run_batch(
     question, params: for rows without a request; question is None if all have one.
 
     An interrupted run continues from `journal_path`. Failed rows keep it, for a run with `retry`. Equal questions are
-    asked once, unless answers are random.
-
-    Raises ConfigurationError for invalid input, VLMServeError if answers stop coming.
+    asked once, unless answers are random. Raises ConfigurationError for invalid input, VLMServeError if answers stop
+    coming.
     """
     progress = progress or Progress()
     check_output(output, rows)

@@ -18,8 +18,8 @@ def _ignore_eviction(block: int, keys: list[bytes]) -> None: ...
 class BlockPool:
     """Ref-counted block ids ``0 <= id < num_blocks`` with 32-byte content keys.
 
-    Free blocks are reused in this order: without a key, unwanted, least recently released. on_evict: called with a
-    block and its keys, unless unwanted.
+    Reuses free blocks without a key first, then unwanted ones, then the least recently released. on_evict: called with
+    a block and its keys, unless unwanted.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int, list[bytes]], None] = _ignore_eviction) -> None:

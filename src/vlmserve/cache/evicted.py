@@ -1,5 +1,3 @@
-"""Remembers when blocks were evicted."""
-
 from __future__ import annotations
 
 import time

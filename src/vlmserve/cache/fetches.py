@@ -50,8 +50,6 @@ class Buffers:
 
 
 class Reading:
-    """The entries that one request reads."""
-
     def __init__(self, tier: DiskTier, known: Mapping[bytes, Bytes], helpers: ThreadPoolExecutor) -> None:
         self.found: dict[bytes, Bytes] = {}
         self._tier, self._known, self._helpers = tier, known, helpers

@@ -119,7 +119,7 @@ class PrefixCache:
         return next((number for number in needed if self._place(column.key(keys[number])) is None), end)
 
     def num_taken(self, hits: Sequence[Hit]) -> int:
-        """Count the free device blocks that hits take, without tails."""
+        """Count free device blocks that hits take, without tails."""
         places = [place for hit in hits for place in hit.places]
         places += [hit.tail for hit in hits if hit.tail is not None and not hit.tail.on_host]
         return sum(place.on_host or self.pool.ref_count(place.block) == 0 for place in places)
@@ -208,7 +208,6 @@ class PrefixCache:
 
     @staticmethod
     def _touch(host: BlockPool, key: bytes) -> None:
-        """Make a host block the last to be evicted."""
         block = host.get(key)
         assert block is not None
         host.share([block])

@@ -1,7 +1,7 @@
 """Writes a calibrated copy of a checkpoint into the cache, for the engine that started the process.
 
 Settings come from standard input; when it closes, the process exits. Standard output gets only a failure. Several
-processes wait for one copy, and resume it if it was interrupted.
+processes wait for one copy, and resume an interrupted one.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ IMAGE_FILES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"
 def calibration_prompts(
     source: str | None, preparer: RequestPreparer, num_tokens: int, image_weight: float
 ) -> dict[Prompt, float]:
-    """Prompts with about `num_tokens` tokens in total and the weight of their tokens; a smaller source gives all.
+    """Prompts with about `num_tokens` tokens in total, or all of a smaller source, and the weight of their tokens.
 
-    source: a JSONL file (`read_entries`), a folder of images, or None. None: conversations about drawn images, if the
-    model takes images, and the end of Python's manual with the share `TEXT_WEIGHT` of the weight. Perplexity uses the
+    source: a JSONL file (`read_entries`), a folder of images, or None: conversations about drawn images, if the model
+    takes images, and the end of Python's manual with the share `TEXT_WEIGHT` of the weight. Perplexity uses the
     manual's beginning. Text would dominate otherwise, because `image_weight` scales image tokens down.
 
     Raises ConfigurationError for an unreadable source, and for a prompt that the model cannot take.

@@ -26,8 +26,7 @@ def quantize_checkpoint(
 ) -> tuple[Saving, list[str]]:
     """Return the saving, and notes about problems.
 
-    folder, out: as in `Calibration`. progress: called with finished and total parts. Raises as `Calibration`,
-    `calibration_prompts` and `save_quantized` do.
+    Arguments and errors are as in `Calibration`, `calibration_prompts` and `save_quantized`.
     """
     _check_disk(folder, out, config, kernels)
     notes: list[str] = []

@@ -307,7 +307,6 @@ class Calibration:
 
 
 def _as_stored(path: str, module: Linear) -> Iterator[tuple[str, Tensor]]:
-    """Yield names of stored weights, and their output rows."""
     order = torch.arange(module.out_features) if module.order is None else module.order.argsort()
     sizes = list(module.parts.values()) if isinstance(module, MergedLinear) else [module.out_features]
     yield from zip(weight_names(path, module), torch.split(order, sizes), strict=True)

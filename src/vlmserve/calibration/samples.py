@@ -29,9 +29,9 @@ def of_conversation(
 ) -> Sample:
     """Count a conversation's answers, as fine-tuning does: up to the token that ends the turn.
 
-    messages: in OpenAI's form; a final question gets a generation prompt. An answer starts where the conversation's
-    tokens differ from the prompt that asks for it. A first message never counts.
+    messages: in OpenAI's form; a final question gets a generation prompt.
 
+    An answer starts where the tokens differ from the prompt that asks for it. A first message never counts.
     `allow_local` and errors are as in `RequestPreparer.chat`.
     """
     answered = bool(messages) and messages[-1].get("role") == "assistant"

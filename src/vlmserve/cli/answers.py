@@ -43,7 +43,7 @@ def open_answers(engine: EngineConfig, media: MediaConfig, url: str | None) -> L
 
 
 def open_llm(engine: EngineConfig, media: MediaConfig) -> LLM:
-    """Load an engine. Raises VLMServeError."""
+    """Raises VLMServeError."""
     with status(f"Loading {engine.model} ..."):
         from vlmserve.offline.llm import LLM
 
@@ -143,7 +143,6 @@ def deltas(url: str, lines: Iterator[str], on_thought: Callable[[str], None] | N
 
 
 def _error_param(response: Any) -> str:
-    """The field that an OpenAI error names, if any."""
     try:
         return str(response.json()["error"]["param"])
     except (ValueError, KeyError, TypeError):

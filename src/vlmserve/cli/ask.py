@@ -1,5 +1,3 @@
-"""`vlmserve ask`: one question on the command line."""
-
 from __future__ import annotations
 
 import mimetypes

@@ -1,5 +1,3 @@
-"""`vlmserve batch` on a terminal."""
-
 from __future__ import annotations
 
 import codecs

@@ -1,5 +1,3 @@
-"""Prints a benchmark and writes it to a file."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""`vlmserve cache` on a terminal."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""A conversation in the terminal."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""`vlmserve doctor` on a terminal."""
-
 from __future__ import annotations
 
 import msgspec

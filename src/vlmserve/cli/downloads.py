@@ -32,7 +32,7 @@ def show_downloads() -> None:
 
 
 def run_rm(models: list[str], *, sure: bool) -> None:
-    """Remove models; ask on a terminal unless `sure`."""
+    """Without `sure`, ask on a terminal."""
 
     def confirm(download: Download) -> bool:
         if not sys.stdin.isatty():

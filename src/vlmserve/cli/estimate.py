@@ -1,5 +1,3 @@
-"""Prints the memory that a model would take."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

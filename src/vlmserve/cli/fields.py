@@ -45,7 +45,6 @@ def variable(name: str) -> str:
 
 
 def section_of(name: str) -> str | None:
-    """The section of a setting, if it is one."""
     return next((section for section, kind in SECTIONS.items() if name in kind.model_fields), None)
 
 

@@ -186,7 +186,6 @@ class HelpfulGroup(typer.core.TyperGroup):
         return ""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write each command with its first paragraph."""
         page = _Page(f"{ctx.command_path} COMMAND [OPTIONS]")
         page.paragraphs(self.help or "")
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}

@@ -1,5 +1,3 @@
-"""``vlmserve keys``: API keys."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Runs a load test on a terminal."""
-
 from __future__ import annotations
 
 import asyncio

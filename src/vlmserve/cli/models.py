@@ -1,5 +1,3 @@
-"""`vlmserve models` on a terminal."""
-
 from __future__ import annotations
 
 import shutil

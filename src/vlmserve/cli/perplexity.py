@@ -1,5 +1,3 @@
-"""Perplexity, on a terminal."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""Quality of quantized models, on a terminal."""
-
 from __future__ import annotations
 
 import gc

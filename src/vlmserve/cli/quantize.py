@@ -1,5 +1,3 @@
-"""Quantizes a checkpoint, on a terminal."""
-
 from __future__ import annotations
 
 import time

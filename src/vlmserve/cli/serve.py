@@ -1,5 +1,3 @@
-"""``vlmserve serve``."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -57,8 +57,8 @@ def read_sources(
     """Read the environment and the file at `path` or in `CONFIG`; return settings by field.
 
     Sections apply to all workers, ``[worker.NAME]`` and ``[model.NAME]`` to one. worker: default from `WORKER`.
-    Raises ConfigurationError for an unreadable file, an unknown worker, and unknown variables or keys, so that
-    misspelled settings are never ignored.
+
+    Raises ConfigurationError for an unreadable file, an unknown worker, and unknown variables or keys.
     """
     path, named = _file(path, environ)
     called = "--worker"
@@ -83,7 +83,6 @@ def described(path: Path | None, environ: Mapping[str, str], group: Group) -> li
 
 
 def _file(path: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:
-    """The config file and what names it, if any."""
     if path is None and environ.get(CONFIG):
         return expanded(environ[CONFIG]), CONFIG
     return path, "--config"

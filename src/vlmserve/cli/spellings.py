@@ -89,7 +89,6 @@ class Spelling:
         return name in self.switches or name in self.values or name in self.lists
 
     def _positive(self, name: str) -> str:
-        """Remove ``no-`` from a flag of ours."""
         positive = "--" + name.removeprefix("--no-")
         return positive if name.startswith("--no-") and positive in self.switches else name
 

@@ -1,5 +1,3 @@
-"""Compares a checkpoint with Transformers, on a terminal."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -83,7 +83,6 @@ class HostClock:
     """A `Clock` for devices that compute synchronously."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        """now: returns seconds."""
         self._now = now
         self._marks = [now()]
 
@@ -121,7 +120,6 @@ class Device(Operations):
     """
 
     def __init__(self, torch_device: torch.device) -> None:
-        """torch_device: holds the tensors."""
         self.torch_device = torch_device
         self.normalize = Normalizer(torch_device)
 

@@ -196,7 +196,6 @@ class GraphExecutor:
     def _repeated(
         self, key: Hashable, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext
     ) -> _Graph | None:
-        """Return the graph of a step that was not captured at start."""
         if self._captures.time == "never":
             return None
         if self._captures.time == "first":
@@ -247,9 +246,9 @@ class GraphExecutor:
 
 
 class TowerGraphs:
-    """Captures 1, 2, 4, 8 and 16 tiles at start. Up to `MOST_TILES` are composed of these.
+    """Captures 1, 2, 4, 8 and 16 tiles at start. Other numbers up to `MOST_TILES` are composed of these.
 
-    With `Captures.repeats`, other tile sizes are captured when they repeat.
+    With `Captures.repeats`, captures other numbers when they repeat.
     """
 
     tile_counts: Sequence[int] = tuple(1 << power for power in reversed(range(MOST_TILES.bit_length())))

@@ -1,5 +1,3 @@
-"""Recognizes out-of-memory errors."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

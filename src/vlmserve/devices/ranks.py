@@ -52,7 +52,6 @@ def device_of_rank(device: torch.device, rank: int, size: int) -> torch.device:
 
 
 def meeting_place(file: Path, size: int) -> Any:
-    """A torch store in a file."""
     return dist.FileStore(str(file), size)  # type: ignore[attr-defined]
 
 

@@ -27,9 +27,7 @@ class CopyStream(Protocol):
 
     def record(self) -> CopyEvent: ...
 
-    def record_computed(self) -> CopyEvent:
-        """Return an event after all computation so far."""
-        ...
+    def record_computed(self) -> CopyEvent: ...
 
     def wait(self, computed: CopyEvent) -> None:
         """Delay copies until the computation has passed the event."""

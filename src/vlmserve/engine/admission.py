@@ -11,7 +11,7 @@ from vlmserve.types import EngineRequest, ImageSpan, ModelInfo, Prompt, Sampling
 
 
 def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container[str], *, max_logprobs: int) -> None:
-    """Check a request. unfinished: ids in use. max_logprobs: maximum alternatives.
+    """unfinished: ids in use. max_logprobs: maximum alternatives.
 
     Raises PromptTooLongError, TooManyImagesError, or InvalidRequestError for an id in use, an empty prompt, a token id
     outside the vocabulary, too many alternatives, or images outside the prompt.

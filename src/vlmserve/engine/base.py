@@ -67,8 +67,7 @@ class BaseEngine:
     def _check(self, request: EngineRequest, unfinished: Container[str], num_waiting: int, num_running: int) -> None:
         """Raise the errors of `VLMEngine.add`.
 
-        unfinished: ids in use. num_waiting, num_running: in the queue and in the batch. Requests that the next step
-        admits do not count against the queue's limit.
+        unfinished: ids in use. Requests that the next step admits do not count against the queue's limit.
         """
         check_request(request, self._info, unfinished, max_logprobs=self._config.max_logprobs)
         if num_waiting + num_running >= self._config.max_waiting + self._config.max_num_seqs:

@@ -95,7 +95,7 @@ def run_job(job: Job) -> None:
 
 
 def check_answer(answer: bytes, status: int) -> None:
-    """Raise the process's error, or ModelLoadError if it ended without one."""
+    """Raises the process's error, or ModelLoadError."""
     if answer:
         raise msgspec.json.decode(answer, type=Failure).error()
     if status:
@@ -103,7 +103,6 @@ def check_answer(answer: bytes, status: int) -> None:
 
 
 def _computed_by(folder: Path, kernels: str) -> str:
-    """Return the kernels and dtype of the calibration. Raises the errors of `Description.read_plain`."""
     description = Description.read_plain(folder)
     stated = description.dtype(Checkpoint(folder, description.rename))
     device, dtype = open_device(torch.device("cpu"), kernels, stated, automatic=True)

@@ -1,5 +1,3 @@
-"""The disk cache of an engine."""
-
 from __future__ import annotations
 
 import json

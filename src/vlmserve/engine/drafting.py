@@ -1,5 +1,3 @@
-"""Starts drafting."""
-
 from __future__ import annotations
 
 import logging

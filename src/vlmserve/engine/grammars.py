@@ -1,5 +1,3 @@
-"""The engine's grammar compiler."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -53,10 +53,7 @@ def check_lengths(config: EngineConfig, of_tokens: CacheBytes, max_position: int
 
 
 def check_configuration(config: EngineConfig, folder: Path) -> None:
-    """Run `check_lengths` on the checkpoint's configuration.
-
-    folder: or a GGUF file. The loader reports unreadable configurations.
-    """
+    """The loader reports unreadable configurations. folder: or a GGUF file."""
     known = _of_configuration(config, folder)
     if known is not None:
         check_lengths(config, known.of_tokens, known.max_position)

@@ -79,9 +79,9 @@ class Preloader:
 
 
 class ForkedProcess:
-    """A process that a preloader forked, with the interface of `subprocess.Popen`. Raises OSError without a preloader.
+    """A process that a preloader forked, with the interface of `subprocess.Popen`.
 
-    module: runs its `main`. stdout: the descriptor to write to; None: a pipe.
+    Raises OSError without a preloader. module: runs its `main`. stdout: see `start_module`.
     """
 
     def __init__(self, address: str, module: str, stdout: int | None = None) -> None:

@@ -254,7 +254,7 @@ def load_and_serve(
     context: zmq.Context[zmq.Socket[bytes]],
     socket: zmq.Socket[bytes],
 ) -> int:
-    """Load an engine and serve it over a socket that is connected to `endpoint`, with a heartbeat.
+    """Load an engine and serve it over a socket connected to `endpoint`, with a heartbeat.
 
     model: its name in errors. Returns the exit code; the listener gets errors.
     """

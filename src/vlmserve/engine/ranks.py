@@ -44,8 +44,7 @@ class RankProcesses:
     """Starts and ends one process for each rank but 0. A `Followers`.
 
     A rank without a heartbeat for `EngineConfig.rank_timeout` seconds is killed. Processes also end with this process
-    or object. Raises ConfigurationError for settings that several ranks do not support, EngineDeadError if a rank dies
-    at start.
+    or object. Raises ConfigurationError for settings that need a single rank, EngineDeadError if a rank dies at start.
     """
 
     def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
@@ -102,7 +101,6 @@ class RankProcesses:
             raise reason or EngineDeadError("a rank has ended")
 
     def close(self) -> None:
-        """End all ranks, whatever they do."""
         for process in self._processes:
             process.end()
         self._close()

@@ -1,1 +1,1 @@
-"""Model families: a module each, with everything that differs between them. Imports no torch."""
+"""Model families: a module each, with everything that differs between them."""

@@ -31,7 +31,7 @@ def rename(name: str, names: Names) -> str:
 
 
 def vision_section(config: Config) -> Config:
-    """``vision_config``, empty if there is none."""
+    """Empty if there is none."""
     section = config.get("vision_config")
     return section if isinstance(section, Mapping) else {}
 

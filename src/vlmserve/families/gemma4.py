@@ -1,5 +1,3 @@
-"""Gemma 4."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

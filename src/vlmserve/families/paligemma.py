@@ -26,7 +26,7 @@ _VISION: Config = {
 
 
 def paligemma_vision(config: Config) -> Config:
-    """Settings of the tower with Transformers' defaults."""
+    """Adds Transformers' defaults."""
     return {**_VISION, **vision_section(config)}
 
 

@@ -1,5 +1,3 @@
-"""Qwen 2 and 2.5."""
-
 from __future__ import annotations
 
 from vlmserve.families.family import LanguageFamily, NamedModel

@@ -28,7 +28,7 @@ DEFAULT_FAMILY = "llama"
 
 
 def register(family: LanguageFamily | VisionFamily) -> None:
-    """Add a family, replacing any of the same name."""
+    """Replaces a family of the same name."""
     if isinstance(family, VisionFamily):
         VISION_FAMILIES[family.key] = family
     else:
@@ -36,7 +36,7 @@ def register(family: LanguageFamily | VisionFamily) -> None:
 
 
 def language_family(config: Config) -> LanguageFamily:
-    """The family of a text config. Raises UnsupportedModelError for an unknown one."""
+    """Raises UnsupportedModelError for an unknown family."""
     name = config.get("model_type", DEFAULT_FAMILY)
     if name not in LANGUAGE_FAMILIES:
         raise UnsupportedModelError(
@@ -55,7 +55,7 @@ def decoder_spec(config: Config) -> ArchSpec:
 
 
 def vision_family(config: Config) -> VisionFamily | None:
-    """The family of a config.json with a vision tower; None for other and unknown models."""
+    """None without a vision tower, and for unknown models."""
     found = _known_architecture(config)
     fitting = [family for family in VISION_FAMILIES.values() if family.architecture == found]
     special = (family for family in fitting if family.matches is not None and family.matches(config))
@@ -63,7 +63,7 @@ def vision_family(config: Config) -> VisionFamily | None:
 
 
 def vision_config(config: Config) -> Config:
-    """``vision_config`` of a config.json with the defaults of its family."""
+    """Adds the family's defaults."""
     family = vision_family(config)
     return vision_section(config) if family is None else family.vision_config(config)
 

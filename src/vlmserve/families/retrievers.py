@@ -64,7 +64,6 @@ _RETRIEVERS = {
 
 
 def retriever_of(config: Config) -> Retriever | None:
-    """The retriever that a config.json names; None for any other model."""
     named = config.get("architectures")
     found = (_RETRIEVERS.get(str(name)) for name in named) if isinstance(named, list) else ()
     return next((retriever for retriever in found if retriever is not None), None)

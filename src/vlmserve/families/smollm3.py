@@ -1,5 +1,3 @@
-"""SmolLM3."""
-
 from __future__ import annotations
 
 from vlmserve.families.family import LanguageFamily, NamedModel

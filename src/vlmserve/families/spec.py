@@ -188,7 +188,6 @@ class ArchSpec:
 
     @property
     def last_attention(self) -> int:
-        """The last layer with attention."""
         return max(layer for layer, mixer in enumerate(self.mixers) if isinstance(mixer, AttentionSpec))
 
     def with_mtp_layer(self) -> ArchSpec:

@@ -1,5 +1,3 @@
-"""StableLM."""
-
 from __future__ import annotations
 
 from vlmserve.families.family import LanguageFamily

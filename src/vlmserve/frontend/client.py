@@ -143,7 +143,7 @@ class EngineClient:
         return len(self._streams)
 
     async def submit_together(self, requests: Sequence[EngineRequest]) -> list[EngineStream]:
-        """Send requests in one message, which holds each image once. Wait until the engine has added them.
+        """Send requests in one message with each image once, and wait until the engine has added them.
 
         If one is rejected, the others are aborted. Close the streams. Never reuse the id of an aborted request, whose
         outputs may be in flight. Raises what `VLMEngine.add` does, EngineDeadError, and UnavailableError while closing.
@@ -170,7 +170,6 @@ class EngineClient:
         return list(streams.values())
 
     def fail_all(self, error: Callable[[], VLMServeError]) -> None:
-        """Abort every request with this error."""
         for stream in list(self._streams.values()):
             stream.fail(error)
             self._forget(stream.request_id)

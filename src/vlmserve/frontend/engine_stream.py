@@ -1,5 +1,3 @@
-"""The outputs of one request."""
-
 from __future__ import annotations
 
 import asyncio

@@ -85,7 +85,6 @@ class MediaPreparer:
         return round((_LARGE_SIDE / ratio) ** 2) if ratio > 1 else None
 
     def label(self, index: int) -> Sequence[int]:
-        """See `ImageProcessor.label`."""
         return () if self._processor is None else self._processor.label(index)
 
     @property

@@ -217,7 +217,6 @@ def _tool_calls(calls: Any, place: str) -> tuple[ToolCall | _IncompleteCall, ...
 
 
 def _result(turn: Message, call_id: Any, names: Mapping[str, str], place: str) -> Message:
-    """Make a result's message. names: function names by call id."""
     if not isinstance(call_id, str):
         raise _wrong(f"{place}.tool_call_id", "must name the call whose result this is")
     check_unicode(call_id, f"{place}.tool_call_id")

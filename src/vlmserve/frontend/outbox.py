@@ -1,5 +1,3 @@
-"""Messages to an engine process."""
-
 from __future__ import annotations
 
 import asyncio

@@ -87,7 +87,7 @@ def _image_files(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> Imag
 
 @contextlib.contextmanager
 def _of_server() -> Iterator[None]:
-    """Turn errors about a budget into errors about the server's settings."""
+    """Errors about a budget name the server's settings."""
     try:
         yield
     except InvalidRequestError as error:

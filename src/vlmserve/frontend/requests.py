@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 class RequestPreparer:
     """Makes prompts for the checkpoint in `folder`. Synchronous and thread-safe.
 
-    implementation: decides how images become pixels. chat_template: a template or its path, instead of the
+    implementation: decides how images become pixels. chat_template: a template or its path, in place of the
     checkpoint's. engine: settings for grammars and tool calls. Raises ModelLoadError or UnsupportedModelError for an
     unusable tokenizer, template or image processor.
     """
@@ -349,7 +349,6 @@ class _Media:
         self.frames.close()
 
     def forget(self) -> None:
-        """Release everything read and prepared."""
         self.documents.forget()
         self.known = {}
 
@@ -392,7 +391,7 @@ class Conversation:
             self._render()
 
     def prompt(self) -> Prompt:
-        """Return the prompt. Raises as `render` does."""
+        """Raises as `render` does."""
         with self._closing():
             self._render()
             messages, media = self._open()
@@ -418,7 +417,7 @@ class Conversation:
 def chats_of(
     preparer: RequestPreparer, conversations: Iterable[Sequence[Any]], **options: Unpack[ConversationOptions]
 ) -> list[Prompt]:
-    """Make the prompts of conversations that share media. Raises as `RequestPreparer.chat` does."""
+    """Conversations share media. Raises as `RequestPreparer.chat` does."""
     with contextlib.closing(_Media(preparer.media, options.get("cache_salt", ""))) as media:
         return [Conversation(preparer, messages, options, shared=media).prompt() for messages in conversations]
 

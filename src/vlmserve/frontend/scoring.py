@@ -46,7 +46,6 @@ class Scorer(ABC):
 
     @property
     def chat_options(self) -> Mapping[str, Any]:
-        """For `RequestPreparer.chat`."""
         return {}
 
     def prompts(

@@ -39,7 +39,7 @@ Event = ThoughtDelta | ContentDelta | ToolCallStart | ToolCallDelta
 
 
 class ToolParser:
-    """Reads one answer, which obeys a `ToolForm`'s grammar and may be cut off anywhere.
+    """Reads one answer, which obeys a `ToolForm`'s grammar and may be cut off.
 
     anywhere: text may precede the first call. num_calls: calls begun so far.
     """

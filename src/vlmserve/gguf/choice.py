@@ -1,5 +1,3 @@
-"""Chooses a model's GGUF files."""
-
 from __future__ import annotations
 
 import re
@@ -26,10 +24,10 @@ class Choice(NamedTuple):
 
 
 def choose_files(paths: Collection[str], wanted: str | None, name: str) -> Choice:
-    """Choose one model's files. paths: with slashes.
+    """paths: with slashes. wanted: a precision like ``Q4_K_M``, or a folder or file; None: expect one model. name: for
+    errors.
 
-    wanted: a precision like ``Q4_K_M``, or a folder or file; None: expect one model. name: for errors. Raises
-    CheckpointNotFoundError unless exactly one model matches.
+    Raises CheckpointNotFoundError unless exactly one model matches.
     """
     files = sorted(path for path in paths if path.lower().endswith(GGUF))
     models: dict[str, list[str]] = {}

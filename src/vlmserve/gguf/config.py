@@ -1,4 +1,4 @@
-"""Converts a GGUF file's metadata to a config.json. Imports no torch."""
+"""Converts a GGUF file's metadata to a config.json."""
 
 from __future__ import annotations
 

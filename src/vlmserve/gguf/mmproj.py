@@ -1,4 +1,4 @@
-"""Converts the GGUF file of a vision tower and projector to Hugging Face layout. Imports no torch."""
+"""Converts the GGUF file of a vision tower and projector to Hugging Face layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Presents two GGUF files, language model and vision tower, as a folder in Hugging Face layout. Imports no torch."""
+"""Presents two GGUF files, language model and vision tower, as a folder in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read_pair(folder: Path) -> Pair | None:
 
 
 def language_model(folder: Path) -> Path | None:
-    """Return the GGUF file with language model and tokenizer; None for another format. folder: may be such a file."""
+    """None for another format. folder: may be a GGUF file."""
     if folder.is_file():
         return folder
     pair = read_pair(folder)

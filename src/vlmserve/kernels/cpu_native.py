@@ -44,8 +44,8 @@ def can_pack(in_features: int, dtype: torch.dtype) -> bool:
 class PackedLinear:
     """A packed weight ``[out_features, in_features]`` with its epilogue.
 
-    dtype: of inputs and outputs (default: a plain weight's). gated: the first half are gates, the second half ups.
-    bias: ``[out_features]``. float_output: return float32.
+    dtype: of inputs and outputs (default: a plain weight's). gated: the first half are gates, the second ups. bias:
+    ``[out_features]``. float_output: return float32.
     """
 
     change_words = 1

@@ -1,5 +1,3 @@
-"""Weights in GGUF blocks."""
-
 from __future__ import annotations
 
 import dataclasses

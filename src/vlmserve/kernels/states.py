@@ -27,7 +27,6 @@ class StateCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors of slots."""
         return [self.tail] if self.states is None else [self.tail, self.states]
 
 

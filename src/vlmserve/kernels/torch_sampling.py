@@ -49,8 +49,6 @@ class Changes(NamedTuple):
 
 
 class DrawLater(Protocol):
-    """Tokens stay on the device."""
-
     def arrays(self, filters: Filters, numbers: Sequence[float], changes: Changes) -> list[npt.NDArray[Any]]: ...
 
     def launch(self, logits: Tensor, uploaded: Sequence[Tensor]) -> Tensor:

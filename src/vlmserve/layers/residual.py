@@ -37,7 +37,6 @@ class Adding:
     deferring = None
 
     def __init__(self, add: Callable[[Tensor, Tensor | None], Tensor]) -> None:
-        """add: takes rows and an optional residual."""
         self._add = add
 
     def __call__(self, x: Inputs, residual: Tensor | None = None) -> Tensor:
@@ -76,7 +75,6 @@ class ResidualStream:
         return self._normed if isinstance(self._normed, Tensor) else None
 
     def add(self, block: Unfinished, norm: Normalization | None = None, factor: float | Tensor | None = None) -> None:
-        """Add a block's output, normed or multiplied."""
         if self._added is not None:
             self.finish()
         self._added, self._normed = (block, norm, factor), None

@@ -147,7 +147,7 @@ class Client:
         self._head = "".join(f"{line}\r\n" for line in lines).encode()
 
     def request(self, method: str, path: str, body: Sequence[bytes] = ()) -> list[bytes]:
-        """Make a request's bytes; does not copy `body`."""
+        """Does not copy `body`."""
         length = sum(map(len, body))
         line = f"{method} {self._prefix}{path} HTTP/1.1\r\n".encode()
         return [b"%s%sContent-Length: %d\r\n\r\n" % (line, self._head, length), *body]

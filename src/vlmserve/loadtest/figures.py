@@ -80,7 +80,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 def failures(records: Iterable[Record]) -> list[Failure]:
-    """Group by reason, most frequent first."""
+    """Most frequent first."""
     failed = [record for record in records if record.reason is not None]
     messages: dict[str, str] = {}
     for record in failed:

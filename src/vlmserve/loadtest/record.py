@@ -1,5 +1,3 @@
-"""Measurements of one request."""
-
 from __future__ import annotations
 
 from array import array

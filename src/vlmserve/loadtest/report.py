@@ -1,5 +1,3 @@
-"""The report of a load test: all figures and warnings."""
-
 from __future__ import annotations
 
 import platform
@@ -47,9 +45,7 @@ class Concurrency(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct):
-    """Results of a test.
-
-    workload: digest of all requests. latency_ms: by metric, see docs/loadtest.md. lag_ms: of the client's timer.
+    """workload: digest of all requests. latency_ms: by metric, see docs/loadtest.md. lag_ms: of the client's timer.
     delay_ms: of requests in an open loop. requests: if requested.
     """
 

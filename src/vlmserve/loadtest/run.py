@@ -193,7 +193,7 @@ class Run:
 
 @contextlib.asynccontextmanager
 async def shown_every(seconds: float, show: Callable[[], None]) -> AsyncIterator[None]:
-    """Call `show` periodically, and at the end."""
+    """The last call is at the end."""
 
     async def repeat() -> None:
         while True:

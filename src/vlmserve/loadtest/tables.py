@@ -41,7 +41,6 @@ def tables(report: Report) -> Iterator[Table]:
 
 
 def headline(report: Report) -> list[tuple[str, str]]:
-    """The most important figures."""
     times = report.latency_ms
     ended = report.num_good + report.num_failed
     shown = [

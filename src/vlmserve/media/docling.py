@@ -1,7 +1,4 @@
-"""Cuts pages into tiles as Granite Docling does: InternVL's grids, with Idefics3's tokens around tiles.
-
-Equals Transformers' PIL processor, except for large JPEGs (`media.processor`).
-"""
+"""Cuts pages into tiles as Granite Docling does: InternVL's grids, with Idefics3's tokens around tiles."""
 
 from __future__ import annotations
 

@@ -107,10 +107,11 @@ class DocumentReader:
         self._read: dict[object, _Read] = {}
 
     def pages(self, source: DocumentSource, chosen: str | None, most: int) -> list[Shown]:
-        """Pages in the chosen order, not yet rendered; all if `chosen` is None (`parse_pages`).
+        """Pages in the chosen order, not yet rendered; all if `chosen` is None (`parse_pages`). Trusts `source`: reads
+        paths.
 
-        Trusts `source`: reads paths. Raises InvalidDocumentError for other files and missing pages,
-        DocumentTooLargeError above a limit, and as `read_source` and `PDFProcess` do.
+        Raises InvalidDocumentError for other files and missing pages, DocumentTooLargeError above a limit, and as
+        `read_source` and `PDFProcess` do.
         """
         ranges = None if chosen is None else parse_pages(chosen)
         _, data, digest, count = self._counted(source)

@@ -1,7 +1,6 @@
 """Preprocesses images for towers with dynamic resolution: images keep their shape, within bounds.
 
-Equals Transformers' PIL processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-OCR and PaddleOCR-VL, except for large JPEGs
-(`media.processor`).
+For Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-OCR and PaddleOCR-VL.
 """
 
 from __future__ import annotations

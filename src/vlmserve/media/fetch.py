@@ -44,10 +44,10 @@ _SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3
 
 def fetch_file(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
     """Raises ImageFetchError for errors, after `limits.fetch_timeout` seconds or `limits.max_redirects` redirects, and
-    for hosts that are missing in `limits.allowed_media_domains` (if set) or have private addresses.
-    `limits.allowed_media_hosts` are always allowed.
+    for hosts that have private addresses or are missing in `limits.allowed_media_domains` (if set).
 
-    Raises ImageTooLargeError or VideoTooLargeError once the size is known to exceed the limit.
+    `limits.allowed_media_hosts` are always allowed. Raises the kind's size error once the size is known to exceed the
+    limit.
     """
     backend = GuardedBackend(limits, time.monotonic() + limits.fetch_timeout)
     with httpcore.ConnectionPool(ssl_context=_ssl_context(), network_backend=backend) as pool:

@@ -1,7 +1,4 @@
-"""Cuts images into tiles that fit their shape, as InternVL does; the tower sees one tile at a time.
-
-Equals Transformers' PIL processor, except for large JPEGs (`media.processor`).
-"""
+"""Cuts images into tiles that fit their shape, as InternVL does; the tower sees one tile at a time."""
 
 from __future__ import annotations
 

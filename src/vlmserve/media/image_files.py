@@ -1,5 +1,3 @@
-"""A checkpoint's files about images."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -53,8 +53,9 @@ class _Opened(_Shown):
 class ImageProcess(Image.Image):
     """Images of a file in a process; opening reads only the header.
 
-    format: "HEIF", "AVIF" or one of `images.FORMATS`. num_pixels: of the image, if opening needs memory for them. The
-    process ends after decoding the only image, after an error, and with `close`. Only one thread may use it at a time.
+    format: "HEIF", "AVIF" or one of `images.FORMATS`. num_pixels: of the image, if opening needs memory for them.
+
+    The process ends after decoding the only image, after an error, and with `close`. Use it from one thread at a time.
     Decoding raises OSError for broken data. Raises UnidentifiedImageError, OSError, InvalidImageError, UnavailableError
     and CancelledWorkError.
     """

@@ -97,7 +97,6 @@ class IsolatedProcess:
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _CHUNK)
 
     def _shared(self, num_bytes: int, files: contextlib.ExitStack) -> list[int]:
-        """Map shared memory for pixels; return its file, if any."""
         memory = make_memory(num_bytes) if num_bytes else None
         if memory is None:
             return []

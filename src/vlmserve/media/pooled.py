@@ -1,7 +1,4 @@
-"""Preprocesses images for towers that average squares of patches, within a budget of squares.
-
-Equals Gemma 4's PIL processor in Transformers, except for large JPEGs (`media.processor`).
-"""
+"""Preprocesses images for towers that average squares of patches, within a budget of squares."""
 
 from __future__ import annotations
 

@@ -31,9 +31,10 @@ class Preview(NamedTuple):
 def preview_pages(
     data: bytes, pages: str | None, limits: MediaConfig, memory: DecodingMemory
 ) -> tuple[int, list[Preview]]:
-    """pages: as in `parse_pages`; None: all. Returns also the document's number of pages.
+    """Returns also the document's number of pages.
 
-    Raises as `DocumentReader.pages` does, and InvalidImageError or ImageTooLargeError for a page.
+    pages: as in `parse_pages`; None: all. Raises as `DocumentReader.pages` does, and InvalidImageError or
+    ImageTooLargeError for a page.
     """
     ranges = None if pages is None else parse_pages(pages)
     with contextlib.closing(open_document(data, limits.model_copy(update={"max_page_pixels": _PIXELS}))) as document:

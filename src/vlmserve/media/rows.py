@@ -1,7 +1,4 @@
-"""Preprocesses images for Pixtral's tower, which takes any size. Most models have a token after each row of embeddings.
-
-Equals Transformers' PIL processor, except for large JPEGs (`media.processor`).
-"""
+"""Preprocesses images for Pixtral's tower. Most models have a token after each row of embeddings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Cuts images into slices that keep their shape, as MiniCPM-V does.
-
-Equals Transformers' PIL processor, except for large JPEGs (`media.processor`).
-"""
+"""Cuts images into slices that keep their shape, as MiniCPM-V does."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Splits images into squares of pixels, one per embedding, as LFM2-VL does.
 
 Large images become tiles and a whole image of another size. Grids and tokens equal Transformers'
-`Lfm2VlImageProcessor`; levels differ by at most 1, because it resizes with torch. Large JPEGs differ as in
-`media.processor`.
+`Lfm2VlImageProcessor`; levels differ by at most 1, because it resizes with torch.
 """
 
 from __future__ import annotations

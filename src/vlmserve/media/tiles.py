@@ -1,7 +1,4 @@
-"""Cuts images into tiles, as LLaVA-NeXT and Idefics3 (SmolVLM) do.
-
-Equals Transformers' PIL processors, except for large JPEGs (`media.processor`).
-"""
+"""Cuts images into tiles, as LLaVA-NeXT and Idefics3 (SmolVLM) do."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""A decoder layer of any family."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

@@ -36,8 +36,8 @@ def downloads() -> list[Download]:
 def remove(name: str, confirm: Callable[[Download], bool] = lambda download: True) -> Download | None:
     """Remove all revisions of a model. Returns None if `confirm` declines.
 
-    name: a short name or a repository. Raises CheckpointNotFoundError if the cache lacks it, for the built-in model,
-    and for a single GGUF file, because the cache removes whole repositories.
+    Raises CheckpointNotFoundError if the cache lacks it, for the built-in model, and for a single GGUF file, because
+    the cache removes whole repositories.
     """
     if name == BUILT_IN_MODEL:
         raise CheckpointNotFoundError(f"{name} is built in and cannot be removed")

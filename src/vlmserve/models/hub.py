@@ -31,11 +31,12 @@ def resolve_model(name: str, revision: str | None = None, mmproj: str | None = N
     name: ``pixie``, a local folder or file, a repository id on the Hugging Face hub or its short name
     (`vlmserve.models.names`). For repositories with GGUF files, add a choice: ``owner/name:Q4_K_M`` or
     ``owner/name/folder``. revision: branch, tag or commit. mmproj: GGUF file of the vision tower; None: choose it from
-    the model's folder or repository. ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` apply.
+    the model's folder or repository.
 
-    Raises CheckpointNotFoundError if there is no such checkpoint or the hub is unreachable; MissingWeightsError without
-    weights; ModelLoadError for a broken GGUF file or a mismatched pair; ConfigurationError for `mmproj` without a GGUF
-    file.
+    ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` apply.
+
+    Raises CheckpointNotFoundError without such a checkpoint or hub; MissingWeightsError without weights; ModelLoadError
+    for a broken GGUF file or a mismatched pair; ConfigurationError for `mmproj` without a GGUF file.
     """
     folder = built_in_folder() if name == BUILT_IN_MODEL else expanded(name)
     if folder.is_dir():

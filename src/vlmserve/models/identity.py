@@ -187,7 +187,6 @@ def stored_bytes(folder: Path) -> int:
 
 
 def _configuration(folder: Path) -> Any:
-    """JSON, or for a GGUF file the digest of its metadata."""
     if folder.is_file():
         return metadata_digest(folder)
     paths = [folder / name for name in ("config.json", *OLD_FILES)]

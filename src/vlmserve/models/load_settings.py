@@ -1,5 +1,3 @@
-"""Settings for loading a checkpoint."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -31,12 +31,13 @@ def load_packed(
     settle: Callable[[nn.Module], None],
     input_bits: int | None = None,
 ) -> set[str]:
-    """Give layers their quantized weights from the checkpoint. Returns the names of the filled parameters.
+    """Give layers their quantized weights from the checkpoint; return the names of the filled parameters.
 
-    A layer stays quantized if `operations` supports its format; else its weights are dequantized. layouts: formats of
-    the checkpoint's weights. settle: called with each loaded layer. input_bits: see `Weight.quantize`. Raises
-    MissingWeightsError for a missing tensor, ModelLoadError for mismatched tensors, UnsupportedModelError for a format
-    that is not implemented.
+    A layer stays quantized if `operations` supports its format. layouts: formats of the weights. settle: called with
+    each loaded layer. input_bits: see `Weight.quantize`.
+
+    Raises MissingWeightsError for a missing tensor, ModelLoadError for mismatched tensors, UnsupportedModelError for an
+    unknown format.
     """
     reader = _Reader(checkpoint, layouts)
     merge_as_stored(model, {reader.weight_name(name) for name in checkpoint.names})
@@ -98,9 +99,9 @@ def load_blocks(
     settle: Callable[[nn.Module], None],
     input_bits: int | None = None,
 ) -> None:
-    """Give layers those quantized weights of a GGUF file that kernels support. `Checkpoint.load` fills other layers.
+    """Give layers those quantized weights of a GGUF file that kernels support.
 
-    settle: called with each loaded layer. input_bits: see `Weight.quantize`.
+    `Checkpoint.load` fills other layers. settle, input_bits: as in `load_packed`.
     """
     merge_as_stored(model, checkpoint.names)
     keeps_superblocks = operations.multiplies_superblocks(input_bits)

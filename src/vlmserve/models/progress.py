@@ -73,7 +73,6 @@ class Bar:
 
 
 def progress_text(done: int, total: int, seconds: float) -> str:
-    """seconds: since the first byte."""
     rate = done / max(seconds, 1e-3)
     left = max(0, total - done) / max(rate, 1.0)
     share = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"

@@ -52,7 +52,7 @@ class Saving:
 
 
 class QuantizedFolder:
-    """A quantized copy of a checkpoint in progress, in the format of `load_model` and other engines.
+    """A quantized copy of a checkpoint in progress, for `load_model` and other engines.
 
     folder: a checkpoint in Hugging Face layout, a GGUF file, or the folder of a GGUF pair, whose weights are
     dequantized first. Raises like `load_model`, and ConfigurationError for a quantized checkpoint or unfit settings.
@@ -152,10 +152,10 @@ class QuantizedFolder:
 def save_quantized(
     folder: Path, out: Path, config: QuantizationConfig, progress: Callable[[int, int], None] = lambda done, of: None
 ) -> Saving:
-    """Write a checkpoint with quantized weights.
+    """Write a checkpoint with quantized weights. Needs memory for one of the checkpoint's files.
 
     folder, errors: see `QuantizedFolder`. out: a new or empty folder, else ConfigurationError. progress: called with
-    the numbers of finished and all tensors. Needs memory for one of the checkpoint's files.
+    finished and all tensors.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out} must be a new or an empty folder")

@@ -69,9 +69,9 @@ def load_model(
     ranks: load this rank's shard. check: called with the decoder and the maximum context before weights are read.
     cache: packed weights of earlier starts.
 
-    Raises like `check`; ModelLoadError for a broken configuration or file; UnsupportedModelError for an architecture or
-    option that is not implemented. Raises MissingWeightsError for missing files or tensors, ConfigurationError for a
-    model that the ranks cannot share.
+    Raises like `check`; ModelLoadError for a broken configuration or file; UnsupportedModelError for an unknown
+    architecture or option; MissingWeightsError for missing files or tensors; ConfigurationError for a model that the
+    ranks cannot share.
     """
     with broken(folder):
         if settings.implementation == "transformers" and ranks is None:

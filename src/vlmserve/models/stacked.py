@@ -16,7 +16,7 @@ _EXPERT = re.compile(r"(\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.weight$")
 
 
 def stacked_shapes(file: WeightFile) -> dict[str, list[int]]:
-    """Return the shapes of tensors that hold several experts, by key."""
+    """The shapes of tensors that hold several experts, by key."""
     return {key: file.get_slice(key).get_shape() for key in file.keys() if _STACKED.search(key)}  # noqa: SIM118
 
 

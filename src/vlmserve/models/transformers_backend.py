@@ -1,7 +1,7 @@
 """The Transformers backend: transformers' language models over our paged KV cache.
 
 Our attention replaces theirs (`transformers_attention`), so batching and prefix caching work. A check at load rejects
-models with other state or attention: it compares the logits of chunked and batched sequences with transformers' own.
+models with other state or attention: it compares logits of chunked and batched sequences with transformers' own.
 """
 
 from __future__ import annotations

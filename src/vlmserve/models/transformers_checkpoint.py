@@ -1,5 +1,3 @@
-"""Checkpoints as transformers reads them."""
-
 from __future__ import annotations
 
 import logging

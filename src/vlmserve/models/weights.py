@@ -281,7 +281,7 @@ def merge_as_stored(model: nn.Module, names: Collection[str]) -> None:
 
 
 def weight_slots(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and memory of each tensor that a checkpoint must have."""
+    """Each tensor that a checkpoint must have."""
     for path, module in model.named_modules():
         yield from module_slots(path, module)
 
@@ -300,7 +300,6 @@ def module_slots(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_names(path: str, module: nn.Module) -> list[str]:
-    """For a merged weight, the names of its parts."""
     if isinstance(module, MergedLinear):
         return [_beside(path, f"{part}.weight") for part in module.parts]
     return [f"{path}.weight"]

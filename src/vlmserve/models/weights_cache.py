@@ -1,7 +1,7 @@
 """Cache packed weights in files, so that later starts map them instead of packing again.
 
-A file holds a fixed prefix, a JSON header and the tensors. Its name is a digest of everything the packed weights depend
-on: checkpoint, settings, kernels and vlmserve's code. Processes that map one file share its memory.
+A file holds a fixed prefix, a JSON header and the tensors. Its name is a digest of checkpoint, settings, kernels and
+vlmserve's code. Processes that map one file share its memory.
 """
 
 from __future__ import annotations

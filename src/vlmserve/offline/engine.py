@@ -36,8 +36,7 @@ class SharedEngine:
 
     A thread adds requests and calls `step` until they finish. One call at a time steps the engine; the others wait.
 
-    Garbage collection may call `forget` even inside a step, so it never waits: the thread in the turn aborts
-    requests.
+    Garbage collection may call `forget` even inside a step, so it never waits: the stepping thread aborts requests.
     """
 
     def __init__(self, config: EngineConfig, folder: Path, preparer: RequestPreparer) -> None:
@@ -101,7 +100,7 @@ class SharedEngine:
         gc.collect()
 
     def add(self, prepared: Prepared, params: SamplingParams) -> OfflineRequest:
-        """Queue all answers to a prompt, or none if the engine rejects one."""
+        """Queue all answers to a prompt, or none."""
         [added] = self.add_all([(prepared, params)])
         if isinstance(added, Exception):
             raise added

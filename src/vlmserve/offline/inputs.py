@@ -18,7 +18,7 @@ TextPrompts: TypeAlias = TextPrompt | Iterable[TextPrompt]
 
 
 def is_conversation(messages: object) -> TypeGuard[Conversation]:
-    """True for a conversation, False for a list of them."""
+    """False for a list of conversations."""
     return isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
 
 
@@ -41,12 +41,12 @@ def _is_part(value: object) -> bool:
 
 
 def has_roles(messages: object) -> TypeGuard[Conversation]:
-    """True for a conversation, False for a list of prompts."""
+    """False for a list of prompts."""
     return is_conversation(messages) and "role" in messages[0]
 
 
 def is_prompt(prompts: object) -> TypeGuard[TextPrompt]:
-    """True for a prompt, False for a list of them."""
+    """False for a list of prompts."""
     return isinstance(prompts, str | bytes | Mapping) or are_token_ids(prompts)
 
 

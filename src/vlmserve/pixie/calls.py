@@ -39,8 +39,6 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Dialog:
-    """A conversation with functions."""
-
     system: str
     tools: tuple[Tool, ...]
     turns: tuple[Turn, ...]
@@ -66,18 +64,15 @@ class _Call(NamedTuple):
 
 
 def tools_line(tools: Sequence[Tool]) -> str:
-    """The functions as the chat template describes them."""
     return f"Functions: {'; '.join(tool.signature for tool in tools)}"
 
 
 def written_call(name: str, arguments: dict[str, Any]) -> str:
-    """A call as the chat template writes it."""
     text = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
     return f'{CALL_HEAD}{name}", "arguments": {text}}}\n</tool_call>'
 
 
 def tool_result(text: str) -> str:
-    """A result as the chat template writes it."""
     return f"<tool_response>\n{text}\n</tool_response>"
 
 
@@ -165,7 +160,6 @@ def _target(scene: Scene, rng: random.Random) -> tuple[str, Item | None] | None:
 
 
 def _record(scene: Scene, rng: random.Random, *, new: bool) -> _Call | None:
-    """Store properties of an object or of the image."""
     verb, noun = _pick(rng, _VERBS, _NEW_VERBS, new=new), _pick(rng, _NOUNS, _NEW_NOUNS, new=new)
     target = _target(scene, rng) if rng.random() < 0.65 else None
     if target is None:
@@ -206,7 +200,6 @@ def _point(scene: Scene, rng: random.Random, *, new: bool) -> _Call | None:
 
 
 def _light(scene: Scene, rng: random.Random, *, new: bool) -> _Call | None:
-    """Set something to the colour of an object."""
     found = _of_target(scene, rng, (0,), new=new)
     if found is None:
         return None
@@ -244,7 +237,6 @@ def _any_word(rng: random.Random, *, new: bool) -> str:
 
 
 def _look_up(scene: Scene | None, rng: random.Random, *, new: bool) -> _Call:
-    """Look something up that the user names."""
     words, argument, questions = _pick(rng, _LOOKUPS, _NEW_LOOKUPS, new=new)
     value = _any_word(rng, new=new)
     field = Field(argument, {"type": "string"}, value, None)
@@ -267,7 +259,6 @@ def _call(scene: Scene | None, rng: random.Random, *, new: bool) -> _Call:
 
 
 def _result(call: _Call, rng: random.Random, *, new: bool) -> Turn:
-    """Sample a result and the reply to it."""
     if rng.random() < 0.15:
         return _pick(rng, _ERRORS, _NEW_ERRORS, new=new), FAILED
     if not call.informs:
@@ -280,9 +271,10 @@ def _result(call: _Call, rng: random.Random, *, new: bool) -> Turn:
 
 
 def ask_with_tools(scene: Scene | None, rng: random.Random, *, new: bool = False) -> Dialog:
-    """Ask with one to three functions at hand. scene: None asks without an image.
+    """Ask with one to three functions at hand.
 
-    new: use functions and phrasings that training never sees."""
+    scene: None asks without an image. new: use functions and phrasings that training never sees.
+    """
     calls, system = _functions(scene, rng, new=new)
     if rng.random() < 0.25:
         dialog = _without_call(scene, calls, system, rng)

@@ -1,5 +1,3 @@
-"""Draw a document with Pillow."""
-
 from __future__ import annotations
 
 import io

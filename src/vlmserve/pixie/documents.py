@@ -51,7 +51,6 @@ class PrintedLine:
 
     @property
     def box(self) -> Box:
-        """The box of the whole line."""
         return self.boxes[0][0], self.boxes[0][1], self.boxes[-1][2], self.boxes[-1][3]
 
 
@@ -101,12 +100,12 @@ class Style:
 
 
 def cap_height(font: str, size: int) -> float:
-    """The height of capital letters, in pixels."""
+    """In pixels."""
     return float(-load_font(font, size).getbbox("H", anchor="ls")[1])
 
 
 def font_size_for(font: str, height: float) -> int:
-    """The size, in pixels per em, whose capital letters are about `height` pixels high."""
+    """Pixels per em. height: of capital letters, in pixels."""
     share = cap_height(font, 100) / 100 or _CAP_HEIGHT
     return max(8, round(height / share))
 
@@ -122,8 +121,6 @@ def print_line(text: str, colour: str, rgb: Rgb, font: str, size: int, origin: t
 
 
 class _Canvas:
-    """A document in the making."""
-
     def __init__(self, kind: DocumentKind, seed: int, rng: random.Random, size: tuple[int, int], style: Style) -> None:
         self.rng, self.style = rng, style
         plain = kind in ("receipt", "chart", "gauge")
@@ -147,7 +144,6 @@ class _Canvas:
         return ink_on(self.rng, behind, colours)
 
     def height(self, most: float = 1e9) -> float:
-        """A height of capital letters."""
         low, high = self.style.heights
         high = max(low, min(high, most))
         return float(low * (high / low) ** self.rng.random())
@@ -164,7 +160,7 @@ class _Canvas:
         """Print a line whose capital letters have their top at `at`; None if it does not fit.
 
         anchor: which end or middle of the line is there.
-        """  # fmt: skip
+        """
         font = font or self.font
         size = font_size_for(font, height)
         width = load_font(font, size).getlength(text)
@@ -180,7 +176,7 @@ class _Canvas:
         return made
 
     def row(self, texts: tuple[str, str], margin: float, y: float, height: float) -> None:
-        """Print two texts at the ends of a row, with a gap between them."""
+        """Leaves a gap between both texts."""
         left = self.line(texts[0], (margin, y), height)
         right = self.line(texts[1], (self.document.size[0] - margin, y), height, "right")
         if left and right and right.box[0] - left.box[2] < _SMALLEST_GAP * height:
@@ -223,7 +219,6 @@ def _fill_page(canvas: _Canvas) -> None:
 
 
 def _fill_lines(canvas: _Canvas) -> None:
-    """One to five lines below each other."""
     rng, (width, height) = canvas.rng, canvas.document.size
     count = rng.choices(range(1, MOST_LINES + 1), (4, 3, 2, 2, 1))[0]
     anchor = rng.choice(("left", "left", "middle", "right")) if not canvas.style.new else rng.choice(("left", "middle"))
@@ -366,11 +361,11 @@ def sample_document(
     size: tuple[int, int] | None = None,
     style: Style = Style(),
 ) -> Document:
-    """Sample a document. Equal arguments give equal documents on machines with the same fonts.
+    """Equal arguments give equal documents on machines with the same fonts.
 
     size: width and height in pixels; None: any from `SMALLEST_SIDE` to `LARGEST_SIDE`, of whole patches. Raises
     ValueError if the document does not fit.
-    """  # fmt: skip
+    """
     rng = random.Random(seed)
     for _ in range(_MOST_TRIES):
         canvas = _Canvas(kind, seed, rng, size or _sample_size(kind, rng, style), style)

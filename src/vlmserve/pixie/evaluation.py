@@ -90,7 +90,7 @@ class Report:
     tasks: dict[str, TaskResult]
 
     def mean(self, kind: str) -> float:
-        """Return the mean accuracy over the tasks of a kind, such as ``"core"`` or ``"reading"``, 0 to 1."""
+        """kind: such as ``"core"`` or ``"reading"``. Returns 0 to 1."""
         accuracies = [result.accuracy for task, result in self.tasks.items() if _KINDS[task] == kind]
         return sum(accuracies) / len(accuracies) if accuracies else 0.0
 
@@ -127,8 +127,8 @@ def evaluate(
 ) -> Report:
     """Ask `per_task` held-out examples of each task, and compare the stripped answers exactly.
 
-    Every turn of a follow-up counts as a question, after right answers to the earlier ones. tasks: default: all.
-    progress: called with the numbers of answered and all questions.
+    Every turn of a follow-up counts as a question, after right answers to the earlier ones. progress: called with the
+    numbers of answered and all questions.
 
     Raises ValueError for an unknown task, or if `answer` does not return one answer for each conversation.
     """
@@ -156,7 +156,6 @@ def evaluate(
 
 
 def greedy_answers(llm: LLM) -> Answer:
-    """Return a function that answers with a model, greedily."""
     from vlmserve.types import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS)

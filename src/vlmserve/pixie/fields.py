@@ -76,7 +76,6 @@ def _count(subject: Subject, colour: str | None = None, shape: str | None = None
 
 
 def _only(subject: Subject, name: str, attribute: Callable[[Item], Any]) -> Any:
-    """An attribute of the only item with a name."""
     found = [item for name_, item in unique_names(subject.scene) if name_ == name]
     if found:
         value = attribute(found[0])
@@ -262,7 +261,7 @@ def sample_field(topic: Topic, subject: Subject, rng: random.Random, *, new: boo
 def some_fields(
     topics: Sequence[Topic], scene: Scene, item: Item | None, count: int, rng: random.Random, *, new: bool = False
 ) -> list[Field]:
-    """Sample up to `count` fields with different names."""
+    """Fields have different names."""
     fields: dict[str, Field] = {}
     for topic in rng.choices(topics, [topic.weight for topic in topics], k=3 * count):
         if rng.random() < 0.06:
@@ -289,7 +288,6 @@ def _styled(name: str, rng: random.Random) -> str:
 
 
 def _typed(sort: Sort, value: Any, rng: random.Random, *, new: bool) -> tuple[Schema, Any]:
-    """The schema of a value, and the value as that schema wants it."""
     if sort in ("colours", "shapes"):
         items: Schema = {"type": "string"}
         if rng.random() < 0.5:

@@ -1,5 +1,3 @@
-"""Fonts for numbers and words."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -61,26 +59,25 @@ def _installed(declared: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 @cache
 def available_fonts() -> tuple[str, ...]:
-    """Return the installed fonts: ``"Pillow"`` first, then file paths in declared order."""
+    """``"Pillow"`` first, then file paths in declared order."""
     return (BUILTIN_FONT, *_installed(DECLARED_FONTS))
 
 
 @cache
 def document_fonts(*, new: bool = False) -> tuple[str, ...]:
-    """Return the installed fonts of documents. new: fonts that training never shows; Pillow's own if there are none."""
+    """new: fonts that training never shows; Pillow's own if there are none."""
     if new:
         return tuple(_installed(HELD_OUT_FONTS)) or (BUILTIN_FONT,)
     return (*available_fonts(), *_installed(DOCUMENT_FONTS))
 
 
 def held_out_fonts_are_missing() -> bool:
-    """Check whether any font that only the evaluation of documents prints in is missing."""
     return len(_installed(HELD_OUT_FONTS)) < sum(map(len, HELD_OUT_FONTS.values()))
 
 
 @cache
 def load_font(name: str, size: int) -> ImageFont.FreeTypeFont:
-    """Load a font from `available_fonts`. size: pixels per em."""
+    """name: from `available_fonts`. size: pixels per em."""
     if name == BUILTIN_FONT:
         font = ImageFont.load_default(size)
         if not isinstance(font, ImageFont.FreeTypeFont):
@@ -91,5 +88,5 @@ def load_font(name: str, size: int) -> ImageFont.FreeTypeFont:
 
 @cache
 def advance(name: str, character: str) -> float:
-    """The advance width of a character, in ems."""
+    """In ems."""
     return load_font(name, 100).getlength(character) / 100

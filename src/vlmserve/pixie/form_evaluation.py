@@ -34,8 +34,6 @@ _NO_IMAGE_SHARE: Final = 0.1
 
 @dataclass(frozen=True)
 class Case:
-    """A question of a task with the grammar of its answer."""
-
     task: str
     seed: int
     example: Example
@@ -45,7 +43,7 @@ class Case:
 
 
 def case_of(task: str, seed: int, form: ToolForm) -> Case:
-    """Sample a question of `FORM_TASKS`. form: how calls are written."""
+    """task: one of `FORM_TASKS`. form: how calls are written."""
     rng = random.Random(seed)
     scene = sample_scene(seed, listed_words=True)
     new = task != "form" and task != "call"
@@ -94,10 +92,7 @@ def evaluate_forms(
     tasks: Sequence[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, TaskResult]:
-    """Ask `per_task` held-out questions of each of `FORM_TASKS`, and compare values.
-
-    folder: of the model. tasks: default: all. progress: called with the numbers of answered and all questions.
-    """
+    """Like `evaluation.evaluate`, for `FORM_TASKS`; compares values. folder: of the model."""
     form = RequestPreparer(folder, MediaConfig.model_validate({})).answers.tool_form
     results = {task: TaskResult() for task in FORM_TASKS if tasks is None or task in tasks}
     cases = [

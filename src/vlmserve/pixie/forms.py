@@ -128,7 +128,7 @@ class _Writer:
 
 
 def form_of(question: str, schema: Schema, value: Any, rng: random.Random) -> Form:
-    """Write the right answer of a form, and mark what the schema decides."""
+    """Marks what the schema decides."""
     writer = _Writer(rng)
     writer.write(value)
     text = json.dumps(schema, ensure_ascii=False)
@@ -143,7 +143,6 @@ def _has_optional(schema: Mapping[str, Any]) -> bool:
 
 
 def object_of(fields: Mapping[str, tuple[Schema, Any]], rng: random.Random) -> tuple[Schema, dict[str, Any]]:
-    """Join the schemas and values of properties to an object's."""
     required = list(fields)
     if rng.random() < 0.1:
         required = [name for name in fields if rng.random() < 0.7]
@@ -160,7 +159,7 @@ def _typed(fields: Sequence[Field]) -> dict[str, tuple[Schema, Any]]:
 
 
 def targets(scene: Scene) -> list[tuple[str, Item]]:
-    """Phrases that name exactly one object, with the object."""
+    """A phrase names exactly one object."""
     found = list(unique_names(scene))
     for place in range(9):
         item, clear = item_at(scene, place)
@@ -193,7 +192,6 @@ def _item_and_question(scene: Scene, rng: random.Random, *, new: bool) -> tuple[
 
 
 def _about_item(scene: Scene, rng: random.Random, *, new: bool) -> Form | None:
-    """Properties of one object."""
     found = _item_and_question(scene, rng, new=new)
     if found is None:
         return None
@@ -377,7 +375,7 @@ _LAYOUTS: Final[tuple[tuple[float, float, Callable[..., Form | None]], ...]] = (
 
 
 def ask_form(scene: Scene, rng: random.Random, *, new: bool = False) -> Form:
-    """Ask for a form about an image. new: with names, enums and phrasings that training never sees."""
+    """new: with names, enums and phrasings that training never sees."""
     of_objects, of_writings, layouts = zip(*_LAYOUTS, strict=True)
     weights = of_objects if scene.writing is None else of_writings
     while True:
@@ -403,7 +401,7 @@ def ask_suggested(scene: Scene, rng: random.Random) -> Turn:
 
 
 def is_right(form: Form, answer: str) -> bool:
-    """Compare the values of an answer. It may leave out optional properties."""
+    """Compares values. The answer may lack optional properties."""
     try:
         return _same(json.loads(form.answer), json.loads(answer), optional=form.optional)
     except ValueError:

@@ -278,5 +278,4 @@ def vary(rng: random.Random, text: str, answer: str) -> str:
 
 
 def ask(rng: random.Random, templates: tuple[str, ...], answer: str, **words: str) -> tuple[str, str]:
-    """Choose a template and return the question with its answer."""
     return vary(rng, rng.choice(templates).format(**words), answer), answer

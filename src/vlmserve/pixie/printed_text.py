@@ -92,7 +92,6 @@ _TEXTS: Final[dict[TextKind, Callable[[random.Random], str]]] = {
 
 
 def text_of(kind: TextKind, rng: random.Random) -> str:
-    """Sample a text of a kind."""
     return _TEXTS[kind](rng)
 
 

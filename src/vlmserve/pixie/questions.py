@@ -90,9 +90,9 @@ def _example(task: str, scenes: tuple[Scene, ...], turns: tuple[Turn, ...], rng:
 def single(scene: Scene, rng: random.Random, task: str | None = None) -> Example:
     """Ask about one image.
 
-    task: must suit the scene's kind (`TASK_KINDS`), else ValueError; None: a random one. A few scenes have no clear
-    question of a task, for example if nothing in them is unique. The example then describes the image, and its `task`
-    says so.
+    task: must suit the scene's kind (`TASK_KINDS`), else ValueError; None: a random one.
+
+    If the scene has no clear question of the task, the example describes the image, and its `task` says so.
     """
     if task is None:
         weights = TASK_WEIGHTS[scene.kind]
@@ -120,7 +120,7 @@ def pair(first: Scene, second: Scene, rng: random.Random) -> Example:
 
 
 def text_only(rng: random.Random, *, held_out: bool = False) -> Example:
-    """Ask without an image. held_out: use questions that training never sees."""
+    """held_out: use questions that training never sees."""
     return _example("refusal", (), (ask_refused(rng, image=False, held_out=held_out),), rng)
 
 

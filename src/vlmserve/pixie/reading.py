@@ -17,8 +17,6 @@ BOX_STEPS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class ReadingQuestion:
-    """A question about a document."""
-
     task: str
     question: str
     answer: str

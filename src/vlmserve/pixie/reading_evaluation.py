@@ -38,7 +38,7 @@ _MAX_TOKENS: Final = 256
 
 
 def edit_distance(one: str, other: str) -> int:
-    """The least number of characters to insert, delete or replace (Levenshtein)."""
+    """Levenshtein's, in characters."""
     row = list(range(len(other) + 1))
     for index, character in enumerate(one, start=1):
         above, row[0] = row[0], index
@@ -68,7 +68,7 @@ def _count_text(parts: Mapping[str, TaskResult], expected: str, answer: str) -> 
 
 
 def held_out_case(task: str, number: int, style: Style) -> tuple[Document, ReadingQuestion]:
-    """Sample a document and a question of one of `READING_TASKS`, in new phrasings."""
+    """task: one of `READING_TASKS`. Phrasings are new."""
     first = HELD_OUT_SEEDS + (200 + READING_TASKS.index(task)) * _SEEDS_PER_TASK
     asked, kinds = _ASKED[task]
     rng = random.Random(first + number)
@@ -102,9 +102,9 @@ def evaluate_reading(
     tasks: Sequence[str] = READING_TASKS,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, TaskResult]:
-    """Ask `per_task` held-out questions of each task, greedily; schemas constrain the answers.
+    """Like `evaluation.evaluate`, for `READING_TASKS`; schemas constrain the answers.
 
-    The task ``text`` adds `TEXT_PARTS`. progress: called with the numbers of answered and all questions.
+    The task ``text`` adds `TEXT_PARTS`.
     """
     from vlmserve.types import Grammar, SamplingParams
 

@@ -59,7 +59,7 @@ def outcomes(decide: Decide, per_task: int, advance: Callable[[], None] = lambda
 
 
 def _question(text: str, answer: str) -> Question | None:
-    """Convert a question to a decision; None if its answers are not a fixed set."""
+    """None if the answers are not a fixed set."""
     if answer in ("yes", "no"):
         return Question.predicate(f'The answer to this question is yes: "{text}"')
     if answer in _LEVELS:
@@ -72,7 +72,7 @@ def _place(question: Question, answer: str) -> int:
 
 
 def at_temperature(probabilities: Sequence[float], temperature: float) -> npt.NDArray[np.float64]:
-    """Divide log-probabilities by a temperature and normalize."""
+    """Divides log-probabilities, then normalizes."""
     logs = np.log(np.maximum(probabilities, 1e-300)) / temperature
     weights = np.exp(logs - logs.max())
     scaled: npt.NDArray[np.float64] = weights / weights.sum()
@@ -80,7 +80,6 @@ def at_temperature(probabilities: Sequence[float], temperature: float) -> npt.ND
 
 
 def accuracy(found: Sequence[Outcome]) -> float:
-    """The fraction of questions whose most probable answer is right."""
     return float(np.mean([int(np.argmax(one.probabilities)) == one.right for one in found]))
 
 
@@ -151,7 +150,6 @@ class Calibration:
         return [*rows, self._row("all", self.checked)]
 
     def to_markdown(self) -> str:
-        """The rows as a table, and the temperature."""
         lines = [
             f"| {' | '.join(HEADINGS)} |",
             "| --- | ---: | ---: | ---: | ---: |",

@@ -227,7 +227,7 @@ def _writing(rng: random.Random, text: str, size: tuple[int, int], backgrounds: 
 
 
 def sample_scene(seed: int, kind: Kind | None = None, *, listed_words: bool = False) -> Scene:
-    """Sample a scene. Equal arguments give equal scenes on machines with the same fonts.
+    """Equal arguments give equal scenes on machines with the same fonts.
 
     kind: of the scene; None: any. listed_words: use only words of the vocabulary, no random letters.
     """

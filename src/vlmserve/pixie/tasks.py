@@ -22,7 +22,6 @@ PLACE_CELLS: Final[tuple[frozenset[int], ...]] = tuple(
 
 
 def with_article(words: str) -> str:
-    """Prepend "a" or "an"."""
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
@@ -117,7 +116,6 @@ def ask_count(scene: Scene, rng: random.Random) -> Turn | None:
 
 
 def ask_describe(scene: Scene, rng: random.Random) -> Turn | None:
-    """Ask for a description of the image."""
     templates: tuple[str, ...] = phrasings.DESCRIBE
     if len(scene.items) > 1 and rng.random() < 0.35:
         templates = phrasings.DESCRIBE_OBJECTS
@@ -145,7 +143,6 @@ def ask_word(scene: Scene, rng: random.Random) -> Turn | None:
 
 
 def ask_where(scene: Scene, rng: random.Random) -> Turn | None:
-    """Ask for the place of an object with a unique name."""
     names = [(name, item) for name, item in unique_names(scene) if item.place is not None]
     if not names:
         return None

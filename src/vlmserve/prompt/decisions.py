@@ -22,7 +22,7 @@ def read_temperature(folder: Path) -> float:
 
 
 def write_temperature(folder: Path, temperature: float) -> Path:
-    """Write the file and return its path. Raises OSError."""
+    """Raises OSError."""
     path = folder / DECISIONS
     path.write_text(json.dumps({"temperature": round(temperature, _DIGITS)}) + "\n", "utf-8")
     return path

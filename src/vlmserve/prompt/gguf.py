@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template in a GGUF file. Imports no torch."""
+"""The tokenizer and the chat template in a GGUF file."""
 
 from __future__ import annotations
 

@@ -84,8 +84,10 @@ def read_template(source: str) -> str:
 
 
 class ChatTemplate:
-    """Templates show different roles and content. `Probes` finds out what this template shows, and `render` rearranges
-    messages so that it shows all of their text. Raises ModelLoadError for a template that does not compile.
+    """`Probes` finds out which roles and content this template shows, and `render` rearranges messages so that it shows
+    all of their text.
+
+    Raises ModelLoadError for a template that does not compile.
     """
 
     def __init__(
@@ -186,7 +188,6 @@ class ChatTemplate:
         return messages if self._splits_thoughts else [_with_thoughts_first(message) for message in messages]
 
     def _places_systems(self, messages: Sequence[Message]) -> bool:
-        """Return whether the template shows all system messages in place."""
         places = [place for place, message in enumerate(messages) if message.role == "system"]
         if not places:
             return True

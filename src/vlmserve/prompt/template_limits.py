@@ -183,7 +183,7 @@ def _made(value: Any) -> Any:
 
 
 def _check_arguments(name: str, value: Any, others: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-    """Check the arguments of a filter or method before it runs on `value`."""
+    """Runs before the filter or method does."""
     arguments = (*others, *keywords.values())
     numbers = [abs(one) for one in arguments if isinstance(one, int)]
     widest = max(numbers, default=0)

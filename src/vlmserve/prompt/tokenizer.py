@@ -176,8 +176,8 @@ class Tokenizer:
     def check_length(self, texts: Iterable[str], max_tokens: int) -> None:
         """Reject text that is far too long for `max_tokens`, in time that depends only on `max_tokens`.
 
-        Text longer than `max_tokens` of the longest token is rejected without tokenizing. Other long text is counted in
-        pieces, up to four times `max_tokens`. Raises PromptTooLongError and CancelledWorkError.
+        Text longer than `max_tokens` of the longest token is not tokenized. Other long text is counted in pieces, up to
+        four times `max_tokens`. Raises PromptTooLongError and CancelledWorkError.
         """
         texts = list(texts)
         size = sum(map(len, texts))

@@ -72,9 +72,10 @@ class ControlTokens:
 
 
 class Quotation:
-    """A user who types ``<image>`` means these characters, not the token. Before rendering, `quote` replaces text that
-    could be read as a control token by codes of private-use characters. After rendering, `unquote` restores it, to be
-    tokenized without control tokens.
+    """A user who types ``<image>`` means these characters, not the token.
+
+    Before rendering, `quote` replaces text that could be read as a control token by private-use characters. Afterwards,
+    `unquote` restores it, to be tokenized without control tokens.
     """
 
     def __init__(self, control: ControlTokens) -> None:

@@ -57,10 +57,10 @@ def run_largest_step(
 def run_longest_step(
     model: LoadedModel, *, num_tokens: int, num_seqs: int, max_model_len: int, block_size: int, passes: int = 1
 ) -> None:
-    """Allocate the buffers of captured steps by a small step with maximum lengths on the host.
+    """Allocate the buffers of captured steps, by a small step with maximum lengths on the host.
 
-    They are for uploads, split-KV and RoPE tables. Backends that do not read lengths on the device need no such step.
-    passes: 2 if requests may have X-LoRA.
+    They are for uploads, split-KV and RoPE tables. Only backends that read lengths on the device need it. passes: 2 if
+    requests may have X-LoRA.
     """
     if not model.backend.reads_on_device:
         return
@@ -73,7 +73,7 @@ def run_longest_step(
 
 
 def _largest_arrays(model: LoadedModel, num_rows: int, num_blocks: int) -> list[np.ndarray]:
-    """Arrays of the size that `runner.batch` uploads. num_blocks: of all block tables."""
+    """As `runner.batch` uploads them. num_blocks: of all block tables."""
     columns = len(model.language_model.cache_layout.windows)
     return [np.zeros((columns, num_blocks), np.int32), np.zeros((columns + ROW_ARRAYS, num_rows), np.int64)]
 

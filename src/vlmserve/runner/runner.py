@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
 
 def _costliest(scheduled: list[ScheduledRequest]) -> ScheduledRequest:
-    """The request with the most tokens, on ties the last."""
+    """On ties the last."""
     return max(reversed(scheduled), key=lambda request: request.num_tokens)
 
 
@@ -83,7 +83,7 @@ def _mixed(scheduled: list[ScheduledRequest], num_columns: int) -> list[Schedule
 def _parted(
     hidden: Tensor, batch: Batch, wanted: Tensor | None, of_heads: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Split hidden states into sampled rows and heads' rows. wanted: the rows of `hidden`."""
+    """wanted: the rows of `hidden`."""
     if wanted is None:
         return hidden[batch.sampled_rows], None if of_heads is None else hidden[of_heads]
     count = len(batch.sampled_rows)

@@ -110,7 +110,7 @@ def changes_of(rows: Sequence[SamplingRow]) -> Changes:
 
 
 def _forbid(row: Tensor, forbidden: Allowed) -> None:
-    """Mask tokens of a ``[vocabulary]`` row in place."""
+    """row: ``[vocabulary]``, changed in place."""
     if row.device.type == "cpu":
         np.copyto(row.numpy(), _IMPOSSIBLE, where=forbidden)  # 4x faster than torch
     else:

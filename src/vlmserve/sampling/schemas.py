@@ -138,7 +138,7 @@ _MORE_OF_THE_SAME = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas"
 
 
 def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema and all schemas inside it."""
+    """Includes the schema itself."""
     if not isinstance(schema, dict):
         return
     yield schema

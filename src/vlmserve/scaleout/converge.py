@@ -139,8 +139,6 @@ def _message(body: bytes) -> str:
 
 @dataclass
 class Member:
-    """A worker, as a gateway sees it."""
-
     url: str
     upstream: Upstream
     listening: asyncio.Task[None] | None = None

@@ -1,5 +1,3 @@
-"""Read the messages of a worker."""
-
 from __future__ import annotations
 
 import asyncio

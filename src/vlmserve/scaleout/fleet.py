@@ -40,7 +40,7 @@ class Fleet:
     """All workers of a model.
 
     A worker's wait is the time until it has prefilled all accepted requests: its report plus what this gateway has sent
-    since. Requests without a first token always count.
+    since. Requests without a first token count.
     """
 
     def __init__(self) -> None:

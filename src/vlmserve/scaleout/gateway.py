@@ -439,7 +439,6 @@ class Gateway:
         self._name_offered()
 
     def _name_offered(self) -> None:
-        """Keep the names of models that are not loaded now."""
         self.hosts.facts |= {name: model.facts for name, model in self.models.items() if name in self.hosts.models}
         changed = {adapter: own for own in self.hosts.models for adapter in self.adapters.loaded(own)}
         self._names = {**self.hosts.names, **changed, **self._names, **{name: name for name in self.hosts.models}}

@@ -49,7 +49,6 @@ class Hosts:
         self.update()
 
     def update(self) -> None:
-        """Read the offers of all workers."""
         offers = [member.offer for member in self._members.values() if member.offer is not None]
         every = sorted((one for offer in offers for one in offer.models), key=lambda one: _BEST_FIRST.index(one.state))
         self.models = {one.name: one for one in reversed(every)}
@@ -192,7 +191,6 @@ def _idle_seconds(offer: Offer, lacking: int) -> float | None:
 
 
 async def _refusal(answer: Answer, model: str) -> UnavailableError:
-    """The reason why a worker does not load a model."""
     headers, said = dict(answer.headers), await answer.read_all()
     with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError, ValueError):
         message = str(msgspec.json.decode(said)["error"]["message"])

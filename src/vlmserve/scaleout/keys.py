@@ -1,8 +1,8 @@
 """Routing keys: what a request shares with others, from its body alone.
 
 Segments are images and pieces of text of fixed length, neither tokenized nor decoded. Their digests cover the model,
-the adapter, the tenant's salt and all earlier segments, so equal digests mean equal prefixes. Only routing uses them: a
-wrong guess costs time but not correctness.
+the adapter, the tenant's salt and all earlier segments, so equal digests mean equal prefixes. A wrong guess costs time
+but not correctness.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ all used. A request waits for the database only if its key was not read for `_FR
 seconds. Without the database, every gateway counts alone.
 
 Concurrency: a gateway leases places of a key when requests find none, for `_LEASE` seconds, and renews them. A dead
-gateway's places come back.
+gateway's leases expire.
 """
 
 from __future__ import annotations

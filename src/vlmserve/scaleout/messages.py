@@ -1,5 +1,3 @@
-"""Messages between gateways and workers."""
-
 from __future__ import annotations
 
 from typing import Any

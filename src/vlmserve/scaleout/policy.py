@@ -196,7 +196,6 @@ class Affinity(LeastLoaded):
         return dict(zip(np.argmax(weights * usable, axis=1).tolist(), homes, strict=True))
 
     def _with_images(self, key: RequestKey) -> Collection[int]:
-        """Workers that have the request's images."""
         found: set[int] = set()
         for image in key.images[:_MATCHES]:
             found.update(self.index.some_holders(image, 2, self.random))

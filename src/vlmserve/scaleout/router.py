@@ -88,7 +88,6 @@ class Router:
         self._see_epoch(worker, load.epoch)
 
     def _see_epoch(self, worker: Worker, epoch: str) -> None:
-        """A new epoch empties the estimate."""
         if epoch and epoch != worker.epoch:
             if worker.epoch and self.fleet.has(worker):
                 self.index.forget(worker.slot)

@@ -1,5 +1,3 @@
-"""Settings of a gateway."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

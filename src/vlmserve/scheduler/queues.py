@@ -1,5 +1,3 @@
-"""The waiting and running requests."""
-
 from __future__ import annotations
 
 from collections import deque

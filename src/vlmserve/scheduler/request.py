@@ -1,5 +1,3 @@
-"""The scheduler's request."""
-
 from __future__ import annotations
 
 import msgspec

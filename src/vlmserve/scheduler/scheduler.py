@@ -90,10 +90,7 @@ class Scheduler:
         return step
 
     def schedule_ahead(self, step: SchedulerOutput) -> SchedulerOutput | None:
-        """Plan one more token for each request, before the step's tokens are known.
-
-        None: the next step depends on these tokens, or other work comes first.
-        """
+        """See `ahead.plan_ahead`. None also if other work comes first."""
         if self._queues.searches or step.draft_token_ids:
             return None
         if self.propose_drafts is not None and self.awaits_tokens:

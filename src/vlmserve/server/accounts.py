@@ -183,13 +183,13 @@ class KeyRing:
 
     @classmethod
     def of(cls, config: ServerConfig) -> KeyRing | None:
-        """Read the keys of the settings; None if no key is needed."""
+        """None if no key is needed."""
         if not config.api_key and config.api_keys_file is None:
             return None
         return cls(config.api_key, None if config.api_keys_file is None else expanded(config.api_keys_file))
 
     def find(self, key: str) -> Account | None:
-        """Find a key's account. Compares all keys, so that timing reveals none."""
+        """Compares all keys, so that timing reveals none."""
         self._reload()
         if not 0 < len(key) <= MAX_KEY_LENGTH:
             return None

@@ -202,7 +202,6 @@ class Adapters:
         return folder
 
     def _check_files(self, folder: Path, name: str) -> None:
-        """Raise AdapterError if files are links to outside of `self.folder`. name: for the error."""
         self._check_inside(files_of(folder), name)
         if holds_adapter(folder) and is_xlora(folder):
             mixed = XLoraFolder.find(folder).adapters

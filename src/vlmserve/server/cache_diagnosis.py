@@ -1,4 +1,4 @@
-"""Find out which part of a prompt changed when it reuses less of the cache than an earlier request's."""
+"""Finds out which part of a prompt changed when it reuses less of the cache than an earlier one."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class CacheLog:
             self._num_bytes -= oldest.num_bytes
 
     def find(self, response_id: str, owner: str) -> tuple[str, AskedPrompt] | None:
-        """Find an owner's earlier response; None: it is unknown or forgotten."""
+        """None: unknown or forgotten."""
         found = self._asked.get(response_id)
         return None if found is None or found[1].owner != owner else found
 
@@ -229,7 +229,6 @@ def _first_change(before: Sequence[list[_Part]], after: Sequence[list[_Part]]) -
 
 
 def _kind_of_change(old: list[_Part], new: list[_Part]) -> str:
-    """Each list has at most one part."""
     if old and new and old[0].source and old[0].source == new[0].source:
         return "image_budget"
     return (new or old)[0].kind

@@ -1,5 +1,3 @@
-"""Confidences of the values in JSON answers."""
-
 from __future__ import annotations
 
 from collections import defaultdict

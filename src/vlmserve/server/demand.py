@@ -55,7 +55,6 @@ class Demand:
         self.unloaded()
 
     def unloaded(self) -> None:
-        """Have the next request ask for the model."""
         self.loads_model = True
         self.wanted.clear()
         self._settled = asyncio.Event()

@@ -133,7 +133,7 @@ def retry_after(error: VLMServeError) -> str:
 
 
 def error_response(error: VLMServeError, path: str = "") -> Response:
-    """Make an error response in the form of the API at the path."""
+    """In the form of the API at `path`."""
     status = status_of(error)
     headers = error.headers if isinstance(error, RefusedError) else {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):

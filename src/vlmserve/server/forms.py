@@ -47,7 +47,7 @@ def max_form_file(limit: int, body_memory: int) -> int:
 
 
 async def read_form(request: Request, max_bytes: int, share: BodyShare, pause: float) -> Form:
-    """pause: as for `read_body`. Raises InvalidRequestError, and the errors of `read_body`."""
+    """pause: as for `read_body`. Raises InvalidRequestError, and as `read_body` does."""
     kind = content_type(request)
     if kind != "multipart/form-data":
         raise wrong_content_type("multipart/form-data", kind)

@@ -139,7 +139,6 @@ def salt_of(request: Request, cache_salt: str | None) -> str:
 
 
 def _presented(headers: Headers) -> str | None:
-    """Return the key in the header of OpenAI's or Anthropic's clients."""
     scheme, _, key = headers.get("authorization", "").strip().partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()

@@ -31,7 +31,7 @@ def owner_of(request: Request) -> str:
 
 
 def needed_store(service: Service, param: str | None = None) -> Store:
-    """Return the history. Raises NotFoundError if the server keeps none."""
+    """Raises NotFoundError if the server keeps no history."""
     if service.store is None:
         raise NotFoundError(_OFF, param=param)
     return service.store

@@ -37,8 +37,8 @@ _ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
 class ServerMetrics(Collector):
     """All metrics of a server, in their own registry. Use it from one thread.
 
-    engine_stats, image_cache_stats, engine: called at every scrape; metrics of None are omitted. cache_config: settings
-    of the KV cache, by label; a `cache_dtype` of "auto" is the model's.
+    engine_stats, image_cache_stats, engine: called at every scrape; None omits metrics. cache_config: settings of the
+    KV cache, by label; a `cache_dtype` of "auto" is the model's.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ServerMetrics(Collector):
             self._step_vision.observe(after.vision_seconds - before.vision_seconds)
 
     def count_request(self, num_answers: int, max_tokens: int | None) -> None:
-        """Count a request that goes to the engine. max_tokens: of each answer; None: the rest of the context."""
+        """max_tokens: of each answer; None: the rest of the context."""
         self._wanted_answers.observe(num_answers)
         if max_tokens is not None:
             self._wanted_tokens.observe(max_tokens)
@@ -152,7 +152,7 @@ class ServerMetrics(Collector):
             yield metric
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """The page and its content type, by the `Accept` header."""
+        """Returns page and content type. accept: the `Accept` header."""
         encode, content_type = choose_encoder(accept)
         if content_type.startswith("application/openmetrics-text"):
             # the names need no escaping, but the library would escape their colons

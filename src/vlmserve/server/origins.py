@@ -22,7 +22,7 @@ class Origins:
     """Raises RefusedError (403) for requests of foreign web pages.
 
     ``Origin`` names the page. In DNS rebinding, the page's domain resolves to the server, and ``Host`` shows it. If
-    every request needs a key, which such pages do not have, only what the settings name is checked.
+    every request needs a key, which such pages lack, only what the settings name is checked.
     """
 
     def __init__(self, config: ServerConfig, *, needs_key: bool) -> None:
@@ -89,7 +89,6 @@ def _host_of(origin: str) -> str | None:
 
 
 def _name(host: str) -> str | None:
-    """The name without port and brackets; None for an invalid host."""
     try:
         name = urlsplit(f"//{host}").hostname
     except ValueError:

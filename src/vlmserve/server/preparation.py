@@ -96,7 +96,6 @@ class Preparation:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def parse(self, parse: Callable[[], Result]) -> Result:
-        """Parse a large body in a worker thread."""
         return await run_in_thread(self._body_workers, parse)
 
     async def text(self, make: Callable[[RequestPreparer], Result], size: int) -> Result:
@@ -205,7 +204,6 @@ class Preparation:
             return await self._run(workers, conversation.prompt)
 
     def _workers(self, shown: Sequence[Mapping[str, Any]]) -> FairThreads:
-        """Choose the threads by how long the parts take."""
         if any(part["type"] in _FILES for part in shown):
             return self._files
         if any(not url.startswith("data:") for part in shown for url in _urls(part)):
@@ -214,7 +212,6 @@ class Preparation:
 
 
 def _shown(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The parts that are not text."""
     contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     return [part for content in contents for part in content if part["type"] != "text"]
 

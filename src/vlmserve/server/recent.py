@@ -75,7 +75,6 @@ class RecentLatencies:
 
 
 def _percentile(counts: list[tuple[int, int]], total: int, share: float) -> float:
-    """The middle of the bucket with the latency of that rank."""
     reached = list(accumulate(count for _, count in counts))
     bucket, _ = counts[bisect_left(reached, math.ceil(share * total))]
     return float(_LEAST * _STEP ** (bucket - 0.5))

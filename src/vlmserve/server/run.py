@@ -98,7 +98,6 @@ def quiet_logs(server: ServerConfig) -> None:
 
 
 def warn_of_strangers(front: Front) -> None:
-    """Warn that others reach a server without keys."""
     if front.keys is None and front.config.host not in LOOPBACK:
         logger.warning("Everybody who reaches %s may use this server; --api-key requires a key", front.config.host)
 

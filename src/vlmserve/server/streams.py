@@ -122,10 +122,10 @@ async def begin_in_time(
     interval: float,
     comment: Callable[[], bytes | None] | None = None,
 ) -> Response:
-    """The response, or after `interval` seconds a stream that sends pings and then the response.
+    """The response, or after `interval` seconds (0: never) a stream that sends pings and then the response.
 
-    streams: returns whether the request wants a stream. interval: 0: always wait. comment: makes the text to send every
-    `NEWS_SECONDS` in place of pings.
+    streams: returns whether the request wants a stream. comment: makes the text to send every `NEWS_SECONDS` in place
+    of pings.
     """
     if not interval:
         return await answering

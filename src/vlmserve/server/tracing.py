@@ -73,7 +73,9 @@ class Tracing:
     """Sends traces in the background, in batches. Close it to send the rest.
 
     endpoint: URL of an OTLP/HTTP collector; the default path is added. OpenTelemetry's variables set the rest, like
-    OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME and OTEL_TRACES_SAMPLER. Raises ConfigurationError for an invalid URL.
+    OTEL_EXPORTER_OTLP_HEADERS.
+
+    Raises ConfigurationError for an invalid URL.
     """
 
     def __init__(self, endpoint: str) -> None:

@@ -52,8 +52,6 @@ _CHUNK_FRAMING = 20
 
 
 class WebServer:
-    """Serves an application on a bound socket."""
-
     def __init__(self, app: ASGIApp, limits: ServerConfig, listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]
         shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)

@@ -244,7 +244,7 @@ class Reserve:
         self._path = database.with_name(f"{database.name}-reserve")
 
     def take(self) -> None:
-        """Reserve the space if the disk has it."""
+        """Only if the disk has the space."""
         with contextlib.suppress(OSError):
             if self._path.stat().st_size == RESERVED_BYTES:
                 return

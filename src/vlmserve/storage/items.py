@@ -70,7 +70,7 @@ def find_row(connection: Connection, table: Table, owner: str, id: str, missing:
 
 
 def batches(values: Iterable[str]) -> Iterator[list[str]]:
-    """Split values into lists that one statement may contain."""
+    """One statement may contain each list."""
     rest = iter(values)
     while some := list(islice(rest, _MANY)):
         yield some
@@ -151,7 +151,6 @@ def read_page(
 
 
 def with_sizes(connection: Connection, rows: Sequence[tuple[str, str]]) -> list[StoredItem]:
-    """Add the sizes of images to rows of id and body."""
     sizes: dict[str, dict[str, int]] = {id: {} for id, _ in rows}
     for some in batches(sizes):
         query = select(item_blobs.c.item_id, blobs.c.digest, blobs.c.num_bytes).join(blobs)
@@ -205,7 +204,7 @@ def delete_orphans(connection: Connection, digests: Iterable[str]) -> int:
 
 
 def digest_of(data: bytes) -> str:
-    """The hexadecimal blake3 digest, the key of a blob."""
+    """Hexadecimal blake3, the key of a blob."""
     return blake3(data).hexdigest()
 
 

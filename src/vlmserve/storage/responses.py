@@ -60,7 +60,9 @@ class Responses:
         A failed response changes neither its conversation nor a stored response with its id.
 
         response: a JSON object with an ``id``, without output; None stores only the conversation's items. file_ids:
-        files that it shows, and so uses. Raises StorageFullError, and NotFoundError for a deleted conversation.
+        files that it uses.
+
+        Raises StorageFullError, and NotFoundError for a deleted conversation.
         """
 
         has_failed = response is not None and response.get("status") == "failed"

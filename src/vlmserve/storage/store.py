@@ -84,7 +84,7 @@ class Store:
 
 
 def open_store(config: ServerConfig) -> Store | None:
-    """Return None if the configuration says "none", or nothing and the default folder is not writable.
+    """None if the configuration says "none", or nothing and the default folder is not writable.
 
     Raises ConfigurationError if a configured store does not open.
     """

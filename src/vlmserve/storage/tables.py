@@ -1,5 +1,3 @@
-"""The tables of the database."""
-
 from __future__ import annotations
 
 from sqlalchemy import (

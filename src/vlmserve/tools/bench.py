@@ -75,7 +75,7 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_limits(model: LoadedModel) -> Limits:
-    """Measure the device, in the type it computes."""
+    """Measures in the type that the device computes."""
     device = model.device.torch_device
     return Limits(memory_bandwidth(device), product_rate(device, type_for_torch(device, model.dtype)))
 
@@ -222,7 +222,6 @@ class Rounds:
             self._engine.add(EngineRequest(str(number), Prompt(tokens), params))
 
     def _outputs(self) -> Iterator[int]:
-        """Yield requests with a new token, step by step."""
         while self._engine.has_work():
             yield len(self._engine.step())
 

@@ -95,7 +95,6 @@ class Routing(msgspec.Struct, frozen=True):
 
 
 def _columns(routing: Routing) -> list[tuple[str, str, list[float], int]]:
-    """Text, kind, scalings and width of each column."""
     columns: list[tuple[str, str, list[float], int]] = []
     image: list[list[float]] = []
 

@@ -162,9 +162,9 @@ def test_muon_equals_the_one_of_torch(monkeypatch):
         )
         for _ in range(3):
             gradient = torch.randn(shape, generator=generator)
-            for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            for parameter, each in zip((ours, theirs), optimizers, strict=True):
                 parameter.grad = gradient.clone()
-                optimizer.step()
+                each.step()
         assert torch.equal(ours, theirs)
 
 

@@ -139,7 +139,7 @@ def round_rows(x: Tensor, rounding: Rounding, activation: str | None = None, lay
         block = min(BLOCK, next_power_of_2(width))
         round_to_float8[(rows,)](
             *arguments, ACTIVATION=activation or "", LAYOUT=layout, BLOCK=block, num_warps=max(1, block // 512)
-        )  # fmt: skip
+        )
     else:
         round_to_int8[(rows, cdiv(cdiv(width, GROUP.value), GROUPS_AT_ONCE))](
             *arguments, ACTIVATION=activation or "", LAYOUT=layout, COUNT=GROUPS_AT_ONCE, num_warps=4

@@ -157,7 +157,7 @@ class Attention(Block, Layer):
 
     @property
     def _normed_parts(self) -> list[tuple[nn.Module | None, int]]:
-        """The norms of a row's heads in order, and the number of heads for each."""
+        """In order, with the number of heads for each."""
         parts = [(self.q_norm, self.spec.num_heads)]
         if not self._shares:
             parts.append((self.k_norm, self.spec.num_kv_heads))

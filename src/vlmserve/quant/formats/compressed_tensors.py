@@ -54,7 +54,7 @@ def to_tensors(weight: QuantizedWeight, *, symmetric: bool, zero_points: bool = 
 
 
 def to_bytes(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Format "int-quantized", for a symmetric 8-bit weight."""
+    """Format "int-quantized". The weight must be symmetric 8-bit."""
     return {scaled.WEIGHT: (weight.values.to(torch.int16) - 128).to(torch.int8), SCALE: weight.scales}
 
 

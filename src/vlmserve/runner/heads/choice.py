@@ -1,5 +1,3 @@
-"""Choose the head of a task."""
-
 from __future__ import annotations
 
 from vlmserve.models.output_layers import OutputLayers

@@ -119,7 +119,6 @@ class Host:
         self._follow_all(())
 
     def _follow_all(self, urls: Collection[str]) -> None:
-        """Listen to the processes of loaded models."""
         for url in self._following.keys() - set(urls):
             self._following.pop(url).cancel()
         names = {model.url: name for name, model in self.pool.models.items()}

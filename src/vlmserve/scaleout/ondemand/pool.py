@@ -188,7 +188,6 @@ class Pool:
             await self._changed.wait()
 
     def _check(self, model: Model) -> None:
-        """Raise UnavailableError if a request must not wait."""
         if self._closing:
             raise UnavailableError("The server is shutting down")
         pause = model.retry_at - time.monotonic()
@@ -260,7 +259,6 @@ class Pool:
         self._loop.call_later(grace, self._kill_if, model, model.run, "unloading")
 
     def _kill_if(self, model: Model, run: int, state: str, failure: str = "") -> None:
-        """Kill a run of the model that is still in a state."""
         if model.run == run and model.state == state and model.process is not None:
             model.failure = failure
             model.process.kill()

@@ -55,7 +55,7 @@ Action = Load | Unload | Admit
 
 
 class Shelf:
-    """Keeps the models within `budget` bytes. `plan` decides; the caller acts, and reports what has happened.
+    """Keeps the models within `budget` bytes. `plan` decides; the caller acts and reports back.
 
     patience: seconds that a request waits for memory, and that a busy model stays loaded, before the model takes no
     more requests. clock: seconds.

@@ -151,8 +151,8 @@ def worker_application(
 ) -> serve.Application:
     """Make `count` workers, or up to `most` under load.
 
-    max_surge_percent: extra workers that an update may start before it stops old ones. resources: Ray resources of a
-    worker, like ``{"num_cpus": 4, "num_gpus": 1}``. preloader: address of this machine's preloader.
+    max_surge_percent: extra workers during updates. resources: Ray resources of a worker, like ``{"num_cpus": 4,
+    "num_gpus": 1}``. preloader: address of this machine's preloader.
     """
     grace = server.shutdown_grace + _EXTRA_GRACE
     options: dict[str, Any] = {

@@ -56,7 +56,6 @@ class StepCosts:
         return math.inf if self._ahead is None else self._verifying.counts[-1]
 
     def seconds(self, rows: int) -> float:
-        """Return the time of a step with drafts."""
         return self._verifying.seconds(rows)
 
     def seconds_without(self, num_decodes: int, num_prompt_tokens: int, *, is_ahead: bool) -> float:

@@ -1,5 +1,3 @@
-"""Assigns adapters to slots."""
-
 from __future__ import annotations
 
 from collections import OrderedDict

@@ -1,5 +1,3 @@
-"""The interface of servers that run batches."""
-
 from __future__ import annotations
 
 import asyncio

@@ -53,8 +53,6 @@ OWN_ENDPOINTS: Mapping[str, Endpoint] = {
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """body: JSON."""
-
     status: int
     request_id: str
     body: bytes
@@ -83,7 +81,7 @@ class Rows:
         self._app.state.service = self._app.state.front = self._app.state.gateway = service
 
     async def answer(self, batch: Batch, account: Account | None, body: bytes) -> RowAnswer:
-        """Answer a request, with retries where they may help."""
+        """Retries where that may help."""
         pause, deaths = FIRST_PAUSE, 0
         for attempt in range(1, ATTEMPTS + 1):
             await self._until_serving()

@@ -44,8 +44,6 @@ async def batches_running(
 
 
 class BatchRunner:
-    """Holds the batches that it runs, so that no other server takes them."""
-
     def __init__(self, service: BatchHost, store: Store, rows: Rows) -> None:
         self._service, self._store, self._rows = service, store, rows
         self._slots = asyncio.Semaphore(service.config.batch_concurrency)
@@ -91,7 +89,6 @@ class BatchRunner:
 
     @property
     def _can_answer(self) -> bool:
-        """Return whether there is a model, or a request would load it."""
         try:
             self._service.check_serving()
         except VLMServeError:

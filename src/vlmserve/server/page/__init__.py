@@ -102,6 +102,5 @@ def _names(folder: str) -> frozenset[str]:
 
 @functools.cache
 def _read(*parts: str) -> tuple[bytes, bytes]:
-    """Return a built file's content, plain and gzipped."""
     content = _built().joinpath(*parts).read_bytes()
     return content, gzip.compress(content, mtime=0)

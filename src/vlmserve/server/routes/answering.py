@@ -1,4 +1,4 @@
-"""The path of a generating request, for all APIs: read, admit, prepare, generate, and free its resources."""
+"""The path of a generating request, for all APIs: read, admit, prepare, generate, free."""
 
 from __future__ import annotations
 

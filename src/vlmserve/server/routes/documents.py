@@ -1,4 +1,4 @@
-"""``POST /v1/documents/previews``: small images of a document's pages, for pages that show it to people."""
+"""``POST /v1/documents/previews``: small images of a document's pages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Encode server-sent events."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

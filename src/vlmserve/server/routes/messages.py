@@ -130,8 +130,6 @@ class MessagesDialect(Dialect[MessagesRequest]):
 
 
 class BlockEvents:
-    """The events of a stream's content blocks, in order."""
-
     def __init__(self) -> None:
         self._index = -1
         self._open: type[Block] | None = None

@@ -184,7 +184,7 @@ def _now() -> str:
 
 
 def _whole_call(name: str, arguments: str) -> AnsweredCall | None:
-    """Make a call of its arguments' text; None for a call that was cut off."""
+    """None for a call that was cut off."""
     try:
         return AnsweredCall(AnsweredFunction(name, msgspec.json.decode(arguments or "{}", type=dict[str, Any])))
     except msgspec.DecodeError:

@@ -1,5 +1,3 @@
-"""Read and parse bodies of requests."""
-
 from __future__ import annotations
 
 import contextlib

@@ -135,7 +135,6 @@ class ResponseWriter:
 
 
 def _is_json(text: str) -> bool:
-    """Return whether arguments are complete."""
     try:
         msgspec.json.decode(text)
     except msgspec.DecodeError:

@@ -90,7 +90,6 @@ def log_once(kind: str, name: str, line: str, level: int = logging.INFO) -> None
 
 
 def _field_error(name: str, message: str) -> PydanticCustomError:
-    """An error about a field that is missing in the object's class."""
     return PydanticCustomError("field", "{message}", {"message": message, "field": name[:_SHOWN_NAME]})
 
 

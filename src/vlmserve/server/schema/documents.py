@@ -1,5 +1,3 @@
-"""Previews of documents."""
-
 from __future__ import annotations
 
 from typing import Any

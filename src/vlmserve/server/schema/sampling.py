@@ -1,5 +1,3 @@
-"""Sampling parameters of all requests."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -29,7 +29,7 @@ class Spellings:
         self._known = [_Known(letters, _kinds(letters), meant) for letters, meant in self._exact.items()]
 
     def meant(self, name: str) -> str | None:
-        """The nearest name, if it is near enough."""
+        """None: no name is near enough."""
         if len(name) > _LONGEST_NAME:
             return None
         letters = _letters(name)

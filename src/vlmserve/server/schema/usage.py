@@ -1,5 +1,3 @@
-"""Token counts of answers."""
-
 from __future__ import annotations
 
 import msgspec
