@@ -40,10 +40,19 @@ def return_free_memory() -> None:
 
 def huge_pages(num_bytes: int) -> mmap.mmap:
     """Zeroed memory, of huge pages if the kernel has them. Unwritten pages take no memory."""
+    return _pages(num_bytes, "MADV_HUGEPAGE")
+
+
+def small_pages(num_bytes: int) -> mmap.mmap:
+    """Zeroed memory, never of huge pages. Unwritten pages take no memory."""
+    return _pages(num_bytes, "MADV_NOHUGEPAGE")
+
+
+def _pages(num_bytes: int, advice: str) -> mmap.mmap:
     pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if hasattr(mmap, advice):
         with contextlib.suppress(OSError):  # the kernel lacks huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
+            pages.madvise(getattr(mmap, advice))
     return pages
 
 

@@ -17,7 +17,7 @@ from vlmserve.kernels.attention import LayerCache
 from vlmserve.kernels.states import StateCache
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layer_specs import MAX_STATE_DRAFTS, AttentionSpec, CacheLayout, StateSpec
-from vlmserve.memory import huge_pages
+from vlmserve.memory import huge_pages, small_pages
 
 _POPULATE_WRITE = 23
 """Linux's MADV_POPULATE_WRITE, which Python does not define."""
@@ -30,9 +30,24 @@ class Blocks(Protocol):
 
 def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Unwritten pages of `huge_pages` take no memory, but an allocator may reuse memory."""
+    return _zeros(huge_pages, shape, dtype, device)
+
+
+def allocate_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate zeros that steps write block by block, in small pages on a CPU.
+
+    Each layer has tensors of its own. A step that writes a new block would otherwise wait for a huge page in each
+    tensor: hundreds of megabytes to clear, which took more than a second in virtual machines.
+    """
+    return _zeros(small_pages, shape, dtype, device)
+
+
+def _zeros(
+    allocate: Callable[[int], mmap.mmap], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = huge_pages(math.prod(shape) * dtype.itemsize)
+    pages = allocate(math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionContext, BatchMetadata, LayerCache, RotaryRows
-from vlmserve.kernels.blocks import allocate_zeros
+from vlmserve.kernels.blocks import allocate_blocks
 from vlmserve.kernels.cpu_program import CpuPlan, Recorded, RecordedRope
 from vlmserve.kernels.cpu_record import ATTENTION, GATE
 from vlmserve.kernels.cpu_states import addresses_of
@@ -60,9 +60,9 @@ class CpuAttention:
         stored = torch.int8 if self.cache_type != "auto" else dtype
         tiles = (num_blocks, spec.num_kv_heads, -(-block_size // LANES))
         columns = -(-spec.head_size // LANES) * LANES
-        keys = allocate_zeros((*tiles, spec.head_size // pair, LANES, pair), stored, device)
-        values = allocate_zeros((*tiles, LANES // pair, columns, pair), stored, device)
-        scales = allocate_zeros((*tiles, 2, LANES), torch.float32, device) if self.cache_type != "auto" else None
+        keys = allocate_blocks((*tiles, spec.head_size // pair, LANES, pair), stored, device)
+        values = allocate_blocks((*tiles, LANES // pair, columns, pair), stored, device)
+        scales = allocate_blocks((*tiles, 2, LANES), torch.float32, device) if self.cache_type != "auto" else None
         return LayerCache(keys, values, block_size, scales)
 
     def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionContext, BatchMetadata, BidirectionalRows, LayerCache
-from vlmserve.kernels.blocks import allocate_zeros
+from vlmserve.kernels.blocks import allocate_blocks
 from vlmserve.kernels.torch_cache import STORED_TYPES, cache_rows, gather, write
 from vlmserve.kernels.torch_decodes import BUCKET_COST, GATHERED_ELEMENTS, DecodePlan, attend_decodes, plan_decodes
 from vlmserve.kernels.torch_scores import attention_scores, attention_weights, needs_scores
@@ -76,9 +76,9 @@ class TorchReference:
         stored = STORED_TYPES.get(self.cache_type, dtype)
         scales = None
         if self.cache_type != "auto":
-            scales = allocate_zeros((num_blocks, spec.num_kv_heads, 2, block_size), torch.float32, device)
+            scales = allocate_blocks((num_blocks, spec.num_kv_heads, 2, block_size), torch.float32, device)
         return LayerCache(
-            allocate_zeros(shape, stored, device), allocate_zeros(shape, stored, device), block_size, scales
+            allocate_blocks(shape, stored, device), allocate_blocks(shape, stored, device), block_size, scales
         )
 
     def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
