@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.paged import BlockTables
+from tests.static_device import repeat_by_calls
 from vlmserve.devices.graphs import (
     MOST_GRAPHS,
     MOST_ROWS,
@@ -23,7 +24,6 @@ from vlmserve.devices.graphs import (
     captured_rows,
     captured_sequences,
     captured_width,
-    repeat_by_calls,
 )
 from vlmserve.devices.staging import ALIGNMENT, Staging
 from vlmserve.kernels.adapters import AdapterRows, Change, LinearAdapters, PackedChange, PreparedChange, RowSlots, Run

@@ -102,7 +102,7 @@ def test_costs_lie_on_lines_and_never_fall() -> None:
 def test_count_follows_costs_and_rate(measured: list[tuple[int, float]], rate: float, least: int, most: int) -> None:
     account = Account(StepCosts(measured))
     account.begin_step(1, 0)
-    assert least <= account.best_count([rate] * MAX_DRAFTS) <= most
+    assert least <= account.best([rate] * MAX_DRAFTS)[0] <= most
 
 
 @pytest.mark.parametrize("measured", [FLAT, STEEP])
@@ -115,7 +115,7 @@ def test_wrong_drafts_cost_two_percent(measured: list[tuple[int, float]], num_de
         account.begin_step(num_decodes, 0)
         rows = num_decodes
         for _ in range(num_decodes):
-            count = account.best_count([0.99] * MAX_DRAFTS)
+            count = account.best([0.99] * MAX_DRAFTS)[0]
             account.pay(count)
             rows += count
         plain += costs.seconds(num_decodes)
@@ -137,7 +137,7 @@ def test_searches_are_limited_and_leave_room_for_drafts(num_decodes: int, share:
     steps = 1000 * costs.seconds(num_decodes)
     assert 0.01 * searches < share * steps + 2.5 * costs.seconds(1)
     account.begin_step(num_decodes, 0)
-    assert account.best_count([0.99] * MAX_DRAFTS) > 0
+    assert account.best([0.99] * MAX_DRAFTS)[0] > 0
 
 
 @pytest.mark.parametrize(("standing", "left"), [(0.015, 0.005), (0.05, 0.005)])
@@ -158,7 +158,7 @@ def test_drafts_of_several_save_twice_their_cost(num_decodes: int, drafted: bool
     fixed = num_decodes / 0.7 - num_decodes
     account = Account(StepCosts([(1, fixed + 1), (40, fixed + 40)]))
     account.begin_step(num_decodes, 0)
-    assert bool(account.best_count([1.0])) == drafted
+    assert bool(account.best([1.0])[0]) == drafted
 
 
 ALONE = [(1, 1.2), (2, 1.6), (33, 2.0)]
@@ -170,15 +170,15 @@ AHEAD = [(1, 1.0), (16, 1.1)]
 def test_drafts_pay_for_the_lost_overlap(is_ahead: bool, drafted: bool) -> None:
     account = Account(StepCosts(ALONE, AHEAD))
     account.begin_step(1, 0, is_ahead=is_ahead)
-    assert bool(account.best_count([0.5])) == drafted
+    assert bool(account.best([0.5])[0]) == drafted
 
 
 def test_drafts_beyond_measured_rows_are_none() -> None:
     account = Account(StepCosts(ALONE, AHEAD))
     account.begin_step(20, 0, is_ahead=True)
-    assert account.best_count([1.0] * MAX_DRAFTS) <= 13
+    assert account.best([1.0] * MAX_DRAFTS)[0] <= 13
     account.begin_step(33, 0, is_ahead=True)
-    assert account.best_count([1.0] * MAX_DRAFTS) == 0
+    assert account.best([1.0] * MAX_DRAFTS)[0] == 0
 
 
 @pytest.mark.parametrize(("rate", "host", "waits"), [(0.95, 0.0, True), (0.5, 0.0, False), (0.95, 9.0, False)])
@@ -202,7 +202,7 @@ def test_waits_in_vain_cost_two_percent(num_decodes: int) -> None:
         lost += costs.exposed + 0.1
         plain += costs.seconds_without(num_decodes, 0, is_ahead=True)
         account.begin_step(num_decodes, 0, is_ahead=True, host=0.1)
-        if count := account.best_count([0.99] * MAX_DRAFTS):
+        if count := account.best([0.99] * MAX_DRAFTS)[0]:
             account.pay(count)
             lost += costs.seconds(num_decodes + count) + 0.1
             lost -= costs.seconds_without(num_decodes, 0, is_ahead=True)

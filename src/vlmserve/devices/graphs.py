@@ -129,20 +129,6 @@ class Captures:
             self.time = "repeated"
 
 
-def repeat_by_calls(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Call the function again, for devices without graphs."""
-    result = torch.empty(0)
-
-    def again() -> Tensor:
-        nonlocal result
-        output = run()
-        if result.shape != output.shape:
-            result = torch.empty_like(output)
-        return result.copy_(output)
-
-    return again
-
-
 class SharedInput:
     """One buffer for all captured calls of a kind."""
 

@@ -113,9 +113,6 @@ class Account:
     def _seconds_with(self, count: int) -> float:
         return self._costs.seconds(self._rows + count) + self._host
 
-    def best_count(self, rates: Sequence[float]) -> int:
-        return self.best(rates)[0]
-
     def best(self, rates: Sequence[float], seconds_each: float = 0.0) -> tuple[int, float]:
         """Return the number of drafts that saves most, and the expected seconds that they save.
 

@@ -231,11 +231,9 @@ class Drafter:
             self._note(drafting, right, len(drafts))
         self._forced = output.forced
         if self._seconds_of_model is not None:
-            self._note_predicted(step, output, requests)
+            self._note_predicted(output, requests)
 
-    def _note_predicted(
-        self, step: SchedulerOutput, output: ModelRunnerOutput, requests: Mapping[str, Request]
-    ) -> None:
+    def _note_predicted(self, output: ModelRunnerOutput, requests: Mapping[str, Request]) -> None:
         """Compare the model's last drafts, checked or not, with the new tokens, and keep its next ones."""
         for request_id, sampled in output.token_ids.items():
             request = requests.get(request_id)
