@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NotRequired, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,15 @@ from vlmserve.kernels.quantized import QuantizedWeight
 
 Shrinks = tuple[Tensor | float, Tensor | float]
 """Factors of the lower and upper ends of ranges: numbers, or ``[out_features, groups]``."""
+
+
+class GridOptions(TypedDict):
+    """Fields of `GridKind`."""
+
+    bits: int
+    group_size: int
+    symmetric: bool
+    zero_points: NotRequired[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +40,12 @@ class Grid:
 
     @classmethod
     def fit(
-        cls,
-        weight: Tensor,
-        *,
-        bits: int,
-        group_size: int,
-        symmetric: bool,
-        zero_points: bool = False,
-        largest: Callable[[Tensor], Tensor] | None = None,
+        cls, weight: Tensor, *, largest: Callable[[Tensor], Tensor] | None = None, **options: Unpack[GridOptions]
     ) -> Grid:
         """largest: turns a shard's largest magnitudes of outputs, ``[out_features, 1]``, into the whole weight's."""
-        kind = GridKind(bits, group_size, symmetric, zero_points)
+        kind = GridKind(**options)
         low, high = kind.ranges(weight)
-        if largest is not None and bits == 8:
+        if largest is not None and kind.bits == 8:
             high = largest(torch.maximum(low.abs(), high.abs()))
             low = -high
         return kind.between(low, high, weight.shape[1])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.quant.grid import Grid
+from vlmserve.quant.grid import Grid, GridOptions
 
 CACHED_ELEMENTS = 256 * 1024
 """Weights that a CPU rounds at once: rounding takes several times their float32 memory, which should stay in caches."""
@@ -23,18 +24,14 @@ class RoundedRows:
         self,
         shape: tuple[int, int],
         *,
-        bits: int,
-        group_size: int,
-        symmetric: bool,
-        zero_points: bool = False,
         largest: Callable[[Tensor], Tensor] | None = None,
         device: torch.device | None = None,
+        **options: Unpack[GridOptions],
     ) -> None:
         """largest: see `Grid.fit`."""
         outputs, inputs = shape
-        self._bits, self._group_size = bits, inputs if bits == 8 else group_size
-        self._kind = {"symmetric": symmetric, "zero_points": zero_points}
-        self._largest = largest
+        self._bits, self._group_size = options["bits"], inputs if options["bits"] == 8 else options["group_size"]
+        self._options, self._largest = options, largest
         self._values = torch.empty(shape, dtype=torch.uint8, device=device)
         self._scales, self._minimums = torch.empty(2, outputs, -(-inputs // self._group_size), device=device)
 
@@ -44,7 +41,7 @@ class RoundedRows:
         for rows in torch.split(weight.detach(), max(1, at_once // max(1, weight.shape[1]))):
             own = slice(first, first + len(rows))
             floats = rows.to(self._values.device).float()
-            grid = Grid.fit(floats, bits=self._bits, group_size=self._group_size, largest=self._largest, **self._kind)
+            grid = Grid.fit(floats, largest=self._largest, **self._options)
             self._values[own] = grid.values(floats)
             self._scales[own], self._minimums[own] = grid.scales, grid.minimums
             first += len(rows)
@@ -53,24 +50,8 @@ class RoundedRows:
         return QuantizedWeight(self._bits, self._group_size, self._values, self._scales, self._minimums)
 
 
-def round_to_nearest(
-    weight: Tensor,
-    *,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    zero_points: bool = False,
-    largest: Callable[[Tensor], Tensor] | None = None,
-) -> QuantizedWeight:
+def round_to_nearest(weight: Tensor, **options: Unpack[GridOptions]) -> QuantizedWeight:
     outputs, inputs = weight.shape
-    rounded = RoundedRows(
-        (outputs, inputs),
-        bits=bits,
-        group_size=group_size,
-        symmetric=symmetric,
-        zero_points=zero_points,
-        largest=largest,
-        device=weight.device,
-    )
+    rounded = RoundedRows((outputs, inputs), device=weight.device, **options)
     rounded.write(0, weight)
     return rounded.weight()
