@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import typer
+from PIL import Image
 from typer.testing import CliRunner
 
 from vlmserve.cli import COMMON_FIELDS, COMMON_LOAD_FIELDS, app
@@ -93,15 +94,22 @@ def test_example_of_help_is_a_valid_line(words):
     command.make_context("example", example, parent=context)  # exits for a wrong line
 
 
+RUNNABLE = "config models version list cache doctor ask batch embed".split()
+
+
 @pytest.mark.parametrize(
-    "words",
-    [("config",), ("models",), ("version",), ("list",), ("cache",), ("doctor",), ("keys", "add")],
-    ids=" ".join,
+    "words", [*((name,) for name in RUNNABLE), *(("keys", name) for name in ("add", "list", "remove"))], ids=" ".join
 )
 def test_example_of_help_runs(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("VLMSERVE_ENGINE", "mock")
+    (tmp_path / "photos").mkdir()
+    for name in ("photo.png", "photos/a.png"):
+        Image.new("RGB", (32, 32), "red").save(name)
+    if words[-1] in ("list", "remove"):
+        run("keys", "add", "alice")
     result = run(*example_of(words))
     assert result.exit_code == 0 or words == ("doctor",), result.output
     assert "Error" not in result.output
