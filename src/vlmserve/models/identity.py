@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import mmap
+import threading
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -111,25 +112,36 @@ def weights_digest(folder: Path, digests: TensorDigests | None = None) -> bytes:
 
 
 class TensorDigests:
-    """Digests of tensors in files, computed while their pages are in memory anyway."""
+    """Digests of tensors in files, computed while their pages are in memory anyway. Thread-safe."""
 
     def __init__(self) -> None:
         self.on_read: Callable[[int], None] = lambda num_bytes: None
-        """Called with the number of newly read bytes."""
+        """`read` calls it with the number of newly read bytes."""
+        self._lock = threading.Lock()
         self._files: dict[Path, dict[str, _TensorDigest]] = {}
+
+    def prepare(self, path: Path, name: str) -> None:
+        """Hash a tensor that a later `read` counts as read."""
+        if (tensor := self._tensor(path, name)) is not None:
+            tensor.hash(1.0)
 
     def read(self, path: Path, name: str, share: float = 1.0) -> None:
         """PyTorch files are skipped."""
-        if path.suffix not in PICKLES and (tensor := self._tensors(path).get(name)) is not None:
-            self.on_read(tensor.advance(share))
+        if (tensor := self._tensor(path, name)) is not None:
+            tensor.hash(share)
+            self.on_read(tensor.count(share))
 
     def of_file(self, path: Path) -> dict[str, bytes]:
         return {name: tensor.finish() for name, tensor in self._tensors(path).items()}
 
+    def _tensor(self, path: Path, name: str) -> _TensorDigest | None:
+        return None if path.suffix in PICKLES else self._tensors(path).get(name)
+
     def _tensors(self, path: Path) -> dict[str, _TensorDigest]:
-        if path not in self._files:
-            self._files[path] = {tensor.name: _TensorDigest(path, tensor) for tensor in stored_tensors(path)}
-        return self._files[path]
+        with self._lock:
+            if path not in self._files:
+                self._files[path] = {tensor.name: _TensorDigest(path, tensor) for tensor in stored_tensors(path)}
+            return self._files[path]
 
 
 class _TensorDigest:
@@ -138,19 +150,28 @@ class _TensorDigest:
         self._hasher = blake3(tensor.description.encode())
         self._windows = _windows(path, tensor.start, tensor.end, tensor.row)
         self._hashed = self._read = 0
+        self._lock = threading.Lock()
 
-    def advance(self, share: float) -> int:
-        size = self._tensor.end - self._tensor.start
+    def hash(self, share: float) -> None:
+        """Hash this share of the tensor, unless it is hashed."""
         # Each item has the windows of at most `MAPPED_BYTES` of the file.
-        wanted = math.inf if share >= 1 else share * size
-        while self._hashed < wanted and (windows := next(self._windows, None)) is not None:
-            self._hasher.update(windows)
-            self._hashed += MAPPED_BYTES
-        before, self._read = self._read, max(self._read, round(share * size))
+        wanted = math.inf if share >= 1 else share * self._size
+        with self._lock:
+            while self._hashed < wanted and (windows := next(self._windows, None)) is not None:
+                self._hasher.update(windows)
+                self._hashed += MAPPED_BYTES
+
+    def count(self, share: float) -> int:
+        """Return the bytes of this share that were not counted before."""
+        before, self._read = self._read, max(self._read, round(share * self._size))
         return self._read - before
 
+    @property
+    def _size(self) -> int:
+        return self._tensor.end - self._tensor.start
+
     def finish(self) -> bytes:
-        self.advance(1.0)
+        self.hash(1.0)
         return self._hasher.digest()
 
 
@@ -221,7 +242,7 @@ def _pickle_digest(path: Path) -> bytes:
     return hasher.digest()
 
 
-def _windows(path: Path, start: int, end: int, row: int) -> Iterator[bytes]:
+def _windows(path: Path, start: int, end: int, row: int) -> Iterator[bytes | memoryview]:
     """Sample a range of a file; all bytes if there are few. row: bytes of a row."""
     size = end - start
     if size <= WHOLE_BYTES:
@@ -240,8 +261,9 @@ def _windows(path: Path, start: int, end: int, row: int) -> Iterator[bytes]:
             path.open("rb") as file,
             mmap.mmap(file.fileno(), length, offset=aligned, access=mmap.ACCESS_READ) as mapped,
         ):
-            windows = np.ndarray(shape, np.uint8, mapped, position - aligned, strides).tobytes()
-        yield windows
+            # Unlike `tobytes`, `array` lets other threads run while pages are read.
+            windows = np.array(np.ndarray(shape, np.uint8, mapped, position - aligned, strides))
+        yield windows.data
     yield _bytes_at(path, end - WINDOW_BYTES, WINDOW_BYTES)
 
 

@@ -106,25 +106,13 @@ def load_blocks(
     merge_as_stored(model, checkpoint.names)
     keeps_superblocks = operations.multiplies_superblocks(input_bits)
     layers = list(_layers_of_blocks(checkpoint, model))
-    ahead = ReadAhead([[part for name in names for part in checkpoint.stored(name)] for _, _, names in layers])
-    for number, (path, module, names) in enumerate(layers):
-        ahead.reach(number)
-        if _take_blocks(checkpoint, path, module, names, keeps_superblocks, input_bits):
-            if not any(module_slots(path, module)):
-                settle(module)
-            continue
-        slots, cuts = dict(module_slots(path, module)), module_cuts(path, module)
-        weights = [
-            _part(weight, cuts.get(name))
-            for name in names
-            if (weight := checkpoint.quantized(name)) is not None
-            and list(weight.shape) == _whole_shape(slots[name], cuts.get(name))
-        ]
-        del slots
-        joined = _joined(weights) if len(weights) == len(names) else None
-        if joined is not None and operations.multiplies(joined):
-            module.quantize(joined) if isinstance(module, Embedding) else module.quantize(joined, input_bits)
-            if not any(module_slots(path, module)):
+    tensors = [[part for name in names for part in checkpoint.stored(name)] for _, _, names in layers]
+    with ReadAhead(tensors, checkpoint.digests) as ahead:
+        for number, (path, module, names) in enumerate(layers):
+            ahead.reach(number)
+            taken = _take_blocks(checkpoint, path, module, names, keeps_superblocks, input_bits)
+            taken = taken or _take_unpacked(checkpoint, path, module, names, operations, input_bits)
+            if taken and not any(module_slots(path, module)):
                 settle(module)
 
 
@@ -171,8 +159,32 @@ def _take_blocks(
         joined = GGUFWeight.join(weights)
         if not joined.fills_tiles:
             return False
+    module.quantize(joined) if isinstance(module, Embedding) else module.quantize(joined, input_bits)
     for name in names:
         checkpoint.hash(name)
+    return True
+
+
+def _take_unpacked(
+    checkpoint: Checkpoint,
+    path: str,
+    module: Linear | TiedEmbedding | Embedding,
+    names: Sequence[str],
+    operations: Operations,
+    input_bits: int | None,
+) -> bool:
+    """Give a layer the values and scales of its blocks. Returns False if kernels do not support them."""
+    slots, cuts = dict(module_slots(path, module)), module_cuts(path, module)
+    weights = [
+        _part(weight, cuts.get(name))
+        for name in names
+        if (weight := checkpoint.quantized(name)) is not None
+        and list(weight.shape) == _whole_shape(slots[name], cuts.get(name))
+    ]
+    del slots
+    joined = _joined(weights) if len(weights) == len(names) else None
+    if joined is None or not operations.multiplies(joined):
+        return False
     module.quantize(joined) if isinstance(module, Embedding) else module.quantize(joined, input_bits)
     return True
 
