@@ -20,6 +20,15 @@ from vlmserve.kernels.isas import SUPERBLOCK_BYTES
 from vlmserve.layers.cut import Cut, Share
 
 KINDS = tuple(SUPERBLOCK_BYTES)
+VALUE_BYTES = {
+    10: slice(16, 80),
+    11: slice(0, 96),
+    12: slice(16, 144),
+    13: slice(16, 176),
+    14: slice(0, 192),
+    23: slice(8, 136),
+}
+"""Where blocks of a kind have weights, without scales."""
 Parts = list[tuple[int, int]]
 """The type and the outputs of each part of a weight."""
 
@@ -78,6 +87,20 @@ def test_rows_do_not_depend_on_the_batch(kind: int) -> None:
     alone = torch.cat([linear(row[None]) for row in x])
     for rows in (2, 3, 5, 8, 97):
         assert torch.equal(linear(x[:rows]), alone[:rows])
+
+
+@built
+@pytest.mark.parametrize("byte", [0, 255])
+@pytest.mark.parametrize("kind", KINDS)
+def test_largest_superblock_sums_do_not_overflow(kind: int, byte: int) -> None:
+    weight = make([(kind, 32)], 1)
+    weight.parts[0].blocks[..., VALUE_BYTES[kind]] = byte
+    signs = torch.tensor([[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 0, 0], [0, 0, -1, -1], [-1, 1, 1, -1]])
+    x, plain = signs.repeat(4, SUPERBLOCK // 4), weight.dequantize().double()
+    linear = PackedLinear(weight, dtype=torch.float32)
+    for rows in (1, 3, len(x)):
+        inputs = rounded(x[:rows])
+        assert_close(linear(x[:rows]), inputs @ plain.T, inputs.abs() @ (plain.abs() + 0.3).T)
 
 
 @built

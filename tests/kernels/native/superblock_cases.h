@@ -129,10 +129,10 @@ inline void test_superblock_products(int kind, int dtype) {
     Random random(static_cast<std::uint64_t>(kind));
     SuperblockWeight weight(kind, 70, 512, random);
     Case results("superblocks of type " + std::to_string(kind) + ", " + name_of(dtype));
-    constexpr long MOST = 13;
+    constexpr long MOST = 19;
     Numbers x(dtype, MOST * weight.in, random);
     std::vector<SuperblockProduct> expected = superblock_products(weight, x, MOST, dtype);
-    for (long rows : {1L, 2L, 3L, 4L, 7L, MOST}) {
+    for (long rows : {1L, 2L, 4L, 7L, MOST}) {
         Numbers y(dtype, rows * weight.out);
         LinearArgs args = {};
         args.x = x.data();

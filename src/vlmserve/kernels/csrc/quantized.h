@@ -13,7 +13,7 @@
 #include "amx_quantized.h"
 #elif defined(__AVX2__)
 #define INTEGER_INPUTS
-#include "quantized_madd.h"
+#include "quantized_chunks.h"
 #else
 #include "quantized_float.h"
 #endif
@@ -112,6 +112,17 @@ struct GroupRows {
         multiply_groups<BITS, IS_CODED>(rows.fours + row * (rows.padded / 4), rows.scales + row * rows.groups(),
                               weight + tile * rows.form.tile_bytes(rows.padded), rows.padded, rows.form, sums);
     }
+
+#if defined(UNPACKS_GROUPS)
+    bool unpacks() const { return has_chunks(form.group); }
+
+    static void multiply_many(const GroupRows& rows, const LinearArgs& args, long tile, long first, long last,
+                              float (*sums)[TILE]) {
+        const u8* from = static_cast<const u8*>(args.weight) + tile * rows.form.tile_bytes(rows.padded);
+        multiply_chunks<NarrowChunk>(rows.fours, rows.scales, from, rows.padded, rows.form, args.rows, first, last,
+                                     sums);
+    }
+#endif
 };
 
 #if defined(INTEGER_INPUTS)
@@ -125,12 +136,17 @@ struct WideGroupRows {
     GroupSum* group_sums;
     float* scales;
     std::int32_t* sums;
+    bool needs_sums = true;
 
     explicit WideGroupRows(const LinearArgs& args) : form(args), in(args.in), padded(form.padded(args.in)) {
         quads = static_cast<Quad*>(args.scratch);
         group_sums = reinterpret_cast<GroupSum*>(quads + args.rows * (padded / 4));
         scales = reinterpret_cast<float*>(group_sums + args.rows * groups());
         sums = reinterpret_cast<std::int32_t*>(scales + args.rows);
+#if defined(UNPACKS_GROUPS)
+        // Unpacked weights without minimums are relative to zero.
+        needs_sums = form.minimums || args.rows < MANY_ROWS || !unpacks();
+#endif
     }
 
     long groups() const { return padded / form.group; }
@@ -143,6 +159,7 @@ struct WideGroupRows {
     void prepare(const T* x, long first, long place, long count) const {
         float factor = split_row(x, in, padded, quads + first * (padded / 4), scales + first,
                                  sums + first * num_sums(padded), place, count);
+        if (!needs_sums) return;
         add_groups(x, in, padded, form.group, factor, group_sums + first * groups(), place, count);
     }
 
@@ -151,11 +168,42 @@ struct WideGroupRows {
         multiply_wide<BITS, IS_CODED>(rows.quads + row * (rows.padded / 4), rows.scales + row, rows.group_sums + row * rows.groups(),
                             weight + tile * rows.form.tile_bytes(rows.padded), rows.padded, rows.form, sums);
     }
+
+#if defined(UNPACKS_GROUPS)
+    bool unpacks() const { return has_chunks(form.group); }
+
+    static void multiply_many(const WideGroupRows& rows, const LinearArgs& args, long tile, long first, long last,
+                              float (*sums)[TILE]) {
+        const u8* from = static_cast<const u8*>(args.weight) + tile * rows.form.tile_bytes(rows.padded);
+        multiply_chunks<WideChunk<BITS, IS_CODED>>(rows.quads, rows.group_sums, from, rows.padded, rows.form, args.rows, first,
+                                                   last, sums);
+        const long start = block_start(args.rows, first, MANY_BLOCK);
+        for (long row = start; row < block_start(args.rows, last, MANY_BLOCK); ++row)
+            for (int i = 0; i < VECTORS; ++i) {
+                float* place = sums[row - start] + i * LANES;
+                store(place, load(place) * rows.scales[row]);
+            }
+    }
+#endif
 };
 #else
 template <int BITS, bool IS_CODED = false>
 using WideGroupRows = GroupRows<BITS, IS_CODED>;
 #endif
+
+// Prepares the rows of a block.
+template <class Rows, int BLOCK>
+void prepare_block(const LinearArgs& args, long block) {
+    const Rows rows(args);
+    long first = block_start(args.rows, block, BLOCK), count = block_start(args.rows, block + 1, BLOCK) - first;
+    for (long place = 0; place < count; ++place) {
+        long start = source_row(args, first + place) * args.x_stride;
+        if (args.dtype == FLOAT32)
+            rows.prepare(static_cast<const float*>(args.x) + start, first, place, count);
+        else
+            rows.prepare(static_cast<const bf16*>(args.x) + start, first, place, count);
+    }
+}
 
 // Matmuls with such weights.
 template <class Rows>
@@ -165,9 +213,7 @@ struct QuantizedProduct {
 
     static long row_bytes(const LinearArgs& args) { return Rows(args).row_bytes(); }
 
-    static void prepare(const LinearArgs& args, long block) {
-        args.dtype == FLOAT32 ? prepare_rows<float>(args, block) : prepare_rows<bf16>(args, block);
-    }
+    static void prepare(const LinearArgs& args, long block) { prepare_block<Rows, BLOCK>(args, block); }
 
     static void multiply(const LinearArgs& args, long tile, long first, long last) {
         const Rows rows(args);
@@ -184,16 +230,23 @@ struct QuantizedProduct {
         }
         finish_rows(args, first_row, row, tile, kept);
     }
+};
 
-private:
-    template <class T>
-    INLINE void prepare_rows(const LinearArgs& args, long block) {
-        const Rows rows(args);
-        long first = block_start(args.rows, block, BLOCK), count = block_start(args.rows, block + 1, BLOCK) - first;
-        for (long place = 0; place < count; ++place) {
-            long row = source_row(args, first + place);
-            rows.prepare(static_cast<const T*>(args.x) + row * args.x_stride, first, place, count);
-        }
+// The same for many rows: weights of a tile are unpacked once.
+template <class Rows>
+struct UnpackedProduct {
+    static constexpr int BLOCK = MANY_BLOCK;
+    static constexpr long ROWS = CACHED_ROWS;
+
+    static long row_bytes(const LinearArgs& args) { return Rows(args).row_bytes(); }
+
+    static void prepare(const LinearArgs& args, long block) { prepare_block<Rows, BLOCK>(args, block); }
+
+    static void multiply(const LinearArgs& args, long tile, long first, long last) {
+        alignas(64) float kept[CACHED_ROWS][TILE];
+        prefetch_factors(args, tile, 0, 1);
+        Rows::multiply_many(Rows(args), args, tile, first, last, kept);
+        finish_rows(args, block_start(args.rows, first, BLOCK), block_start(args.rows, last, BLOCK), tile, kept);
     }
 };
 
@@ -241,6 +294,16 @@ auto with_tiled(const LinearArgs& args, Work work) {
 }
 #endif
 
+// Whether there is a matmul that unpacks weights.
+template <class Rows>
+constexpr auto can_unpack(int) -> decltype(&Rows::unpacks, true) {
+    return true;
+}
+template <class Rows>
+constexpr bool can_unpack(long) {
+    return false;
+}
+
 // The kind of a matmul.
 Product choose_product(const LinearArgs& args) {
     if (!args.weight_bits) return choose_plain(args);
@@ -248,7 +311,12 @@ Product choose_product(const LinearArgs& args) {
     if (args.rows >= TILED_ROWS && has_tiled_rows(args))
         return with_tiled(args, [&](auto rows) { return product_of(args, TiledProduct<decltype(rows)>()); });
 #endif
-    return with_few(args, [&](auto rows) { return product_of(args, QuantizedProduct<decltype(rows)>()); });
+    return with_few(args, [&](auto rows) {
+        typedef decltype(rows) Rows;
+        if constexpr (can_unpack<Rows>(0))
+            if (args.rows >= MANY_ROWS && rows.unpacks()) return product_of(args, UnpackedProduct<Rows>());
+        return product_of(args, QuantizedProduct<Rows>());
+    });
 }
 
 // Bytes of prepared rows, proportional to their number.

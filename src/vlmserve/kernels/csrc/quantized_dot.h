@@ -71,8 +71,19 @@ INLINE i32v dot_bytes(i32v sum, u8v weights, std::int32_t inputs) {
 // Sums of products of low-bit weights with 8-bit inputs, and their factors.
 typedef i32v Partial, Factor;
 
-// Quads whose sums fit into 32 bits.
-constexpr int most_quads(int) { return 1024; }
+// Quads of a group to add up before they are scaled. Any sum fits into 32 bits.
+template <class Kind>
+constexpr int quads_at_once() {
+    return Kind::QUADS_OF_GROUP;
+}
+
+// The sum of a group's products that makes unsigned weights relative to `offset`. total: adds up to the group's inputs.
+template <int offset>
+INLINE std::int32_t centered(i32v total) {
+    return -offset * sum(total);
+}
+
+INLINE Partial start_from(std::int32_t start) { return start - i32v{}; }
 
 INLINE void read_in_turn() {}
 INLINE void add_at_once(Partial&) {}
@@ -99,11 +110,23 @@ struct InputSums {
     void set(const std::int32_t* from) { __builtin_memcpy(sums, from, sizeof sums); }
 };
 
-// Multiplies each lane's bytes, one per group, by the groups' sums.
+// Each lane's bytes, one per group.
 template <bool SIGNED, int WORDS>
-INLINE i32v multiply_sums(const u32v (&words)[WORDS], const InputSums<4 * WORDS>& sums) {
+struct Spread {
+    i32v values[4 * WORDS];
+
+    Spread() = default;
+    explicit Spread(const u32v (&words)[WORDS]) {
+#pragma GCC unroll 16
+        for (int i = 0; i < 4 * WORDS; ++i) values[i] = factor_of<SIGNED>(words[i / 4], i % 4);
+    }
+};
+
+// Multiplies bytes by the groups' sums.
+template <bool SIGNED, int WORDS>
+INLINE i32v multiply_sums(const Spread<SIGNED, WORDS>& bytes, const InputSums<4 * WORDS>& sums) {
     i32v total{};
-    for (int i = 0; i < 4 * WORDS; ++i) total += factor_of<SIGNED>(words[i / 4], i % 4) * sums.sums[i];
+    for (int i = 0; i < 4 * WORDS; ++i) total += bytes.values[i] * sums.sums[i];
     return total;
 }
 

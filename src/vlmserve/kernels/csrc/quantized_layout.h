@@ -37,6 +37,25 @@ INLINE u8v nibbles(u8v bytes, int part) {
     return bytes & static_cast<u8>(15);
 }
 
+// From MANY_ROWS rows on, unpacking a tile's weights once takes less time than unpacking them for every block. MANY_BLOCK,
+// MANY_WIDTH: rows and vectors that are multiplied at once, as many as registers can hold.
+constexpr long MANY_ROWS = 16;
+constexpr int MANY_BLOCK = 6, MANY_WIDTH = 2;
+
+// Calls `work` with the size, a constant, and the first row of blocks `first` to `last` of at least MANY_ROWS rows.
+template <class Work>
+INLINE void each_block(long rows, long first, long last, Work work) {
+    static_assert(MANY_ROWS >= 16 && MANY_BLOCK == 6, "blocks have 4 to 6 rows");
+    for (long block = first, row = block_start(rows, first, MANY_BLOCK), end; block < last; ++block, row = end) {
+        end = block_start(rows, block + 1, MANY_BLOCK);
+        switch (end - row) {
+            case 4: work(Count<4>(), row); break;
+            case 5: work(Count<5>(), row); break;
+            default: work(Count<6>(), row);
+        }
+    }
+}
+
 // The 4-bit value that means zero in groups without minimums.
 constexpr int MIDDLE_OF_4_BITS = 8;
 

@@ -51,6 +51,32 @@ typedef VectorOf<signed char, 4 * LANES>::Type s8v4;
 // Quads of weights up to `most` whose sums fit into 16 bits.
 constexpr int most_quads(int most) { return 32767 / (2 * 127 * most); }
 
+// Quads of a group to add up before they are scaled. Sums of centered weights may overflow on the way, but the last one fits.
+template <class Kind>
+constexpr int quads_at_once() {
+    static_assert(most_quads(Kind::MOST) > 0, "a quad's sums fit into 16 bits");
+    constexpr int MOST = most_quads(Kind::CENTERED ? Kind::OFFSET : Kind::MOST);
+    static_assert(!Kind::CENTERED || MOST >= Kind::QUADS_OF_GROUP, "a group has one start");
+    return MOST < Kind::QUADS_OF_GROUP ? MOST : Kind::QUADS_OF_GROUP;
+}
+
+// The sums of a group's products, two per lane, that make unsigned weights relative to `offset`. total: sums of every `LANES`th
+// input.
+template <int offset>
+INLINE std::int32_t centered(i32v total) {
+    typedef VectorOf<std::int32_t, 4>::Type FourSums;
+    struct Parts {
+        FourSums of[LANES / 4];
+    } parts = bit_cast<Parts>(total);
+    FourSums sums = parts.of[0];
+    for (int i = 1; i < LANES / 4; ++i) sums += parts.of[i];
+    const auto low = static_cast<std::uint32_t>(-offset * (sums[0] + sums[1]));
+    const auto high = static_cast<std::uint32_t>(-offset * (sums[2] + sums[3]));
+    return static_cast<std::int32_t>((low & 0xffff) | high << 16);
+}
+
+INLINE Partial start_from(std::int32_t start) { return in_all_lanes(start); }
+
 // Offset of signed weights during multiplication.
 constexpr std::int32_t OFFSET = 0;
 
@@ -67,7 +93,9 @@ INLINE i16v signed_as(i16v inputs, u8v weights) {
 // SIGNED: weights are signed bytes; the sum of one product pair fits into 16 bits.
 template <bool SIGNED>
 INLINE Partial add_quad(Partial sum, u8v weights, std::int32_t inputs) {
-    if constexpr (!SIGNED) return sum + multiply_bytes(weights, in_all_lanes(inputs));
+    // Unsigned, because it may overflow.
+    if constexpr (!SIGNED)
+        return bit_cast<i16v>(bit_cast<pairs16>(sum) + bit_cast<pairs16>(multiply_bytes(weights, in_all_lanes(inputs))));
     s8v4 size = bit_cast<s8v4>(weights);
     size = size < 0 ? -size : size;
     return sum + multiply_bytes(bit_cast<u8v>(size), signed_as(in_all_lanes(inputs), weights));
@@ -98,17 +126,28 @@ struct InputSums {
     }
 };
 
-// Multiplies each lane's bytes, one per group, by the groups' sums.
+// Each lane's bytes, one per group, as pairs in the order of `InputSums`.
 template <bool SIGNED, int WORDS>
-INLINE i32v multiply_sums(const u32v (&words)[WORDS], const InputSums<4 * WORDS>& sums) {
-    i32v total{};
-#pragma GCC unroll 4
-    for (int i = 0; i < WORDS; ++i) {
-        i16v odd = bit_cast<i16v>(words[i]) >> 8, even = (bit_cast<i16v>(words[i]) << 8) >> 8;
-        if (!SIGNED) even &= static_cast<std::int16_t>(255);
-        total += multiply_pairs(even, in_all_lanes(sums.pairs[2 * i]));
-        total += multiply_pairs(odd, in_all_lanes(sums.pairs[2 * i + 1]));
+struct Spread {
+    i16v pairs[2 * WORDS];
+
+    Spread() = default;
+    explicit Spread(const u32v (&words)[WORDS]) {
+#pragma GCC unroll 8
+        for (int i = 0; i < WORDS; ++i) {
+            pairs[2 * i] = (bit_cast<i16v>(words[i]) << 8) >> 8;
+            pairs[2 * i + 1] = bit_cast<i16v>(words[i]) >> 8;
+            if (!SIGNED) pairs[2 * i] &= static_cast<std::int16_t>(255);
+        }
     }
+};
+
+// Multiplies bytes by the groups' sums.
+template <bool SIGNED, int WORDS>
+INLINE i32v multiply_sums(const Spread<SIGNED, WORDS>& bytes, const InputSums<4 * WORDS>& sums) {
+    i32v total{};
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * WORDS; ++i) total += multiply_pairs(bytes.pairs[i], in_all_lanes(sums.pairs[i]));
     return total;
 }
 
@@ -119,21 +158,19 @@ float split_row(const T* x, long in, long padded, Quad* quads, float* scales, st
     i32v total{};
     for (long i = 0; i < padded; i += LANES) {
         f32v scaled = i < in ? load_some(x + i, smaller(LANES, in - i)) * factor : f32v{};
-        std::uint32_t values[LANES];
         i32v rounded = round_to_integers(scaled);
         total += rounded;
         if ((i + LANES) % INPUTS_PER_SUM == 0 || i + LANES >= padded) {
             sums[i / INPUTS_PER_SUM * count + place] = sum(total);
             total = i32v{};
         }
-        rounded &= 0xffff;
-        __builtin_memcpy(values, &rounded, sizeof values);
+        std::uint64_t low[LANES / 2], high[LANES / 2];
+        u32v lower = bit_cast<u32v>(rounded) & 0xffffu, upper = bit_cast<u32v>(rounded) << 16;
+        __builtin_memcpy(low, &lower, sizeof low);
+        __builtin_memcpy(high, &upper, sizeof high);
         long num_quads = smaller(LANES, padded - i) / 4;
-        for (long quad = 0; quad < num_quads; ++quad) {
-            const std::uint32_t* from = values + quad * 4;
-            quads[(i / 4 + quad) * count + place] = {static_cast<std::int32_t>(from[0] | from[2] << 16),
-                                                     static_cast<std::int32_t>(from[1] | from[3] << 16)};
-        }
+        for (long quad = 0; quad < num_quads; ++quad)
+            quads[(i / 4 + quad) * count + place] = bit_cast<Quad>(low[2 * quad] | high[2 * quad + 1]);
     }
     scales[place] = most == most ? most / MOST_OF_16_BITS : most;
     return factor;
@@ -215,7 +252,7 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
                         u8v w[WIDTH];
 #pragma GCC unroll 8
                         for (int i = 0; i < WIDTH; ++i) w[i] = nibbles(load_bytes(weights + i * LANES * 4), part);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                         for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 8
                             for (int i = 0; i < WIDTH; ++i) {
@@ -264,7 +301,7 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64)
                     __builtin_prefetch(weights + PREFETCH_BYTES + line);
                 i16v decoded[WIDTH];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int part = 0; part < 2 * QUADS; ++part) {
                     read_in_turn();
                     // Inputs 0 and 2 (4-bit: then 4 and 6), then 1 and 3 (5 and 7). Codes: one quad after another.
@@ -280,7 +317,7 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
                             w[i] = bit_cast<i16v>((bit_cast<pairs16>(bytes) >> (BITS * part)) & static_cast<std::uint16_t>((1 << BITS) - 1));
                         }
                     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                     for (int row = 0; row < ROWS; ++row) {
                         const Quad& inputs_of = x[quad * ROWS + row];
 #pragma GCC unroll 8

@@ -47,6 +47,13 @@ constexpr long INPUT_GROUP = 128;
 
 // Stores integers as bytes, four per word; words are `stride` apart.
 INLINE void store_fours(Four* to, i32v value, long count, long stride) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    // GCC 12 would convert them one by one.
+    __m256i pairs = _mm256_packs_epi32(bit_cast<__m256i>(value), bit_cast<__m256i>(value)), both = _mm256_packs_epi16(pairs, pairs);
+    to[0] = _mm_cvtsi128_si32(_mm256_castsi256_si128(both));
+    if (count > 1) to[stride] = _mm_cvtsi128_si32(_mm256_extracti128_si256(both, 1));
+    return;
+#endif
     s8v bytes = __builtin_convertvector(value, s8v);
     Four fours[LANES / 4];
     __builtin_memcpy(fours, &bytes, sizeof fours);

@@ -12,7 +12,8 @@
 //     d [32] f16, a second number [32] of 16 bits (dmin; bits of scales), packed scales and minimums [SCALE_WORDS][32] of 4 bytes,
 //     then for each 32 inputs: lower bits [LOW][32] of 4 bytes, upper bits [HIGH][32] of 4 bytes
 //
-// Byte j of a word has inputs j, j + 4, j + 8, ... of the next 32 / b inputs, where b is the number of bits.
+// Byte j of a word has inputs j, j + 4, j + 8, ... of the next 32 / b inputs, where b is the number of bits. Q6_K has words of 6
+// and 2 bits instead.
 //
 // An array of int64 precedes the tiles, one number for each tile and one for the end: the offset in bytes plus the kind. So
 // one weight may have tiles of several kinds.
@@ -23,6 +24,8 @@
 namespace {
 
 constexpr long SUPERBLOCK = 256;
+// Maximum `OFFSET` of a kind.
+constexpr int MOST_OFFSET = 32;
 // Inputs whose bits are together.
 constexpr long UNIT = 32;
 constexpr long WORD_BYTES = 4 * TILE, F16_BYTES = 2 * TILE, TILE_ALIGNMENT = 64;
@@ -44,8 +47,11 @@ struct KindOf {
     static constexpr long BLOCK_BYTES = BLOCK_BYTES_, GROUP = GROUP_, GROUPS = SUPERBLOCK / GROUP_;
     static constexpr int LOW = LOW_, HIGH = HIGH_, OFFSET = OFFSET_, SCALE_WORDS = SCALE_WORDS_;
     static constexpr bool MINIMUMS = MINIMUMS_, SIGNED = SIGNED_, CODED = CODED_, HAS_SECOND = MINIMUMS || CODED;
+    static constexpr bool CENTERED = !MINIMUMS && !CODED;
     static constexpr int QUADS_OF_GROUP = GROUP / 4, MOST = CODED ? 127 : (1 << (LOW + HIGH)) - 1;
     static constexpr long SCALES_AT = F16_BYTES * (1 + HAS_SECOND), PARAMETER_BYTES = SCALES_AT + WORD_BYTES * SCALE_WORDS;
+    // Starts of groups are for MOST_OFFSET.
+    static constexpr int START_SHIFT = CENTERED ? __builtin_ctz(MOST_OFFSET / (CENTERED ? OFFSET : 1)) : 0;
     static constexpr long UNIT_BYTES = WORD_BYTES * (LOW + HIGH);
     static constexpr long BYTES = PARAMETER_BYTES + SUPERBLOCK / UNIT * UNIT_BYTES;
     static_assert(BYTES == BLOCK_BYTES * TILE && BYTES % TILE_ALIGNMENT == 0, "a tile has the bits of the file");
@@ -60,6 +66,20 @@ struct KindOf {
             low |= field<HIGH>(load_words(word), quad % HIGHS * HIGH, LOW);
         }
         return CODED ? decode<OFFSET>(bit_cast<u8v>(low)) : bit_cast<u8v>(low);
+    }
+
+    // Packs the words of a lane. quads: four values each.
+    static void pack_unit(const std::uint32_t* quads, u8* words) {
+        auto pack_plane = [&](const std::uint32_t* from, int bits, int shift) {
+            const std::uint32_t mask = 0x01010101u * ((1u << bits) - 1);
+            for (int word = 0; word < bits; ++word, words += WORD_BYTES) {
+                std::uint32_t plane = 0;
+                for (int i = 0; i < 8 / bits; ++i) plane |= (*from++ >> shift & mask) << (i * bits);
+                __builtin_memcpy(words, &plane, 4);
+            }
+        };
+        pack_plane(quads, LOW, 0);
+        if (HIGH) pack_plane(quads, HIGH, LOW);
     }
 };
 
@@ -108,6 +128,22 @@ struct Q6_K : KindOf<210, 4, 2, 16, false, 32, true, 4> {
     template <int WORDS>
     INLINE void unpack(const u8* words, const u8*, u32v (&scales)[WORDS], u32v (&)[WORDS]) {
         for (int i = 0; i < WORDS; ++i) scales[i] = load_words(words + i * WORD_BYTES);
+    }
+
+    // Of each four quads, the first three fill the lower bits of a word each, and the last one their upper bits. That takes
+    // fewer instructions than planes.
+    INLINE u8v weights(const u8* unit, int quad) {
+        unit += quad / 4 * 3 * WORD_BYTES;
+        if (quad % 4 < 3) return bit_cast<u8v>(field<6>(load_words(unit + quad % 4 * WORD_BYTES), 0, 0));
+        u32v last = field<2>(load_words(unit), 6, 0);
+        for (int i = 1; i < 3; ++i) last |= field<2>(load_words(unit + i * WORD_BYTES), 6, 2 * i);
+        return bit_cast<u8v>(last);
+    }
+    static void pack_unit(const std::uint32_t* quads, u8* words) {
+        for (int i = 0; i < 6; ++i, words += WORD_BYTES) {
+            std::uint32_t word = quads[i / 3 * 4 + i % 3] | (quads[i / 3 * 4 + 3] >> (i % 3 * 2) & 0x03030303u) << 6;
+            __builtin_memcpy(words, &word, 4);
+        }
     }
 };
 
@@ -210,18 +246,7 @@ void pack_superblock(const u8* block, u8* to, long lane) {
     std::uint32_t quads[SUPERBLOCK / 4];
     __builtin_memcpy(quads, values, sizeof quads);
     u8* words = to + Kind::PARAMETER_BYTES + lane * 4;
-    auto pack_plane = [&](const std::uint32_t* from, int bits, int shift) {
-        const std::uint32_t mask = 0x01010101u * ((1u << bits) - 1);
-        for (int word = 0; word < bits; ++word, words += WORD_BYTES) {
-            std::uint32_t plane = 0;
-            for (int i = 0; i < 8 / bits; ++i) plane |= (*from++ >> shift & mask) << (i * bits);
-            __builtin_memcpy(words, &plane, 4);
-        }
-    };
-    for (long unit = 0; unit < SUPERBLOCK / UNIT; ++unit) {
-        pack_plane(quads + unit * UNIT / 4, Kind::LOW, 0);
-        if (Kind::HIGH) pack_plane(quads + unit * UNIT / 4, Kind::HIGH, Kind::LOW);
-    }
+    for (long unit = 0; unit < SUPERBLOCK / UNIT; ++unit, words += Kind::UNIT_BYTES) Kind::pack_unit(quads + unit * UNIT / 4, words);
 }
 
 template <class Kind>
