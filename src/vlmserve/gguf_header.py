@@ -204,7 +204,7 @@ class _Cursor:
         if kind in _NUMBERS:
             return self.numbers(_NUMBERS[kind])[0]
         if kind != _ARRAY:
-            raise ModelLoadError(f"{self._path} is broken: there is no kind {kind} of metadata")
+            raise ModelLoadError(f"{self._path} is broken: metadata type {kind} is unknown")
         kind, count = self.numbers("IQ")
         array = _Array(kind, count, self.position)
         if kind in _NUMBERS:
@@ -213,7 +213,7 @@ class _Cursor:
             for _ in self._spans(count):
                 pass
         else:
-            raise ModelLoadError(f"{self._path} is broken: there is no array of kind {kind}")
+            raise ModelLoadError(f"{self._path} is broken: array type {kind} is unknown")
         return array
 
     def tensor(self) -> TensorInfo:

@@ -164,7 +164,7 @@ def test_help_of_a_command_may_come_first():
         ("serve --quantize-group-size 33", "--quantize-group-size 33: must be 32, 64 or 128"),
         ("serve --fetch-timeout 0", "--fetch-timeout 0: must be greater than 0"),
         ("serve --quantize-layers int8",
-         "--quantize-layers int8: write PATTERN=SCHEME with the scheme none, int8, int4, not int8"),
+         "--quantize-layers int8: write PATTERN=SCHEME, like 'lm_head=none' (schemes: none, int8, int4), not int8"),
         ("serve --mm-processor-kwargs 5", "--mm-processor-kwargs 5: must be a JSON object"),
         ("serve --mm-processor-kwargs.fps -1", "--mm-processor-kwargs fps -1: must be greater than 0"),
         ("serve --mm-processor-kwargs.max_pixel 1",

@@ -232,7 +232,9 @@ class AdapterReader:
         if "tokens" in group.tensors:
             places = torch.tensor(list(self._config.tokens_of(group.name)), dtype=torch.int64, device=device)
             if len(places) and not 0 <= int(places.min()) <= int(places.max()) < group.place.size:
-                raise AdapterError(f"{group.name}: trained tokens are not in the vocabulary of {group.place.size}")
+                raise AdapterError(
+                    f"{group.name}: trained token ids must be below {group.place.size}, the size of the vocabulary"
+                )
             rows = places, self._read(group.tensors["tokens"]).to(device, dtype)
         if "weight" in group.tensors:
             weight = self._read(group.tensors["weight"]).to(device, dtype)

@@ -37,7 +37,9 @@ class ModulePatterns:
         self._seconds = time.thread_time() - start
 
     def value(self, module: str, default: float) -> float:
-        """The number of the first pattern that matches the name, or its end after a dot."""
+        """The number of the first pattern that matches the module's name or the part after one of its dots; else
+        `default`.
+        """
         if module not in self._known:
             self._known[module] = self._find(module)
         found = self._known[module]

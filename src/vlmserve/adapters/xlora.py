@@ -75,7 +75,7 @@ def _mixable(name: str, reader: AdapterReader) -> list[Group]:
         kinds = group.tensors.keys() - {_REPEATED}
         if other := sorted(kinds - _MIXED):
             key = group.tensors[other[0]]
-            raise AdapterError(f"adapter {name}: {key}: X-LoRA mixes low-rank changes, without DoRA and biases, only")
+            raise AdapterError(f"adapter {name}: {key}: X-LoRA mixes only low-rank changes, without DoRA and biases")
         if group.place.name == HEAD or not group.place.path.startswith("language_model."):
             raise AdapterError(
                 f"adapter {name}: X-LoRA scales tokens in the layers of the language model, and {group.name} is not "
@@ -144,7 +144,7 @@ def _read_classifier(files: XLoraFolder, model: AdaptableModel, num_layers: int)
     mixture = Mixture(config, [(product["weight"], product.get("bias")) for product in products], num_layers)
     if expected != mixture.num_columns:
         raise AdapterError(
-            f"{weights.name}: the classifier has {expected} outputs, and {mixture.num_columns} are the scalings of "
+            f"{weights.name}: the classifier has {expected} outputs, but needs {mixture.num_columns}: one for each of "
             f"{len(config.names)} adapters" + (f" in {num_layers} layers" if config.layerwise else "")
         )
     return mixture
@@ -174,7 +174,7 @@ class _Factors(NamedTuple):
 
 class _Stack:
     def __init__(self, config: XLoraConfig, layers: Mapping[str, int], model: AdaptableModel) -> None:
-        """layers: index of each layer among the scalings."""
+        """layers: each layer's index in the scalings, by name."""
         self._config, self._layers = config, layers
         self._dtype, self._device = model.dtype, model.device
         self._factors: dict[Place, list[_Factors]] = {}

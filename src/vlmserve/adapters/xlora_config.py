@@ -68,7 +68,7 @@ class XLoraConfig:
         of_peft = file == CONFIG
         known = _READ | _ONLY_TRAINING | (_OF_PEFT if of_peft else _OF_MISTRAL)
         if unknown := sorted(name for name, value in content.items() if value and name not in known):
-            raise AdapterError(f"{file}: {', '.join(unknown)} is not supported")
+            raise AdapterError(f"{file}: not supported: {', '.join(unknown)}")
         names = _names(content.get("adapters"), file, of_peft) if order is None else tuple(order)
         try:
             value, top_k = content.get("scaling_pass_value", 0.0), content.get("top_k_lora")
@@ -120,7 +120,7 @@ def _names(adapters: object, file: str, of_peft: bool) -> tuple[str, ...]:
         return names
     # PEFT numbers adapters in the order of the classifier's outputs, but writes them in the order of their names.
     if set(names) != {str(number) for number in range(len(names))}:
-        raise AdapterError(f'{file}: PEFT calls adapters "0" to "{len(names) - 1}", and these are {", ".join(names)}')
+        raise AdapterError(f'{file}: adapters must have the names "0" to "{len(names) - 1}", not {", ".join(names)}')
     return tuple(sorted(names, key=int))
 
 

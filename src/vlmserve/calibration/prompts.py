@@ -33,11 +33,12 @@ IMAGE_FILES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"
 def calibration_prompts(
     source: str | None, preparer: RequestPreparer, num_tokens: int, image_weight: float
 ) -> dict[Prompt, float]:
-    """Prompts with about `num_tokens` tokens in total, or all of a smaller source, and the weight of their tokens.
+    """Return prompts, each with the weight of its tokens: about `num_tokens` tokens in total, or all of a smaller
+    source.
 
-    source: a JSONL file (`read_entries`), a folder of images, or None: conversations about drawn images, if the model
-    takes images, and the end of Python's manual with the share `TEXT_WEIGHT` of the weight. Perplexity uses the
-    manual's beginning. Text would dominate otherwise, because `image_weight` scales image tokens down.
+    source: a JSONL file (`read_entries`), a folder of images, or None for built-in data: conversations about drawn
+    images, if the model takes images, and the end of Python's manual (perplexity uses its beginning). The manual gets
+    `TEXT_WEIGHT` of the weight. It would dominate otherwise, because `image_weight` scales image tokens down.
 
     Raises ConfigurationError for an unreadable source, and for a prompt that the model cannot take.
     """

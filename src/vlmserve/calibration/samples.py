@@ -27,11 +27,12 @@ def of_text(prompt: Prompt) -> Sample:
 def of_conversation(
     preparer: RequestPreparer, messages: Sequence[Mapping[str, Any]], *, allow_local: bool = False
 ) -> Sample:
-    """Count a conversation's answers, as fine-tuning does: up to the token that ends the turn.
+    """Make the answers of a conversation the tokens to predict, as fine-tuning does: up to the token that ends the
+    turn.
 
     messages: in OpenAI's form; a final question gets a generation prompt.
 
-    An answer starts where the tokens differ from the prompt that asks for it. A first message never counts.
+    An answer starts where the tokens differ from the prompt that asks for it. A first message is no answer.
     `allow_local` and errors are as in `RequestPreparer.chat`.
     """
     answered = bool(messages) and messages[-1].get("role") == "assistant"

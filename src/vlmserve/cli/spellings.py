@@ -167,7 +167,7 @@ def _put(entries: dict[str, Any], name: str, path: Sequence[str], text: str) -> 
     for key in path[:-1]:
         entries = entries.setdefault(key, {})
         if not isinstance(entries, dict):
-            raise ConfigurationError(f"{name} is inside of what has a value already")
+            raise ConfigurationError(f"{name}: a part of this name has a value already; give only one of them")
     try:
         entries[path[-1]] = json.loads(text)
     except ValueError:

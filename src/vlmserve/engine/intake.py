@@ -132,7 +132,7 @@ class Intake:
                 raise InvalidRequestError("this model has no cross attention for an image", param="prompt")
             return
         if cross is None:
-            raise InvalidRequestError("this model takes one image with each request", param="messages")
+            raise InvalidRequestError("this model needs one image with each request", param="messages")
         self._model.cross.check(cross)
         num_bytes = cross.image.num_embeddings * self.image_token_bytes + cross.num_states * self.state_bytes
         self._check_image(cross.image, num_bytes)

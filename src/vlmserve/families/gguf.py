@@ -49,7 +49,9 @@ class Metadata:
         """Excludes the trailing layers for multi-token prediction (MTP)."""
         layers, further = self["block_count"], self.get("nextn_predict_layers", 0)
         if not isinstance(layers, int) or not isinstance(further, int):
-            raise ModelLoadError(f"{self.header.path}: {layers!r} layers, {further!r} of them for further tokens")
+            raise ModelLoadError(
+                f"{self.header.path}: block_count {layers!r} and nextn_predict_layers {further!r} must be numbers"
+            )
         return layers - further
 
     @property

@@ -57,7 +57,7 @@ def _glm(config: Config, **differences: str) -> ArchSpec:
 
 
 def glm_moe(config: Config, **differences: Any) -> ArchSpec:
-    """Mixtures after some dense layers. differences: as of `usual_spec`."""
+    """Some dense layers, then mixtures of experts. differences: as in `usual_spec`."""
     groups = "experts are chosen in groups"
     require({"n_group": 1, "topk_group": 1, **config}, {"n_group": (1, groups), "topk_group": (1, groups)})
     experts = ExpertsSpec(

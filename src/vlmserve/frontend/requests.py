@@ -216,7 +216,7 @@ class RequestPreparer:
     def tokens(self, token_ids: Sequence[int]) -> Prompt:
         """Make a prompt of token ids. Raises InvalidRequestError for an image placeholder."""
         if self._one_image is not None:
-            raise InvalidRequestError("this model takes one image with each request", param="prompt")
+            raise InvalidRequestError("this model needs one image with each request", param="prompt")
         if self.max_prompt_len is not None and len(token_ids) > self.max_prompt_len:
             raise PromptTooLongError.of(len(token_ids), self.max_prompt_len, param="prompt")
         return self._expand(list(token_ids), [], [], "")
@@ -292,7 +292,7 @@ class RequestPreparer:
         assert self._one_image is not None
         if len(images) != 1:
             raise (TooManyImagesError if images else InvalidRequestError)(
-                f"this model takes one image with each request, not {len(images)}", param=param
+                f"this model needs one image with each request, not {len(images)}", param=param
             )
         if not (text or self._one_image.describes):
             raise InvalidRequestError("this model answers questions: ask one about the image", param=param)

@@ -144,7 +144,7 @@ class _TIFF(_PillowFile):
     formats = ("TIFF",)
 
     def _found(self, most: int) -> Sequence[int]:
-        """Up to ``most + 1`` pages."""
+        """Numbers of up to ``most + 1`` pages."""
         pages, number = [0], 1
         while len(pages) <= most and number < 2 * most and self._reaches(number):
             kind = self._image.tag_v2.get(_SUBFILE_TYPE)

@@ -97,7 +97,7 @@ class ImageProcessor(Protocol):
         ...
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """The smaller ratio of width and height to the wanted size; 1.0 decodes every pixel."""
+        """Pixels of the image for each wanted pixel, along the side where they are fewer; 1.0: decode every pixel."""
         ...
 
     def prepare(self, decoded: DecodedImage) -> tuple[Pixels, Placeholders]:

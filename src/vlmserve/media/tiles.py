@@ -143,7 +143,7 @@ class AnyResolutionProcessor(PixelProcessor):
         return View(width, height, (box[0] * across, box[1] * down, box[2] * across, box[3] * down))
 
     def _resolution(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Keep the most pixels of the image, with the smallest area."""
+        """The resolution that keeps the most pixels of the image; on ties, the smallest."""
         width, height = size
 
         def kept(resolution: tuple[int, int]) -> tuple[int, int]:

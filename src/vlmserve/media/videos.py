@@ -310,7 +310,9 @@ def open_frames(
                 f"the video's frames were not fetched: together they took longer than {limits.fetch_timeout:g} s"
             ) from error
         if sum(one.num_bytes for one in opened) > limits.max_video_bytes:
-            raise VideoTooLargeError(f"the video's frames have more than the {limits.max_video_bytes:,} bytes allowed")
+            raise VideoTooLargeError(
+                f"the video's frames have more than {limits.max_video_bytes:,} bytes (--max-video-bytes); send fewer"
+            )
     return opened
 
 

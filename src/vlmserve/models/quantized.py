@@ -71,7 +71,7 @@ class QuantizedFolder:
         self._folder, self._config = folder, config
 
     def rounded(self, name: str) -> dict[str, Tensor]:
-        """Return a tensor's output tensors, quantized if planned. name: canonical."""
+        """Return the tensors to write for the tensor `name` (canonical): quantized if planned, else plain."""
         tensor = self.checkpoint.read(name)
         if name in self.bits:
             weight = round_to_nearest(

@@ -182,7 +182,7 @@ def object_in(output: RequestOutput, schema: Any) -> Any:
             return schema.model_validate_json(answer.text)
         return json.loads(answer.text)
     except ValueError as error:  # a stop string cut it, or a validator rejects it
-        raise AnswerError(f"the answer is no such object: {error}", output) from error
+        raise AnswerError(f"the answer does not match the schema: {error}", output) from error
 
 
 class Prompts:

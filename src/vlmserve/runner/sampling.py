@@ -27,7 +27,7 @@ PATIENCE = 0.005
 
 
 class _Row(NamedTuple):
-    """place: its row in the step's logits. None: see `kept`."""
+    """A token to sample, from row `place` of the step's logits or from `kept`."""
 
     state: RequestState
     place: int | None = None
@@ -50,6 +50,7 @@ class TokenSampler:
         """Outputs have `forced` tokens."""
         self._draw, self._device, self._waits = draw, device, waits
         self._late: dict[str, _Row] = {}
+        """Rows whose masks were not ready in their step, by request."""
 
     def drop(self, finished: Iterable[str], scheduled: Sequence[ScheduledRequest]) -> None:
         """Drop late rows of finished requests, and of requests whose logits are computed again."""
@@ -83,7 +84,7 @@ class TokenSampler:
                 output.forced[state.request_id] = state.guide.forced
 
     def collect(self, timeout: float, output: ModelRunnerOutput) -> None:
-        """Sample late rows; their requests fail if memory runs out. timeout: seconds to wait for one."""
+        """Sample ready late rows; wait up to `timeout` seconds for one. Their requests fail if memory runs out."""
         if not self._late:
             return
         pending = [row.pending for row in self._late.values()]

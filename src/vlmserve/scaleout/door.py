@@ -234,7 +234,10 @@ class Door:
 
 
 class _Watch:
-    """One request. prompt: its digests."""
+    """Reports the progress of one request to its gateway.
+
+    prompt: hexadecimal digests of the prompt and of its images, separated by commas.
+    """
 
     def __init__(self, door: Door, gateway: str, route: int, prompt: str) -> None:
         self._door, self._gateway, self._route, self._prompt = door, gateway, route, prompt

@@ -23,7 +23,9 @@ def check_rules(rules: tuple[str, ...]) -> tuple[str, ...]:
     for rule in rules:
         pattern, _, scheme = rule.rpartition("=")
         if not pattern or scheme not in get_args(Scheme):
-            raise ValueError(f"write PATTERN=SCHEME with the scheme {', '.join(get_args(Scheme))}, not {rule}")
+            raise ValueError(
+                f"write PATTERN=SCHEME, like 'lm_head=none' (schemes: {', '.join(get_args(Scheme))}), not {rule}"
+            )
     return rules
 
 

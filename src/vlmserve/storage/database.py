@@ -244,7 +244,7 @@ class Reserve:
         self._path = database.with_name(f"{database.name}-reserve")
 
     def take(self) -> None:
-        """Only if the disk has the space."""
+        """Write the reserved bytes, if the disk has room for them."""
         with contextlib.suppress(OSError):
             if self._path.stat().st_size == RESERVED_BYTES:
                 return

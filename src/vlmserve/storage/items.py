@@ -70,7 +70,7 @@ def find_row(connection: Connection, table: Table, owner: str, id: str, missing:
 
 
 def batches(values: Iterable[str]) -> Iterator[list[str]]:
-    """One statement may contain each list."""
+    """Split values into lists that fit into one statement."""
     rest = iter(values)
     while some := list(islice(rest, _MANY)):
         yield some

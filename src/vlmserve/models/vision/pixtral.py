@@ -54,7 +54,7 @@ class PixtralSpec:
     def from_config(cls, config: Mapping[str, Any]) -> PixtralSpec:
         shape = ClipSpec.from_config(config, KINDS, DEFAULTS)
         if shape.hidden_size // shape.num_heads % 4:
-            raise ModelLoadError("config.json: the size of the vision tower's heads is no multiple of 4")
+            raise ModelLoadError("config.json: the head size of the vision tower must be a multiple of 4")
         parameters = config.get("rope_parameters") or {}
         return cls(shape=shape, theta=parameters.get("rope_theta") or config.get("rope_theta") or _THETA)
 

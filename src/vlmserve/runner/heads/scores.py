@@ -33,7 +33,7 @@ class TokenHead(Head):
 
 
 class ScoreHead(TokenHead):
-    """Scores the first tokens of all continuations, and a branch that drafts compute."""
+    """Scores the first token of each continuation. With drafts, it also scores the rest of `Score.first_branch`."""
 
     def __init__(self, task: Score, num_tokens: int) -> None:
         super().__init__(task, num_tokens)
