@@ -253,14 +253,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--crowds", type=int, nargs="*", default=[4], help="streams of repeated requests (default 4)")
     parser.add_argument("--length", type=int, default=128, help="tokens of an answer (default 128)")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--checkpoint", type=Path, help="folder that keeps the model (default: a temporary one)")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="vlmserve-drafts-") as place:
-        folder = Path(place)
+        folder = options.checkpoint or Path(place)
         mtp = options.mtp is not None
-        write_checkpoint(folder, options.family, options.layers, options.hidden, options.vocabulary, mtp=mtp)
+        if not (folder / "model.safetensors").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_checkpoint(folder, options.family, options.layers, options.hidden, options.vocabulary, mtp=mtp)
         config = EngineConfig(
-            model=place, dtype="bfloat16", quantize=options.quantize, kv_cache_memory="256MiB", weights_cache_size=0
+            model=str(folder),
+            dtype="bfloat16",
+            quantize=options.quantize,
+            kv_cache_memory="256MiB",
+            weights_cache_size=0,
         )
         model = load(config, folder)
         engines = [

@@ -12,7 +12,7 @@ import argparse
 import itertools
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,12 @@ NEAR = 1e-3
 """Difference of two logprobs that the shape of a batch may make."""
 COSTS = ([(1, 1.0), (32, 1.001)], [(1, 1.0), (32, 1.3)], [(1, 1.0), (8, 2.0), (32, 6.0)])
 """Assumed times of steps by their rows."""
+OF_LAYER = (
+    [(0, 1.0), (1, 1.0), (2, 1.004), (3, 1.0), (4, 1.0)],
+    [(0, 1.0), (1, 1.1), (2, 1.5), (3, 1.0), (4, 1.2)],
+    [(0, 1.0), (1, 1.01), (2, 1.02), (3, 1.0), (4, 1.1)],
+)
+"""Assumed times of steps with and without a layer for multi-token prediction."""
 AHEAD = ([(1, 1.0)], [(1, 0.7), (8, 0.8)])
 """Assumed times of decodes that are planned ahead."""
 GRAMMARS = (None, None, None, Grammar.json(PERSON), Grammar.regex("(ab|cd|ef){1,20}!"), Grammar.choice(["left", "up"]))
@@ -215,8 +221,12 @@ def fuzz(model: Model, num_requests: int, seed: int, tally: Tally, *, ranks: int
     crowd = Crowd(model, seed)
     choice = crowd.chance.choice
     block = bytes_of_4(model.oracle.folder)
+
+    def costs(key: str, _: object) -> Sequence[tuple[int, float]]:
+        return choice(OF_LAYER if key.endswith(" layer") else AHEAD if " ahead " in key else COSTS)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafting, "known_costs", lambda key, _: choice(AHEAD if " ahead " in key else COSTS))
+        patch.setattr(drafting, "known_costs", costs)
         patch.setattr(loading, "MAX_DRAFT_PLACES", choice([2, 8]))
         patch.setattr(vlmserve.engine.ranks, "RankProcesses", RankThreads)
         busy = model.engine(

@@ -183,7 +183,7 @@ class SchedulerOutput(msgspec.Struct):
     draft_token_ids: dict[str, list[int]] = {}
     """By request, draft tokens after its newest token; they are its last computed tokens."""
     num_predicted: dict[str, int] = {}
-    """By request, how many drafts the model's own layer makes after the step's tokens."""
+    """By request that runs through the model's own layer, how many drafts it makes after the step's tokens."""
     disk_loads: list[DiskLoad] = []
     """Loads to begin."""
     disk_loads_to_drop: list[int] = []

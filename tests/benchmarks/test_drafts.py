@@ -33,3 +33,12 @@ def test_states_are_measured(tmp_path: Path, family: str) -> None:
     main([*tiny, "--kinds", "repeat", "--streams", "--crowds", "--json", str(path)])
     [row] = json.loads(path.read_text())["rows"]
     assert row[4] > 0, "drafts were accepted"
+
+
+def test_kept_checkpoints_are_used_again(tmp_path: Path) -> None:
+    path, kept = tmp_path / "report.json", tmp_path / "model"
+    tiny = ["--family", "qwen3.5", "--layers", "4", "--hidden", "256", "--length", "8", "--turns", "1", "--mtp", "0"]
+    for _ in range(2):
+        main([*tiny, "--kinds", "--streams", "--crowds", "--checkpoint", str(kept), "--json", str(path)])
+    assert [row[0] for row in json.loads(path.read_text())["rows"]] == ["MTP"]
+    assert sorted(kept.glob("*.safetensors"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,17 @@ from tests.mtp_checkpoints import Reference, add_mtp, make_counting
 from vlmserve.engine import drafting
 from vlmserve.engine.engine import Engine
 from vlmserve.steps import SchedulerOutput
-from vlmserve.types import EngineRequest, Grammar, Prompt, SamplingParams
+from vlmserve.types import EngineOutput, EngineRequest, Grammar, Prompt, SamplingParams
+
+OF_LAYER = [(0, 1.0), (1, 1.0), (2, 1.01), (3, 1.0), (4, 1.0)]
+"""Assumed times of the layer, see `time_layer`."""
 
 
 @pytest.fixture(autouse=True)
 def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts and rows cost little."""
-    monkeypatch.setattr(drafting, "known_costs", lambda *_: [(1, 1.0), (32, 1.01)])
+    curves = {"layer": OF_LAYER}
+    monkeypatch.setattr(drafting, "known_costs", lambda key, _: curves.get(key.split()[-1], [(1, 1.0), (32, 1.01)]))
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +49,18 @@ def greedy(name: str, prompt: Prompt, count: int = 20) -> EngineRequest:
 
 def check_predictions(engine: Engine, oracle: Oracle, reference: Reference, requests: Sequence[EngineRequest]) -> int:
     """Let the model make 3 drafts after each token, and compare them with the formula. Returns the number of drafts."""
-    steps = record_steps(engine, 3)
-    answers = run(engine, list(requests))
+    return check_steps(record_steps(engine, 3), run(engine, list(requests)), oracle, reference, requests)
+
+
+def check_steps(
+    steps: dict[str, list[tuple[int, list[int]]]],
+    answers: dict[str, list[EngineOutput]],
+    oracle: Oracle,
+    reference: Reference,
+    requests: Sequence[EngineRequest],
+    since: Callable[[int], int] = lambda length: 0,
+) -> int:
+    """since: the first token that the layer reads before it makes drafts after `length` tokens."""
     made = 0
     for request in requests:
         answer = tokens(answers[request.request_id])
@@ -58,18 +72,24 @@ def check_predictions(engine: Engine, oracle: Oracle, reference: Reference, requ
         for new, predicted in steps.get(request.request_id, []):
             length += new
             if predicted:
-                assert predicted == reference.chain(known[:length], hidden[: length - 1], len(predicted))
+                first = since(length)
+                assert predicted == reference.chain(known[first:length], hidden[first : length - 1], len(predicted))
                 made += len(predicted)
     return made
 
 
-def record_steps(engine: Engine, count: int) -> dict[str, list[tuple[int, list[int]]]]:
-    """Returns each request's new tokens and predictions, step by step. count: predictions after each step."""
+def record_steps(
+    engine: Engine, count: int, runs: Callable[[str, int], bool] = lambda *_: True
+) -> dict[str, list[tuple[int, list[int]]]]:
+    """Returns each request's new tokens and predictions, step by step.
+
+    count: predictions after each step. runs: whether a request that computes from a token on runs through the layer.
+    """
     found: dict[str, list[tuple[int, list[int]]]] = {}
     submit = engine.runner.submit
 
     def submitted(step: SchedulerOutput) -> Any:
-        step.num_predicted = {one.request_id: count for one in step.requests}
+        step.num_predicted = {one.request_id: count for one in step.requests if runs(one.request_id, one.start)}
         running = submit(step)
         output = running.result()
         for request_id, sampled in output.token_ids.items():
@@ -102,6 +122,43 @@ def test_predictions_find_cached_prompts(oracle: Oracle) -> None:
     check_predictions(engine, oracle, reference, [greedy("first", prompt)])
     assert check_predictions(engine, oracle, reference, [greedy("same", prompt), greedy("longer", longer)]) > 50
     assert run(engine, [greedy("again", prompt)])["again"][-1].cached_tokens > 50
+
+
+def test_predictions_resume_after_a_pause(oracle: Oracle) -> None:
+    engine, reference = engine_of(oracle.folder, speculation="auto", block_size=4), Reference(oracle.folder)
+    requests = [greedy("a", oracle.prompt(1, 10), 60), greedy("b", oracle.prompt(2, 20), 60)]
+    steps = record_steps(engine, 3, lambda name, start: name == "a" and not 26 <= start < 45)
+    answers = run(engine, requests)
+
+    def since(length: int) -> int:
+        return 48 if length > 48 else 0
+
+    steps["a"] = [(new, [] if 46 <= length < 51 else found) for length, new, found in with_lengths(steps["a"], 10)]
+    assert check_steps(steps, answers, oracle, reference, requests[:1], since) > 100
+    assert not any(predicted for _, predicted in steps["b"])
+
+
+def with_lengths(steps: list[tuple[int, list[int]]], length: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Also yields the number of known tokens after each step. length: of the prompt."""
+    for new, predicted in steps:
+        length += new
+        yield length, new, predicted
+
+
+@pytest.mark.parametrize("runs_before", [True, False])
+def test_predictions_read_only_complete_blocks(oracle: Oracle, runs_before: bool) -> None:
+    engine, reference = engine_of(oracle.folder, speculation="auto", block_size=4), Reference(oracle.folder)
+    prompt = oracle.prompt(1, 60)
+    longer = greedy("longer", Prompt([*prompt.token_ids, *oracle.prompt(2, 9).token_ids]))
+    steps = record_steps(engine, 3, lambda name, _: runs_before or name == "longer")
+    run(engine, [greedy("first", prompt)])
+    answers = run(engine, [longer])
+    cached = answers["longer"][-1].cached_tokens
+    assert cached > 50
+    first = 0 if runs_before else -(-cached // 4) * 4
+    # the chunk that begins within a block also reads what the block has of other tokens
+    steps["longer"][0] = steps["longer"][0][0], []
+    assert check_steps(steps, answers, oracle, reference, [longer], lambda length: first) > 30
 
 
 @pytest.mark.parametrize("settings", [{}, {"quantize": "int8"}, {"kernels": "torch"}], ids=str)

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from tests.scheduler.made_up import request
 from vlmserve.scheduler.drafts.corpus import SEPARATOR, Answers, Corpus
 from vlmserve.scheduler.drafts.costs import MAX_DRAFTS, Account, StepCosts
+from vlmserve.scheduler.drafts.curve import Curve
 from vlmserve.scheduler.drafts.drafter import Drafter
+from vlmserve.scheduler.drafts.layer import Layer, LayerCosts, LayerUse
 from vlmserve.scheduler.drafts.reader import BACK, Reader
 from vlmserve.scheduler.request import Request
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
@@ -140,16 +142,21 @@ def test_searches_are_limited_and_leave_room_for_drafts(num_decodes: int, share:
     assert account.best([0.99] * MAX_DRAFTS)[0] > 0
 
 
-@pytest.mark.parametrize(("standing", "left"), [(0.015, 0.005), (0.05, 0.005)])
-def test_standing_costs_leave_less_for_searches(standing: float, left: float) -> None:
-    costs = StepCosts(FLAT)
-    account, spent, steps = Account(costs, standing * costs.seconds(1)), 0.0, 1000 * costs.seconds(1)
-    for _ in range(1000):
+def test_layers_leave_less_for_searches() -> None:
+    step = Curve(FLAT).seconds(1)
+    layer = Layer(LayerCosts(0.3, Curve([(1, 0.01)])), step)
+    account, spent, use = Account(StepCosts(FLAT), layer), {"searches": 0.0, "layer": 0.0}, LayerUse()
+    for _ in range(2000):
         account.begin_step(1, 0)
         if account.affords_search:
-            account.spend(0.01)
-            spent += 0.01
-    assert left * steps < spent + 0.01 < left * steps + 2.5 * costs.seconds(1)
+            account.spend(0.05)
+            spent["searches"] += 0.05
+        use.runs = layer.affords(use, 1, 0.01)
+        if use.runs:
+            layer.spend(0.01)
+            spent["layer"] += 0.01
+    assert 0.015 * 2000 < spent["searches"] < 0.015 * 2000 + 2.5 * step
+    assert 0.005 * 2000 < spent["layer"] < 0.005 * 2000 + 2.5 * step
 
 
 @pytest.mark.parametrize(("num_decodes", "drafted"), [(1, True), (2, False), (16, False)])

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 from vlmserve.engine.draft_costs import known_costs
 from vlmserve.engine.loading import CacheSizes, may_draft
 from vlmserve.kernels.trials import machine
 from vlmserve.runner.runner import ModelRunner
-from vlmserve.runner.warm_up import ROWS_OF_DRAFTS, time_ahead, time_predictions, time_rows, time_without_predictions
+from vlmserve.runner.warm_up import PREDICTED, ROWS_OF_DRAFTS, ROWS_OF_LAYER, time_ahead, time_layer, time_rows
 from vlmserve.scheduler.drafts.costs import StepCosts
+from vlmserve.scheduler.drafts.curve import Curve
 from vlmserve.scheduler.drafts.drafter import Drafter
+from vlmserve.scheduler.drafts.layer import LayerCosts
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.settings.config import EngineConfig
 
@@ -43,18 +46,21 @@ def start_drafting(
         ahead = known_costs(f"{key} ahead {config.max_num_seqs}", partial(time_ahead, runner, config.max_num_seqs))
     (_, one), (rows, longest) = (measured if ahead is None else ahead)[0], measured[-1]
     logger.info("Speculation: a step of %d tokens takes %.1f times as long as a step of one", rows, longest / one)
-    seconds: float | None = None
-    standing = 0.0
+    layer = None
     if runner.model.predictor is not None:
-        (none, without), *_, (most_drafts, with_drafts) = known_costs(f"{key} mtp", partial(time_predictions, runner))
-        seconds = max(0.0, with_drafts - without) / (most_drafts - none)
-        [(_, plain), *_] = known_costs(f"{key} without mtp", partial(time_without_predictions, runner))
-        standing = max(0.0, without - plain)
+        layer = _layer_costs([seconds for _, seconds in known_costs(f"{key} layer", partial(time_layer, runner))])
         logger.info(
             "Speculation: the model's own layer (MTP) takes %.1f%% of a step, and a draft of it %.2f steps",
-            100 * standing / one,
-            seconds / one,
+            100 * layer.rows.seconds(1) / one,
+            layer.draft / one,
         )
-    drafter = Drafter(StepCosts(measured, ahead), seconds, sizes.draft_places or config.max_num_seqs, standing)
+    drafter = Drafter(StepCosts(measured, ahead), layer, sizes.draft_places or config.max_num_seqs)
     scheduler.propose_drafts, scheduler.awaits_tokens = drafter.propose, False
     return drafter
+
+
+def _layer_costs(seconds: Sequence[float]) -> LayerCosts:
+    """seconds: see `time_layer`."""
+    decode, with_layer, with_drafts, prompt, prompt_with_layer = seconds
+    rows = [(1, max(0.0, with_layer - decode)), (ROWS_OF_LAYER, max(0.0, prompt_with_layer - prompt))]
+    return LayerCosts(max(0.0, with_drafts - with_layer) / PREDICTED, Curve(rows))

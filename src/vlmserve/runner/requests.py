@@ -50,6 +50,7 @@ class RequestState:
         "num_scored",
         "params",
         "permitted",
+        "predicted_since",
         "request_id",
         "seed",
         "slots",
@@ -71,6 +72,8 @@ class RequestState:
         self.block_tables = [array("i", blocks) for blocks in request.block_ids]
         """By pass of the model and cache column. A preempted request gets new lists."""
         self.num_blocks = sum(map(len, self.block_tables))
+        self.predicted_since: int | None = None
+        """The first token that the layer for multi-token prediction reads. None: as its blocks say."""
         padding = [PADDING_SLOT] * len(request.block_ids)
         self.slots = padding if request.states is None else [one.slot for one in request.states]
         """Working slots of states by pass. The padding slot without states and in warm-up."""
@@ -203,7 +206,7 @@ class RequestState:
     def set_blocks(self, scheduled: CachedRequest) -> None:
         if scheduled.resumed:
             self.block_tables = [array("i") for _ in self.block_tables]
-            self.num_blocks = 0
+            self.num_blocks, self.predicted_since = 0, None
         for table, blocks in zip(self.block_tables, scheduled.new_block_ids, strict=True):
             table.extend(blocks)
             self.num_blocks += len(blocks)

@@ -211,6 +211,8 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.load(step.adapter_loads)
         self._kv.prepare(step)
+        if self.predictions is not None:
+            self.predictions.copied(step.block_copies)
         clock.mark()
         products = self.images.run(step)
         clock.mark()
@@ -223,14 +225,15 @@ class ModelRunner:
         self.sampler.drop(step.finished_request_ids, scheduled)
         if lacking := self.images.lacking(scheduled):
             scheduled = _fail(output, scheduled, lacking)
-        run = self._compute(scheduled, clock) if scheduled else None
+        predicts = bool(step.num_predicted)
+        run = self._compute(scheduled, clock, predicts=predicts) if scheduled else None
         while scheduled and run is None:
             scheduled = _fail(output, scheduled, [_costliest(scheduled)])
             if self._has_states:
                 # computed layers have already changed states
                 output.undone = [request.state.request_id for request in scheduled]
                 break
-            run = self._compute(scheduled, None) if scheduled else None
+            run = self._compute(scheduled, None, predicts=predicts) if scheduled else None
         if run is None:
             self._drawn_rows = {}
             self.sampler.collect(0.0, output)
@@ -297,8 +300,8 @@ class ModelRunner:
     def _draws_later(self, scheduled: list[ScheduledRequest]) -> bool:
         return can_draw_later(scheduled)
 
-    def _compute(self, scheduled: list[ScheduledRequest], clock: Clock | None) -> Run | None:
-        """Return hidden states and logits. None: memory ran out."""
+    def _compute(self, scheduled: list[ScheduledRequest], clock: Clock | None, *, predicts: bool) -> Run | None:
+        """Return hidden states and logits. None: memory ran out. predicts: hidden states of all rows are needed."""
         device = self.model.device
         later = device.draw_later
         if later is not None and not self._draws_later(scheduled):
@@ -316,7 +319,7 @@ class ModelRunner:
                 scalings = self._scalings(scheduled, batch.scaling_pass, sums)
                 self._adapters.use_for_batch(scheduled, batch, scalings)
             of_heads = head_rows(scheduled, device.torch_device)
-            wanted = None if self.predictions else _wanted_rows(batch, scheduled, of_heads)
+            wanted = None if predicts and self.predictions else _wanted_rows(batch, scheduled, of_heads)
             embeddings, hidden = self.hidden_states(batch, wanted)
             if self._adapters is not None:
                 self._adapters.use_for_samples()

@@ -36,7 +36,9 @@ SCALED_ROWS = 128
 """Maximum rows of X-LoRA chunks. Larger chunks use the same scaling kernels."""
 _IMAGE = b"warm-up"
 ROWS_OF_DRAFTS = (1, 2, 4, 8, 16, 32)
-PREDICTED = (0, 4)
+PREDICTED = 4
+"""Drafts of the model's own layer whose time is measured."""
+ROWS_OF_LAYER = 32
 ROUNDS_OF_DRAFTS = 3
 _SECONDS_OF_DRAFTS = 1.0
 """No round of measurements begins after this time."""
@@ -169,23 +171,30 @@ def _decode_ahead(runner: ModelRunner, size: int) -> float:
     return seconds
 
 
-def time_predictions(runner: ModelRunner) -> list[tuple[int, float]]:
-    """Measure steps of one row in which the model drafts. Returns ascending numbers of drafts, and seconds."""
-    return _fastest(runner, PREDICTED, lambda runner, count: _check_drafts(runner, 1, count))
+def time_layer(runner: ModelRunner) -> list[tuple[int, float]]:
+    """Measure steps with and without the model's own layer, interleaved. Returns the numbers 0 to 4, and seconds.
+
+    0, 1, 2: a decode without the layer, with it, and with `PREDICTED` drafts of it. 3, 4: a prompt of `ROWS_OF_LAYER`
+    rows without the layer and with it.
+    """
+    steps: list[Callable[[], float]] = [partial(_check_drafts, runner, 1, count) for count in (None, 0, PREDICTED)]
+    steps += [partial(_read_prompt, runner, through_layer=through_layer) for through_layer in (False, True)]
+    return _fastest(runner, range(len(steps)), lambda _, number: steps[number]())
 
 
-def time_without_predictions(runner: ModelRunner) -> list[tuple[int, float]]:
-    """Measure a step of one row without the layer for multi-token prediction."""
-    predictions, runner.predictions = runner.predictions, None
-    try:
-        return _fastest(runner, (1,), _check_drafts)
-    finally:
-        runner.predictions = predictions
+def _read_prompt(runner: ModelRunner, *, through_layer: bool) -> float:
+    request = _request(runner, 0, ROWS_OF_LAYER)
+    predicted = {request.request_id: 0} if through_layer else {}
+    started = time.perf_counter()
+    runner.submit(SchedulerOutput(new_requests=[request], num_predicted=predicted)).result()
+    seconds = time.perf_counter() - started
+    _finish(runner, [request])
+    return seconds
 
 
-def _check_drafts(runner: ModelRunner, rows: int, num_predicted: int = 0) -> float:
-    """num_predicted: drafts that the model makes."""
-    request = _request(runner, 0, 1, max_tokens=rows + num_predicted)
+def _check_drafts(runner: ModelRunner, rows: int, num_predicted: int | None = None) -> float:
+    """num_predicted: drafts of the model's own layer. None: it does not run."""
+    request = _request(runner, 0, 1, max_tokens=rows + (num_predicted or 0))
     request = msgspec.structs.replace(request, num_tokens=rows, max_len=rows + 1)
     drafts = {request.request_id: [0] * (rows - 1)} if rows > 1 else {}
     if runner.model.language_model.state_specs:
@@ -193,7 +202,7 @@ def _check_drafts(runner: ModelRunner, rows: int, num_predicted: int = 0) -> flo
         state = StateStep(PADDING_SLOT, PADDING_SLOT, num_accepted=rows - 1)
         request = msgspec.structs.replace(request, states=(state,))
     started = time.perf_counter()
-    predicted = {request.request_id: num_predicted}
+    predicted = {} if num_predicted is None else {request.request_id: num_predicted}
     step = SchedulerOutput(new_requests=[request], draft_token_ids=drafts, num_predicted=predicted)
     runner.submit(step).result()
     seconds = time.perf_counter() - started

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
+
+from vlmserve.scheduler.drafts.curve import Curve
+from vlmserve.scheduler.drafts.layer import Layer
 
 MAX_DRAFTS = 32
 _SHARE = 0.02
@@ -15,27 +17,10 @@ _VALUE_IN_CROWDS = 0.5
 """Share of an accepted draft's time that counts in steps of several requests: the engine's own work is not measured."""
 _RESERVE = 0.5
 """Balance that searches of several requests leave for drafts, in steps of one row."""
-_LEFT_BY_STANDING = 0.25
-"""Least part of the share that standing costs leave."""
+_PART_OF_LAYER = 0.25
+"""Part of the share that rows of the model's own layer may take, if there is one."""
 _FIRST_STEPS, _MOST_STEPS = 2.0, 8.0
 """Initial and maximum balance of `Account`, in steps of one row."""
-
-
-class Curve:
-    """Seconds by a count, linearly interpolated and extrapolated."""
-
-    def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
-        """measured: at least one pair of a count, ascending from 1, and seconds."""
-        self.counts = [count for count, _ in measured]
-        # more rows take no less time, so slower steps with fewer rows were disturbed
-        self._seconds = [min(seconds for _, seconds in measured[number:]) for number in range(len(measured))]
-
-    def seconds(self, count: int) -> float:
-        if len(self.counts) == 1:
-            return self._seconds[0]
-        last = min(max(1, bisect_right(self.counts, count)), len(self.counts) - 1)
-        (left, right), (low, high) = self.counts[last - 1 : last + 1], self._seconds[last - 1 : last + 1]
-        return low + (high - low) * (count - left) / (right - left)
 
 
 class StepCosts:
@@ -68,9 +53,9 @@ class StepCosts:
 class Account:
     """Seconds that drafts and searches for them may cost: a share of all steps, plus the time saved by drafts."""
 
-    def __init__(self, costs: StepCosts, standing: float = 0.0) -> None:
-        """standing: seconds that each step pays for drafts, even if it makes none."""
-        self._costs, self._standing = costs, standing
+    def __init__(self, costs: StepCosts, layer: Layer | None = None) -> None:
+        """layer: gets a part of the share."""
+        self._costs, self._layer = costs, layer
         self._step = costs.seconds_without(1, 0, is_ahead=True)
         self._left = _FIRST_STEPS * self._step
         self._rows, self._value = 1, self._step
@@ -104,8 +89,11 @@ class Account:
         if num_decodes > 1:
             share, self._reserve = _SHARE_OF_CROWDS, _RESERVE * self._step
             self._value *= _VALUE_IN_CROWDS
-        share = max(share - self._standing / of_decodes, _LEFT_BY_STANDING * share)
-        self._add(share * of_decodes if num_decodes and not is_counted else 0.0)
+        seconds = share * of_decodes if num_decodes and not is_counted else 0.0
+        if self._layer is not None:
+            self._layer.add(_PART_OF_LAYER * seconds)
+            seconds *= 1 - _PART_OF_LAYER
+        self._add(seconds)
 
     def _add(self, seconds: float) -> None:
         self._left = min(self._left + seconds, _MOST_STEPS * self._step)

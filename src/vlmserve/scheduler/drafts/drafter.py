@@ -10,6 +10,7 @@ from typing import NamedTuple
 from vlmserve.cache.keys import answers_key, block_key, touched_images
 from vlmserve.scheduler.drafts.corpus import LONGEST_MATCH, SEPARATOR, Answers, Corpus
 from vlmserve.scheduler.drafts.costs import MAX_DRAFTS, Account, StepCosts
+from vlmserve.scheduler.drafts.layer import Layer, LayerCosts, worth
 from vlmserve.scheduler.drafts.reader import NUM_CLASSES, Drafting, Kind, Rate, Reader, Source
 from vlmserve.scheduler.request import Request
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
@@ -32,8 +33,6 @@ _FIRST_RATES = ((1.0, 1.0), (1.0, 1.0), (2.0, 1.0), (4.0, 1.0), (8.0, 1.0))
 """Assumed right and wrong drafts at start, by match class."""
 _FIRST_RATE_OF_MODEL = 2.0, 1.0
 """Assumed right and wrong drafts of the model at start."""
-_PATIENCE = 64
-"""Steps without the model's drafts after which one is made to see if it is right."""
 _MAX_PREDICTED = 8
 """Maximum drafts of the model after a step."""
 _IN_FLIGHT = 2
@@ -54,16 +53,14 @@ class Drafter:
     def __init__(
         self,
         costs: StepCosts,
-        seconds_of_model: float | None = None,
+        layer: LayerCosts | None = None,
         max_predicting: int = 256,
-        standing: float = 0.0,
     ) -> None:
-        """seconds_of_model: that the model takes for a draft; None: it makes none. max_predicting: requests of a step
-        with such drafts. standing: see `Account`.
-        """
+        """layer: the model's own; None: it has none. max_predicting: requests of a step that may run through it."""
         self.num_drafted = self.num_accepted = 0
-        self._account = Account(costs, standing)
-        self._seconds_of_model, self._max_predicting = seconds_of_model, max_predicting
+        self._layer = None if layer is None else Layer(layer, costs.seconds_without(1, 0, is_ahead=True))
+        self._account = Account(costs, self._layer)
+        self._max_predicting = max_predicting
         self._forced: Mapping[str, list[int]] = {}
         """Tokens that grammars force after the last step, by request."""
         self._answers = Answers(MAX_KEPT_TOKENS, _MAX_KEPT_OF_KEY)
@@ -165,33 +162,61 @@ class Drafter:
         return [_Found(kind, self._rate(drafting, kind), [token]) for kind, token in zip(kinds, token_ids, strict=True)]
 
     def predict(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """Let the model make drafts after a planned step. requests: the running ones."""
-        if self._seconds_of_model is None:
+        """Let requests of a planned step run through the model's own layer, and make drafts. requests: the running
+        ones.
+        """
+        if self._layer is None:
             return
-        sampling = [
-            request
+        running = [
+            (one.start, one.num_tokens, request)
             for one in step.requests
-            if (request := requests.get(one.request_id)) is not None
-            and one.start + one.num_tokens >= len(request.token_ids)
-            and request.task == GENERATE
-        ]
-        seconds = self._account.share(self._seconds_of_model, max(1, len(sampling)))
-        for request in sampling[: self._max_predicting]:
-            if self._account.affords_search and (count := self._num_predicted(request, seconds)):
+            if (request := requests.get(one.request_id)) is not None and request.task == GENERATE
+        ][: self._max_predicting]
+        if not running:
+            return
+        num_rows = sum(count for _, count, _ in running)
+        of_row = self._layer.costs.rows.seconds(num_rows) / num_rows
+        of_draft = self._account.share(self._layer.costs.draft, len(running))
+        for start, num_tokens, request in running:
+            drafting = request.drafting = request.drafting or self._start(request)
+            use, rows_left = drafting.layer, len(request.token_ids) - start
+            tokens_left = request.max_len - len(request.token_ids)
+            most = max(0, min(_MAX_PREDICTED, tokens_left - 2))
+            rates = [self._rate(drafting, _kind_of_model(number)) for number in range(most)]
+            wanted, gain = self._account.best(rates, of_draft)
+            saved = worth(gain, num_tokens, rows_left, tokens_left)
+            runs = self._runs_layer(request, saved, (start, num_tokens), of_row, of_draft)
+            count = 0
+            if num_tokens >= rows_left:
+                has_others = any(kind[0] != "mtp" for kind, _ in drafting.proposed)
+                count = use.count(wanted, may_draft=self._account.affords_search and most > 0 and not has_others)
+            if runs:
                 step.num_predicted[request.request_id] = count
-                self._account.spend(count * seconds)
+                self._account.spend(count * of_draft)
 
-    def _num_predicted(self, request: Request, seconds: float) -> int:
-        """Drafts that save more than they cost, or one now and then to see if it is right. None beside other drafts."""
-        drafting = request.drafting = request.drafting or self._start(request)
-        if any(kind[0] != "mtp" for kind, _ in drafting.proposed):
-            return 0
-        rates = [self._rate(drafting, _kind_of_model(number)) for number in range(_MAX_PREDICTED)]
-        count, _ = self._account.best(rates, seconds)
-        drafting.num_unpredicted = 0 if count else drafting.num_unpredicted + 1
-        if drafting.num_unpredicted > _PATIENCE:
-            count, drafting.num_unpredicted = 1, 0
-        return count
+    def _runs_layer(
+        self, request: Request, saved: float, rows: tuple[int, int], of_row: float, of_draft: float
+    ) -> bool:
+        """Return whether the layer runs for a request's rows: drafts pay for them, or the allowance does.
+
+        rows: the first one and their number.
+        """
+        assert self._layer is not None
+        assert request.drafting is not None
+        (start, count), use = rows, request.drafting.layer
+        if saved <= count * of_row:
+            runs = self._layer.affords(use, len(request.token_ids) - start, of_row)
+            if runs and not use.runs:
+                # nor would right drafts pay
+                runs = self._account.best([1.0] * _MAX_PREDICTED, of_draft)[1] > of_row
+            if not runs:
+                use.runs = False
+                return False
+            self._layer.spend(count * of_row)
+        if not use.runs:
+            use.begin(in_prompt=start < request.num_prompt_tokens)
+        use.num_rows += count
+        return True
 
     def _start(self, request: Request) -> Drafting:
         keys = _keys_of(request)
@@ -230,7 +255,7 @@ class Drafter:
             self._account.earn(accepted)
             self._note(drafting, right, len(drafts))
         self._forced = output.forced
-        if self._seconds_of_model is not None:
+        if self._layer is not None:
             self._note_predicted(output, requests)
 
     def _note_predicted(self, output: ModelRunnerOutput, requests: Mapping[str, Request]) -> None:
@@ -242,6 +267,7 @@ class Drafter:
             if drafting.num_known == len(request.token_ids):
                 for number, (draft, token) in enumerate(zip(drafting.predicted, sampled, strict=False)):
                     self._add(drafting, _kind_of_model(number), int(draft == token), int(draft != token))
+                    drafting.layer.was_right = drafting.layer.was_right or draft == token
                     if draft != token:
                         break
             drafting.predicted = output.predicted.get(request_id, [])

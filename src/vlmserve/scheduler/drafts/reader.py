@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from vlmserve.scheduler.drafts.corpus import GRAM, LONGEST_MATCH, SEPARATOR, Corpus
+from vlmserve.scheduler.drafts.layer import LayerUse
 
 Source: TypeAlias = Literal["repeat", "grammar", "prediction", "own", "image", "schema", "mtp"]
 """repeat: earlier answers to the same prompt. grammar: text that the grammar forces. prediction: the client's predicted
@@ -104,7 +105,6 @@ class Drafting:
     predicted: list[int] = field(default_factory=list)
     """Drafts that the model made after its first `num_known` tokens."""
     num_known: int = 0
-    num_unpredicted: int = 0
-    """Steps since the model made a draft."""
+    layer: LayerUse = field(default_factory=LayerUse)
     num_accepted: int = 0
     num_rejected: int = 0
