@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,6 +82,13 @@ def test_fastest_round_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(warm_up, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     assert warm_up.time_rows(runner, 3) == [(1, pytest.approx(0.03)), (2, pytest.approx(0.02))]
     assert [*clock] == []
+
+
+def test_slow_steps_are_measured_with_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    runner = engine_of(make_llama(tmp_path / "llama")).runner
+    clock = count(step=0.3)
+    monkeypatch.setattr(warm_up, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert [rows for rows, _ in warm_up.time_rows(runner, 33)] == [1, 2, 4, 8]
 
 
 def test_old_curves_are_measured_anew(monkeypatch: pytest.MonkeyPatch):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from tests.checkpoints import make_llama
 from tests.engine.test_structured import engine_of
 from tests.native import built
 from vlmserve.devices import cpu
+from vlmserve.devices.cpu import ProgramExecutor
+from vlmserve.devices.device import LayerStack
 from vlmserve.server.run import ready_line
 from vlmserve.steps import SchedulerOutput
 from vlmserve.types import ModelInfo
@@ -26,6 +30,20 @@ def test_start_runs_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert engine.stats().kv_blocks_used == 0
     assert engine.stats().steps == 0
     assert engine.runner.submit(SchedulerOutput()).result() is not None
+
+
+@built
+def test_first_steps_have_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    run = ProgramExecutor.run
+
+    def note(self: ProgramExecutor, layers: LayerStack, x: Tensor, *others: Any) -> Tensor:
+        rows.append(len(x))
+        return run(self, layers, x, *others)
+
+    monkeypatch.setattr(ProgramExecutor, "run", note)
+    engine_of(make_llama(tmp_path), max_warm_up_seconds=10.0, kernels="native")
+    assert sorted(rows) == [1, 2]
 
 
 def test_ready_line_says_what_was_loaded() -> None:

@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 PROMPT_ROWS = (8, 16, 32, 64, 128, 192, 512, 1024, 2048, 8192)
 """Rows of chunks with different kernels or tilings: Triton up to 128, the library above. MoE kernels change tiles at 32
 rows per expert."""
-FIRST_ROWS = (16, 1)
-"""Rows of prompts if nothing is captured. They touch all weights and start the threads."""
+FIRST_ROWS = (2, 1)
+"""Rows of prompts if nothing is captured. They touch all weights and start the threads. More rows would only take
+longer."""
 MIXED_ROWS = 512
 """Maximum rows of warm-up steps that mix decodes and chunks."""
 _LEAST_ROWS_BESIDE = 3
@@ -41,7 +42,9 @@ PREDICTED = 4
 ROWS_OF_LAYER = 32
 ROUNDS_OF_DRAFTS = 3
 _SECONDS_OF_DRAFTS = 1.0
-"""No round of measurements begins after this time."""
+"""No round of measurements begins after this time, and no more rows are measured than `_FEWEST_SIZES`."""
+_FEWEST_SIZES = 3
+"""Numbers of rows that give a slope: costs of more rows are extrapolated."""
 _STEPS_AHEAD = 8
 """Steps that `time_ahead` measures in a row."""
 _PROGRESS_SECONDS = 5.0
@@ -152,6 +155,8 @@ def _fastest(
         if number and time.perf_counter() - started > _SECONDS_OF_DRAFTS:
             break
         for size in sizes:
+            if len(fastest) >= _FEWEST_SIZES and sum(fastest.values()) > _SECONDS_OF_DRAFTS:
+                break
             seconds = measure(runner, size)
             fastest[size] = min(seconds, fastest.get(size, seconds))
     return sorted(fastest.items())
