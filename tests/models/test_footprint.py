@@ -17,6 +17,7 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 from tests.checkpoints import make_llama, make_llava, make_text_model
 from tests.gguf_files import write_gguf
 from tests.models.test_families import make
+from tests.mtp_checkpoints import add_glm_mtp, add_mtp
 from tests.paged import PagedRun
 from tests.ranks import Meeting, ThreadRanks
 from vlmserve.devices import cpu
@@ -27,7 +28,7 @@ from vlmserve.layers.layer import allocate
 from vlmserve.layers.linear import Weight
 from vlmserve.models import footprint as module
 from vlmserve.models import weights
-from vlmserve.models.footprint import LIBRARIES, check_memory, footprint
+from vlmserve.models.footprint import LIBRARIES, check_memory, footprint, footprint_of
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
@@ -80,6 +81,22 @@ def test_footprint_leaves_out_audio_towers(tmp_path: Path, llama: Path) -> None:
     tensors = load_file(llama / "model.safetensors")
     save_file({**tensors, "model.audio_tower.weight": torch.zeros(512, 512)}, tmp_path / "model.safetensors")
     assert footprint(tmp_path, "none") == footprint(llama, "none")
+
+
+@pytest.mark.parametrize("kind", ["folder", "GGUF", "GLM"])
+def test_footprint_counts_mtp_layers_for_drafts_only(tmp_path: Path, kind: str) -> None:
+    path = make(tmp_path / "folder", "glm4_moe" if kind == "GLM" else "qwen3.5")
+    alone = footprint(write_gguf(path, tmp_path / "alone.gguf") if kind == "GGUF" else path, "none")
+    path = add_glm_mtp(path) if kind == "GLM" else add_mtp(path)
+    if kind == "GGUF":
+        path = write_gguf(path, tmp_path / "model.gguf")
+    assert footprint(path, "none", drafts=False) == alone
+    assert footprint(path, "none").weights > alone.weights
+    config = EngineConfig(model=str(path), speculation="off", device="cpu", dtype="bfloat16")
+    assert (
+        footprint_of(config, path).weights
+        < footprint_of(config.model_copy(update={"speculation": "auto"}), path).weights
+    )
 
 
 def test_towers_stay_plain(tmp_path: Path) -> None:

@@ -55,6 +55,10 @@ _UNREAD = re.compile(
 )
 """Names of tensors that no model reads."""
 
+_MTP = re.compile(r"(?:^|\.)mtp\.")
+_OF_MTP = re.compile(r"(.*(?:layers|blk)\.\d+\.)(?:eh_proj|nextn)\b")
+"""Names of tensors that only a layer for multi-token prediction has, as layers after the decoder's. The first group is
+its prefix."""
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Driver files of NVIDIA and AMD GPUs, and of GPUs in WSL."""
 _LONGEST_HEADER = 100 * 10**6
@@ -95,10 +99,12 @@ def footprint(
     plain_bytes: int = 2,
     kernels: str = "auto",
     input_bits: int | None = None,
+    drafts: bool = True,
 ) -> Footprint:
     """Estimate a checkpoint's memory with ``--quantize scheme``.
 
     vision: quantize the tower too. plain_bytes: of an unquantized weight. kernels, input_bits: see `EngineConfig`.
+    drafts: also load a layer for multi-token prediction.
     Raises like `weight_files`, and ModelLoadError for a broken GGUF file.
     """
     if _is_quantized(folder) or any(path.suffix in PICKLES for path in weight_files(folder)):
@@ -107,6 +113,7 @@ def footprint(
         return Footprint(size, size)
     stored = (tensor for path in weight_files(folder) for tensor in _tensors(path))
     tensors = [tensor for tensor in stored if not _UNREAD.search(tensor.name)]
+    tensors = tensors if drafts else _without_mtp(tensors)
     tied = not any(_HEADS.search(tensor.name) for tensor in tensors)
     superblocks = scheme == "none" and plain_bytes < 4 and input_bits != 16 and keeps_superblocks(kernels)
     kept = SUPERBLOCK_BYTES if superblocks else {}
@@ -114,6 +121,11 @@ def footprint(
     weights = round(sum(sizes))
     plain = [tensor.read_at_once * plain_bytes for tensor in tensors] if scheme != "none" else []
     return Footprint(weights, _peak(weights, plain))
+
+
+def _without_mtp(tensors: list[Stored]) -> list[Stored]:
+    prefixes = tuple({found[1] for tensor in tensors if (found := _OF_MTP.match(tensor.name)) is not None})
+    return [tensor for tensor in tensors if not _MTP.search(tensor.name) and not tensor.name.startswith(prefixes)]
 
 
 def _peak(weights: int, plain: list[int]) -> int:
@@ -136,7 +148,13 @@ def footprint_of(config: EngineConfig, folder: Path) -> Footprint:
         plain_bytes=4 if config.dtype == "float32" else 2,
         kernels=config.kernels,
         input_bits=config.input_bits,
+        drafts=_drafts(config),
     )
+
+
+def _drafts(config: EngineConfig) -> bool:
+    drafts = config.speculation != "off" and config.max_warm_up_seconds > 0 and config.tensor_parallel_size == 1
+    return drafts and loads_into_main_memory(config)
 
 
 def check_memory(config: EngineConfig, folder: Path) -> None:
@@ -163,7 +181,7 @@ def check_fits(config: EngineConfig, folder: Path, free: int, reserved: int = 0)
     schemes: tuple[Scheme, ...] = ("int8", "int4")
     if quantization.usual == "none" and not _is_quantized(folder) and language_model(folder) is None:
         for scheme in schemes:
-            if (other := reserved + footprint(folder, scheme).loading) <= free:
+            if (other := reserved + footprint(folder, scheme, drafts=_drafts(config)).loading) <= free:
                 raise ModelLoadError(f"{said}; with --quantize {scheme} it needs {_gb(other)}")
     raise ModelLoadError(f"{said}: free some, or choose a smaller model (vlmserve doctor names those that fit)")
 
