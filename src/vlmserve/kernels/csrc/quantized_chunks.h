@@ -44,10 +44,13 @@ struct WideChunk {
                         u8v bytes = load_bytes(place + vector * LANES * 4);
                         if (BITS == 4) bytes = nibbles(bytes, half);
                         if (IS_CODED) bytes = decode<0>(bytes);
-                        i16v both = bit_cast<i16v>(bytes), odd = both >> 8, even = (both << 8) >> 8;
-                        if (!IS_CODED) {
-                            odd = (odd & static_cast<std::int16_t>(255)) - zero;
-                            even = (even & static_cast<std::int16_t>(255)) - zero;
+                        i16v even, odd;
+                        if (IS_CODED) {
+                            odd = bit_cast<i16v>(bytes) >> 8;
+                            even = (bit_cast<i16v>(bytes) << 8) >> 8;
+                        } else {
+                            odd = bit_cast<i16v>(bit_cast<pairs16>(bytes) >> 8) - zero;
+                            even = (bit_cast<i16v>(bytes) & static_cast<std::int16_t>(255)) - zero;
                         }
                         parts[vector / MANY_WIDTH].weights[quad][0][vector % MANY_WIDTH] = even;
                         parts[vector / MANY_WIDTH].weights[quad][1][vector % MANY_WIDTH] = odd;
