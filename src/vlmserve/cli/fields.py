@@ -54,7 +54,6 @@ def is_size(field: FieldInfo) -> bool:
 
 
 def is_json(field: FieldInfo) -> bool:
-    """True for a nested object, typed as JSON."""
     return _is_read_by(field, parse_json)
 
 

@@ -33,8 +33,6 @@ class RequestFailedError(VLMServeError):
 
 
 class _Connection(asyncio.Protocol):
-    """A connection with one request at a time."""
-
     __slots__ = (
         "_framed", "_keep", "_now", "_parser", "_reply", "_sink", "_status", "is_fresh", "received", "transport",
     )  # fmt: skip

@@ -69,7 +69,6 @@ class Run:
         self._start = 0.0
 
     def stop(self, why: str) -> None:
-        """Cancel requests in flight."""
         self._outcome.stopped = self._outcome.stopped or why
         self._stop.set()
 

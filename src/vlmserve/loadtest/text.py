@@ -26,8 +26,6 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Words and their token counts."""
-
     costs: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(WORDS, 1.0))
     """Tokens of a word with a space before it."""
     anchor: float = 1.0

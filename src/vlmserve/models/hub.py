@@ -35,8 +35,9 @@ def resolve_model(name: str, revision: str | None = None, mmproj: str | None = N
 
     ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` apply.
 
-    Raises CheckpointNotFoundError without such a checkpoint or hub; MissingWeightsError without weights; ModelLoadError
-    for a broken GGUF file or a mismatched pair; ConfigurationError for `mmproj` without a GGUF file.
+    Raises CheckpointNotFoundError if the checkpoint does not exist or the hub is unreachable; MissingWeightsError
+    without weights; ModelLoadError for a broken GGUF file or a mismatched pair; ConfigurationError for `mmproj` without
+    a GGUF file.
     """
     folder = built_in_folder() if name == BUILT_IN_MODEL else expanded(name)
     if folder.is_dir():

@@ -176,7 +176,7 @@ class _Canvas:
         return made
 
     def row(self, texts: tuple[str, str], margin: float, y: float, height: float) -> None:
-        """Leaves a gap between both texts."""
+        """Print two texts at the ends of a row. Without a gap between them, the document does not fit."""
         left = self.line(texts[0], (margin, y), height)
         right = self.line(texts[1], (self.document.size[0] - margin, y), height, "right")
         if left and right and right.box[0] - left.box[2] < _SMALLEST_GAP * height:

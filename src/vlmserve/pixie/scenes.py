@@ -27,8 +27,6 @@ LEAST_CONTRAST: Final[float] = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A coloured shape."""
-
     shape: str
     colour: str
     rgb: Rgb
@@ -50,8 +48,6 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """A number or a word."""
-
     text: str
     colour: str
     rgb: Rgb

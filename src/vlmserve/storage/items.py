@@ -28,7 +28,7 @@ _BLOB = "$blob"
 
 @dataclass(frozen=True, slots=True)
 class PackedItem:
-    """blobs: bytes of its images by digest."""
+    """An item without its images. body: JSON. blobs: bytes of the images by digest."""
 
     id: str
     body: str

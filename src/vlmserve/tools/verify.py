@@ -29,8 +29,6 @@ Verdict = Literal["same", "near tie", "other prompt", "other logits", "other tok
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """The result for one conversation."""
-
     error: float
     """Maximum difference of logits up to the first differing token, in standard deviations of Transformers' logits."""
     ours: list[int]

@@ -435,7 +435,7 @@ class TritonLinearKernel:
         return plain and residual.dtype == self.dtype == self._output_dtype
 
     def _expanded(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """residual: added before rounding if there is no bias."""
+        """Multiply by weights dequantized in parts. Without a bias, `residual` is added before rounding."""
         if self.stored.scales is None:
             return _product(x, self.stored.values, self._bias, residual)
         step = max(1, EXPANDED_ELEMENTS // self._in_features)

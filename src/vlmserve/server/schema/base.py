@@ -50,8 +50,6 @@ WINDOW = 1024**2
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """Limits of a body."""
-
     max_values: int
     """JSON values, estimated."""
     max_messages: int

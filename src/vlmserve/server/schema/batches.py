@@ -50,8 +50,6 @@ def read_line(data: bytes | bytearray | memoryview) -> BatchLine:
 
 
 class OutputLifetime(RequestModel):
-    """The lifetime of a batch's output files."""
-
     anchor: Literal["created_at"]
     seconds: int = Field(ge=3600, le=2592000)
 
@@ -75,8 +73,6 @@ class BatchRequest(RequestModel):
 
 
 class BatchesQuery(Query):
-    """Query of the list of batches."""
-
     after: str | None = Field(None, description="The id of the previous page's last batch.")
     limit: int = Field(20, ge=1, le=100)
 
@@ -86,8 +82,6 @@ class BatchesQuery(Query):
 
 
 class RequestCounts(msgspec.Struct):
-    """Counts of a batch's requests."""
-
     total: int
     completed: int
     failed: int
@@ -103,15 +97,11 @@ class BatchError(msgspec.Struct):
 
 
 class BatchErrors(msgspec.Struct):
-    """All errors in an input file."""
-
     data: list[BatchError]
     object: str = "list"
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
-    """Details of input tokens."""
-
     cached_tokens: int
 
 

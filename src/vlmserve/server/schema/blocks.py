@@ -29,16 +29,12 @@ _OWN_FIELDS: Mapping[str, str] = {
 
 
 class Block(RequestModel):
-    """A content block."""
-
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {"cache_control", "caller", "citations", "encrypted_content", "signature"}
     )
 
 
 class TextBlock(Block):
-    """A text."""
-
     type: Literal["text"]
     text: str
 
@@ -47,16 +43,12 @@ class TextBlock(Block):
 
 
 class Base64Source(RequestModel):
-    """A file in base64."""
-
     type: Literal["base64"]
     media_type: str
     data: str
 
 
 class URLSource(RequestModel):
-    """A file at a URL."""
-
     type: Literal["url"]
     url: str
 
@@ -69,8 +61,6 @@ class UploadedSource(RequestModel):
 
 
 class ImageBlock(Block, Budget):
-    """An image."""
-
     type: Literal["image"]
     source: Annotated[Base64Source | URLSource | UploadedSource, ByType()]
 
@@ -169,8 +159,6 @@ class CompactionBlock(Block):
 
 
 class ToolUseBlock(Block):
-    """A tool call."""
-
     type: Literal["tool_use"]
     id: str
     name: Annotated[str, Field(min_length=1)]

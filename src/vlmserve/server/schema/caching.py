@@ -27,15 +27,11 @@ class Prewarming(RequestModel):
 
 
 class CacheOptions(Prewarming):
-    """Cache options and a comparison."""
-
     comparison_response_id: str | None = None
     """A response whose prompt is compared with this one."""
 
 
 class CachingRequest(SamplingRequest):
-    """A request with cache options."""
-
     prompt_cache_options: CacheOptions | None = Field(
         None, description="Compute a prompt without an answer, or ask why the caches lacked it."
     )

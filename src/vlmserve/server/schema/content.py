@@ -43,8 +43,6 @@ def effort_settings(effort: ReasoningEffort | None, known: Collection[str]) -> d
 
 
 class TextPart(ChatPart):
-    """A piece of text."""
-
     type: Literal["text"]
     text: str
 
@@ -115,8 +113,6 @@ class PromptRequest(RequestModel):
 
 
 class ImagePart(ChatPart, Budget):
-    """An image."""
-
     type: Literal["image_url"]
     image_url: Annotated[ImageURL, BeforeValidator(_as_url)]
 

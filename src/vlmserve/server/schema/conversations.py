@@ -36,8 +36,6 @@ class ItemsRequest(RequestModel):
 
 
 class ConversationObject(msgspec.Struct):
-    """A conversation without its items."""
-
     id: str
     created_at: int
     metadata: dict[str, str]

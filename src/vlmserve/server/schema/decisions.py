@@ -68,8 +68,6 @@ _Part = Annotated[InputText | InputImage | InputFile, ByType()]
 
 
 class _Question(RequestModel):
-    """Fields of all questions."""
-
     name: str | None = None
     instructions: Annotated[
         Annotated[str, Field(min_length=1)] | Annotated[list[_Part], Field(min_length=1)],
@@ -105,8 +103,6 @@ class Predicate(_Question):
 
 
 class ChoiceOption(RequestModel):
-    """A possible answer."""
-
     value: str | bool
     description: str | None = None
 
@@ -135,8 +131,6 @@ class Choice(_Question):
 
 
 class Level(RequestModel):
-    """One level of a scale."""
-
     label: Annotated[str, Field(min_length=1)]
     description: str | None = None
 
@@ -195,8 +189,6 @@ class PredicateAnswer(msgspec.Struct):
 
 
 class ValueProbability(msgspec.Struct):
-    """The probability of a choice."""
-
     value: str | bool
     probability: float
 

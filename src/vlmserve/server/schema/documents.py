@@ -26,8 +26,6 @@ class PreviewRequest(RequestModel):
 
 
 class PagePreview(msgspec.Struct):
-    """A small image of a page."""
-
     page: int
     width: int
     height: int

@@ -78,8 +78,6 @@ class PoolingRequest(EmbeddingRequest):
 
 
 class EmbeddingUsage(msgspec.Struct):
-    """Tokens of all inputs."""
-
     prompt_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails

@@ -15,8 +15,6 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorAnswer(msgspec.Struct):
-    """The body of an error response."""
-
     error: ErrorDetail
 
 

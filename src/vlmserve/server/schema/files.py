@@ -26,8 +26,6 @@ class FileRequest(RequestModel):
 
 
 class FileObject(msgspec.Struct):
-    """A file without its content."""
-
     id: str
     bytes: int
     created_at: int

@@ -38,8 +38,6 @@ _BREAKPOINT = frozenset({"prompt_cache_breakpoint"})
 
 
 class InputText(RequestModel):
-    """A text in a question."""
-
     ignored_fields: ClassVar[frozenset[str]] = _BREAKPOINT
 
     type: Literal["input_text"]
@@ -96,8 +94,6 @@ class OutputText(RequestModel):
 
 
 class Refusal(RequestModel):
-    """A refusal in an earlier answer."""
-
     type: Literal["refusal"]
     refusal: str
 
@@ -188,15 +184,11 @@ class McpCallItem(RequestModel):
 
 
 class ReasoningText(RequestModel):
-    """A text of reasoning."""
-
     type: Literal["reasoning_text"]
     text: str
 
 
 class SummaryText(RequestModel):
-    """A summary of reasoning."""
-
     type: Literal["summary_text"]
     text: str
 

@@ -81,8 +81,6 @@ class ThinkingEnabled(RequestModel):
 
 
 class ThinkingAdaptive(RequestModel):
-    """The model reasons as long as it wants."""
-
     type: Literal["adaptive"]
     display: ThinkingDisplay = None
 
@@ -94,8 +92,6 @@ class ThinkingDisabled(RequestModel):
 
 
 class PromptFields(PromptRequest):
-    """Fields of the prompt."""
-
     thinking: Annotated[ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, ByType()] | None = Field(
         None, description="Reason before the answer, and how long. Default: no, if the model has a switch."
     )
@@ -130,8 +126,6 @@ class PromptFields(PromptRequest):
 
 
 class OutputConfig(RequestModel):
-    """The format of the answer."""
-
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"effort", "task_budget"})
 
     format: MessagesFormat | None = None
@@ -208,8 +202,6 @@ class MessageUsage(msgspec.Struct):
 
 
 class TextContent(msgspec.Struct, tag_field="type", tag="text"):
-    """Text of the answer."""
-
     text: str
 
 

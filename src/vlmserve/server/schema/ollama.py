@@ -54,8 +54,6 @@ class SentFunction(RequestModel):
 
 
 class SentCall(RequestModel):
-    """A tool call in a message."""
-
     function: SentFunction
 
 
@@ -257,15 +255,11 @@ class OllamaEmbeddings(msgspec.Struct):
 
 
 class AnsweredFunction(msgspec.Struct):
-    """A function with its arguments, a JSON object."""
-
     name: str
     arguments: dict[str, Any]
 
 
 class AnsweredCall(msgspec.Struct):
-    """A tool call in an answer."""
-
     function: AnsweredFunction
 
 

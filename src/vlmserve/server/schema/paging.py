@@ -36,8 +36,6 @@ class ItemsQuery(Query):
 
 
 class ItemQuery(Query):
-    """Query of one item."""
-
     include: list[Includable] = Field(default_factory=list, description="No effect: items always have all parts.")
 
 
@@ -48,8 +46,6 @@ class ResponseQuery(ItemQuery):
 
 
 class FilesQuery(Query):
-    """Query of the list of files."""
-
     after: str | None = Field(None, description="The id of the last file of the page before.")
     limit: int = Field(10_000, ge=1, le=10_000)
     order: Literal["asc", "desc"] = "desc"

@@ -49,16 +49,12 @@ class Reasoning(RequestModel):
 
 
 class TextConfig(RequestModel):
-    """The format of the answer."""
-
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
     format: OutputFormat | None = None
 
 
 class ConversationRef(RequestModel):
-    """The conversation of a response."""
-
     id: str
 
 
@@ -151,14 +147,10 @@ class InputTokensDetails(msgspec.Struct):
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """Details of output tokens."""
-
     reasoning_tokens: int = 0
 
 
 class ResponseUsage(msgspec.Struct):
-    """Token counts of prompt and answer."""
-
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int

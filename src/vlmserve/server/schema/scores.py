@@ -53,8 +53,6 @@ _Queries = Annotated[
 
 
 class _ScoringRequest(PromptRequest, ModelRequest):
-    """Common fields of scores and rankings."""
-
     instruction: str | None = Field(None, min_length=1, description="The reranker's task. Default: web search.")
 
 
@@ -93,8 +91,6 @@ class RerankRequest(_ScoringRequest):
 
 
 class ScoreData(msgspec.Struct):
-    """The score of one document."""
-
     index: int
     score: float
     object: str = "score"
@@ -112,8 +108,6 @@ class ScoreList(msgspec.Struct):
 
 
 class RankedDocument(msgspec.Struct):
-    """The text of a document."""
-
     text: str
 
 

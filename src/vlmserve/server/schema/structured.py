@@ -25,8 +25,6 @@ Choices = Annotated[list[str], Field(min_length=1)]
 
 
 class TextFormat(RequestModel):
-    """Any text."""
-
     type: Literal["text"]
 
 
@@ -47,8 +45,6 @@ class NamedSchema(RequestModel):
 
 
 class SchemaFormat(RequestModel):
-    """JSON that matches a schema."""
-
     type: Literal["json_schema"]
     json_schema: NamedSchema
 

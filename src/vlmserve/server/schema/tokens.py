@@ -61,6 +61,4 @@ class DetokenizeRequest(RequestModel):
 
 
 class Detokenized(msgspec.Struct):
-    """The text of tokens."""
-
     prompt: str

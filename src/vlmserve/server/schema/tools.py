@@ -39,14 +39,10 @@ class Tool(RequestModel):
 
 
 class FunctionName(RequestModel):
-    """The name of a function."""
-
     name: str
 
 
 class NamedTool(RequestModel):
-    """The one function to call."""
-
     type: Literal["function"]
     function: FunctionName
 
@@ -91,8 +87,6 @@ class CalledFunction(RequestModel):
 
 
 class SentToolCall(RequestModel):
-    """A call in a message of the assistant."""
-
     id: str
     function: CalledFunction
     type: Literal["function"] = "function"
@@ -159,8 +153,6 @@ class FunctionCall(msgspec.Struct, omit_defaults=True):
 
 
 class AnswerToolCall(msgspec.Struct):
-    """A tool call in an answer."""
-
     id: str
     function: FunctionCall
     type: str = "function"

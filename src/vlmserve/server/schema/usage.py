@@ -20,8 +20,6 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Details of generated tokens."""
-
     reasoning_tokens: int = 0
     """Reasoning, with the markers around it."""
     accepted_prediction_tokens: int = 0
