@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlmserve.quant.methods.rtn import RoundedRows, round_to_nearest
+from vlmserve.quant.methods.rtn import RowRounder, round_to_nearest
 
 
 @given(
@@ -65,7 +65,7 @@ def test_rows_round_as_they_arrive(bits: int, sizes: tuple[int, ...], monkeypatc
     weight = torch.randn(40, 130, generator=torch.Generator().manual_seed(0)).bfloat16()
     whole = round_to_nearest(weight, bits=bits, group_size=32, symmetric=False)
     monkeypatch.setattr("vlmserve.quant.methods.rtn.ELEMENTS_AT_ONCE", 500)
-    rows = RoundedRows((40, 130), bits=bits, group_size=32, symmetric=False)
+    rows = RowRounder((40, 130), bits=bits, group_size=32, symmetric=False)
     starts = torch.tensor([0, *sizes[:-1]]).cumsum(0).tolist()
     for first, part in reversed(list(zip(starts, torch.split(weight, sizes), strict=True))):
         rows.write(first, part)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmserve.scheduler.resources.adapters import AdapterSlots
+from vlmserve.scheduler.resources.adapters import AdapterPlaces
 from vlmserve.steps import AdapterLoad, SchedulerOutput
 
 
@@ -24,7 +24,7 @@ class Memory:
         return digest != self._missing
 
 
-def loads(slots: AdapterSlots) -> list[AdapterLoad]:
+def loads(slots: AdapterPlaces) -> list[AdapterLoad]:
     """What the next step loads."""
     step = SchedulerOutput(blocks_to_zero=[0])
     slots.end_step(step)
@@ -36,7 +36,7 @@ def request(number: int, adapter: str) -> SimpleNamespace:
 
 
 def test_only_requests_without_a_slot_wait():
-    slots = AdapterSlots(1, Memory())
+    slots = AdapterPlaces(1, Memory())
     first, other, base, same = request(0, "a"), request(1, "b"), request(2, ""), request(3, "a")
     slots.begin_step([], None)
     assert slots.ready(first)
@@ -53,7 +53,7 @@ def test_only_requests_without_a_slot_wait():
 
 
 def test_an_unloaded_adapter_takes_no_slot():
-    slots = AdapterSlots(1, Memory(missing=b"b"))
+    slots = AdapterPlaces(1, Memory(missing=b"b"))
     first = request(0, "a")
     slots.acquire(first, [])
     slots.begin_step([], None)
@@ -64,7 +64,7 @@ def test_an_unloaded_adapter_takes_no_slot():
 @given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), max_size=40))
 def test_running_requests_have_their_adapters_in_slots(num_slots, wanted):
     """wanted: an adapter and how many steps it runs for; 0 is the base model."""
-    slots = AdapterSlots(num_slots, Memory())
+    slots = AdapterPlaces(num_slots, Memory())
     waiting = [request(number, str(adapter or "")) for number, (adapter, _) in enumerate(wanted)]
     left = {str(number): steps for number, (_, steps) in enumerate(wanted)}
     running, held = [], {}

@@ -14,7 +14,7 @@ from vlmserve.cache import fetches as fetching
 from vlmserve.cache.fetches import Fetches
 from vlmserve.cache.tiers import Buffer, DiskTier, Entries
 from vlmserve.scheduler.request import Request
-from vlmserve.scheduler.resources.stored import Stored, StoredSizes
+from vlmserve.scheduler.resources.stored import EntryBytes, Stored
 from vlmserve.steps import Bytes
 
 BLOCK_BYTES = 50
@@ -42,7 +42,7 @@ def s(fetches: Fetches) -> TestedScheduler:
     plain = scheduler(budget=8, prefix_caching=True)
     plain.memory.stores = []
     plain.memory.cache.stored = fetches.contents
-    stored = Stored(fetches, plain.images, plain.memory, StoredSizes(BLOCK_BYTES))
+    stored = Stored(fetches, plain.images, plain.memory, EntryBytes(BLOCK_BYTES))
     return TestedScheduler(plain.memory, plain.images, stored, seqs=16, budget=8)
 
 

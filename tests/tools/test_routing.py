@@ -16,7 +16,7 @@ from tests.peft_adapters import make_adapter, make_xlora
 from vlmserve.cli import app
 from vlmserve.errors import ConfigurationError
 from vlmserve.settings.config import EngineConfig
-from vlmserve.tools.routing import Router, Routing
+from vlmserve.tools.routing import Routing, RoutingRecorder
 
 TARGETS = r".*language_model.*(q|v)_proj"
 
@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory):
 def test_scalings_of_all_tokens_are_those_of_peft(checkpoint):
     folder, model = checkpoint
     config = EngineConfig(model=str(folder / "base"), dtype="float32", device="cpu", kv_cache_memory="8MiB")
-    router = Router(config, folder / "mixed")
+    router = RoutingRecorder(config, folder / "mixed")
     content = [{"type": "image", "image": str(folder / "image.png")}, {"type": "text", "text": "How many?"}]
     routing = router.route([{"role": "user", "content": content}], 5)
     assert routing.adapters == ["0", "1", "2"]
@@ -77,4 +77,4 @@ def test_an_adapter_that_mixes_nothing_is_refused(checkpoint):
     folder, _ = checkpoint
     config = EngineConfig(model=str(folder / "base"), dtype="float32", device="cpu", kv_cache_memory="8MiB")
     with pytest.raises(ConfigurationError, match="mixes no adapters"):
-        Router(config, folder / "plain")
+        RoutingRecorder(config, folder / "plain")

@@ -112,11 +112,11 @@ def eval_routing(
     Example: vlmserve eval routing my-adapter "What is this?" --image photo.jpg
     """
     from vlmserve.adapters.location import find_adapter
-    from vlmserve.tools.routing import Router
+    from vlmserve.tools.routing import RoutingRecorder
 
     parts: list[dict[str, object]] = [{"type": "image", "image": str(path)} for path in image or ()]
     conversation = [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
-    routing = Router(engine, find_adapter(adapter)).route(conversation, tokens)
+    routing = RoutingRecorder(engine, find_adapter(adapter)).route(conversation, tokens)
     typer.echo(routing.answer)
     typer.echo(routing.to_markdown())
     if plot is not None:

@@ -14,7 +14,7 @@ from vlmserve.adapters.xlora_store import XLoraStore
 from vlmserve.engine.protocol import FinishedLoad
 from vlmserve.errors import AdapterError, ConfigurationError
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.scheduler.resources.adapters import AdapterSlots
+from vlmserve.scheduler.resources.adapters import AdapterPlaces
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.settings.config import EngineConfig
 
@@ -62,7 +62,7 @@ class AdapterLoading:
                 raise ConfigurationError(f"--lora-modules {module.name}={module.path}: {error}") from error
         return cls(store)
 
-    def follow(self, scheduler: Scheduler, slots: AdapterSlots) -> None:
+    def follow(self, scheduler: Scheduler, slots: AdapterPlaces) -> None:
         self.store.is_needed = lambda digest: any(one.adapter == digest for one in scheduler.requests.values())
         self.store.is_pending = slots.is_pending
 

@@ -15,7 +15,7 @@ from vlmserve.runner.runner import ModelRunner
 from vlmserve.scheduler.resources.images import Images
 from vlmserve.scheduler.resources.memory import KVMemory
 from vlmserve.scheduler.resources.states import StateMemory
-from vlmserve.scheduler.resources.stored import Stored, StoredSizes
+from vlmserve.scheduler.resources.stored import EntryBytes, Stored
 from vlmserve.settings.config import EngineConfig
 from vlmserve.steps import DiskStores, ModelRunnerOutput
 
@@ -47,7 +47,7 @@ class DiskCache:
         """Return the resource that requests wait for. `images` finds what it has read."""
         images.stored = self._fetches.contents
         tensors = self._runner.blocks
-        sizes = StoredSizes(tensors.block_contents.num_bytes, tensors.state_contents.num_bytes)
+        sizes = EntryBytes(tensors.block_contents.num_bytes, tensors.state_contents.num_bytes)
         return Stored(self._fetches, images, self._memory, sizes)
 
     def ran(self, output: ModelRunnerOutput) -> None:

@@ -36,7 +36,7 @@ from vlmserve.runner.warm_up import warm_up_steps
 from vlmserve.scheduler.ahead import continues_on_device, forget_ended
 from vlmserve.scheduler.drafts.drafter import Drafter
 from vlmserve.scheduler.request import Request
-from vlmserve.scheduler.resources.adapters import AdapterSlots
+from vlmserve.scheduler.resources.adapters import AdapterPlaces
 from vlmserve.scheduler.resources.images import Images
 from vlmserve.scheduler.resources.memory import KVMemory
 from vlmserve.scheduler.resources.resource import Resource
@@ -135,7 +135,7 @@ class Engine(BaseEngine):
         if self._adapters is not None:
             store = self._adapters.store
             slots = self._slots = RunnerAdapters(model, config.max_loras, store.get, config.max_lora_rank)
-            self._adapter_slots = AdapterSlots(config.max_loras, store)
+            self._adapter_slots = AdapterPlaces(config.max_loras, store)
         # Planned by `Scheduler.schedule_ahead`.
         self._ahead: tuple[SchedulerOutput, float, RunningStep] | None = None
         self.overlaps = model.device.draw_later is not None and followers is None

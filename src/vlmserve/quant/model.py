@@ -16,7 +16,7 @@ from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Linear, TiedEmbedding
 from vlmserve.layers.parallel import RowParallelLinear
 from vlmserve.quant.memory import expected_bytes, own_bytes
-from vlmserve.quant.methods.rtn import RoundedRows
+from vlmserve.quant.methods.rtn import RowRounder
 from vlmserve.settings.quantization import QuantizationConfig, Scheme
 
 logger = logging.getLogger(__name__)
@@ -33,13 +33,13 @@ class Quantizer:
         self._chosen = {module: (name, bits) for name, module, bits in choose_layers(model, config)}
         self._before = sum(map(own_bytes, model.modules()))
         self._saved = 0
-        self._rows: dict[nn.Module, RoundedRows] = {}
+        self._rows: dict[nn.Module, RowRounder] = {}
 
     @property
     def bits(self) -> dict[str, int]:
         return dict(self._chosen.values())
 
-    def rows(self, module: nn.Module) -> RoundedRows | None:
+    def rows(self, module: nn.Module) -> RowRounder | None:
         """Return a target for the rows of a weight while it is read, before `quantize`.
 
         None: `quantize` needs the whole weight, or the module stays plain.
@@ -68,13 +68,13 @@ class Quantizer:
         module.quantize(rounded)
         self._saved += before - own_bytes(module)
 
-    def _rounded(self, module: Linear | TiedEmbedding, device: torch.device) -> RoundedRows:
+    def _rounded(self, module: Linear | TiedEmbedding, device: torch.device) -> RowRounder:
         config, (name, bits) = self._config, self._chosen[module]
         split = module if isinstance(module, RowParallelLinear) else None
         if split is not None and bits == 4:
             _check_groups(name, split, config.group_size)
         outputs, inputs = module.weight.flatten(1).shape
-        return RoundedRows(
+        return RowRounder(
             (outputs, inputs),
             bits=bits,
             group_size=config.group_size,

@@ -33,7 +33,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Routing(msgspec.Struct, frozen=True):
-    """An X-LoRA request, token by token."""
+    """Scalings of an X-LoRA request, token by token."""
 
     adapters: list[str]
     """Names."""
@@ -114,7 +114,7 @@ def _columns(routing: Routing) -> list[tuple[str, str, list[float], int]]:
     return columns
 
 
-class Router:
+class RoutingRecorder:
     """Answers one conversation at a time with an X-LoRA checkpoint.
 
     Raises like `Engine`, AdapterError for an unusable checkpoint, ConfigurationError for one without X-LoRA.

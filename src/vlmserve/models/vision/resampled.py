@@ -105,7 +105,7 @@ class TowerLayer(StagedLayer):
         return self.attn.qkv(normed)
 
 
-class CrossAttention(nn.Module):
+class ResamplerAttention(nn.Module):
     """Cross-attention with the parameter names of PyTorch's multi-head attention."""
 
     def __init__(self, size: int, **factory: Unpack[Factory]) -> None:
@@ -140,7 +140,7 @@ class Resampler(nn.Module):
         self.query = empty_parameter(count, size, **factory)
         projected = width != size
         self.kv_proj = Linear(width, size, bias=False, **factory) if projected else nn.Identity()
-        self.attn = CrossAttention(size, **factory)
+        self.attn = ResamplerAttention(size, **factory)
         self._key_products = width * size * projected + 2 * size * size + 2 * count * size
         self._query_products = 2 * count * size * size
         self.ln_q = LayerNorm(size, NORM_EPS, **factory)

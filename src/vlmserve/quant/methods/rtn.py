@@ -17,7 +17,7 @@ ELEMENTS_AT_ONCE = 4 * 1024**2
 """Weights that other devices round at once."""
 
 
-class RoundedRows:
+class RowRounder:
     """A weight that is rounded as its rows arrive, so that it is never in memory as a whole."""
 
     def __init__(
@@ -52,6 +52,6 @@ class RoundedRows:
 
 def round_to_nearest(weight: Tensor, **options: Unpack[GridOptions]) -> QuantizedWeight:
     outputs, inputs = weight.shape
-    rounded = RoundedRows((outputs, inputs), device=weight.device, **options)
+    rounded = RowRounder((outputs, inputs), device=weight.device, **options)
     rounded.write(0, weight)
     return rounded.weight()

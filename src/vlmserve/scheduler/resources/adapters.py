@@ -26,7 +26,7 @@ class AdapterSource(Protocol):
         ...
 
 
-class AdapterSlots(Resource):
+class AdapterPlaces(Resource):
     """An adapter keeps its slot until no running request needs it and another adapter does.
 
     Others overtake requests without a slot. Meanwhile, the adapter with the fewest running requests gets no new ones.

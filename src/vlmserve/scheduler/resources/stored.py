@@ -20,7 +20,7 @@ MAX_DEFERRED = 32
 """Maximum requests per step that are looked up on disk, then wait for other reads."""
 
 
-class StoredSizes(NamedTuple):
+class EntryBytes(NamedTuple):
     """Bytes of a KV block and of a state."""
 
     block: int
@@ -30,7 +30,7 @@ class StoredSizes(NamedTuple):
 class Stored(Resource):
     """Reads what memory lacks before memory and images look for it."""
 
-    def __init__(self, fetches: Fetches, images: Images, memory: KVMemory, sizes: StoredSizes) -> None:
+    def __init__(self, fetches: Fetches, images: Images, memory: KVMemory, sizes: EntryBytes) -> None:
         self._fetches, self._images, self._memory = fetches, images, memory
         self._sizes = sizes
         # reading, or nothing to read
