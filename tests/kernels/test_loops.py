@@ -22,6 +22,7 @@ FEWEST_PRODUCTS = 8
 
 JUMP = re.compile(r"\tj\w+\s+([0-9a-f]+)")
 PRODUCT = re.compile(r"\t(vfmadd\d+ps|vdpbf16ps)\s")
+INTEGER_PRODUCT = re.compile(r"\tvp(maddubsw|maddwd|dpbusd)\s")
 STACK_STORE = re.compile(r"\tvmov\w+\s+%[xyz]mm\d+,-?(0x[0-9a-f]+)?\(%r[sb]p\)")
 
 
@@ -48,9 +49,15 @@ def inner_loops(function: list[tuple[int, str]]) -> Iterator[list[str]]:
             yield [instruction for _, instruction in function[first:last]]
 
 
+readable = pytest.mark.skipif(
+    platform.machine() != "x86_64" or shutil.which("objdump") is None, reason="reads x86 by objdump"
+)
+optimized = pytest.mark.skipif(len(supported_isas()) < 2, reason="nothing but the portable kernels were built")
+
+
 @built
-@pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("objdump") is None, reason="reads x86 by objdump")
-@pytest.mark.skipif(len(supported_isas()) < 2, reason="nothing but the portable kernels were built")
+@readable
+@optimized
 def test_sums_of_large_products_stay_in_registers() -> None:
     loops = [loop for function in functions("run_blocks") for loop in inner_loops(function)]
     products = [sum(map(bool, map(PRODUCT.search, loop))) for loop in loops]
@@ -59,3 +66,21 @@ def test_sums_of_large_products_stay_in_registers() -> None:
     assert len(large) >= 2
     stored = [sum(map(bool, map(STACK_STORE.search, loop))) for loop in large]
     assert max(stored) <= 1, "\n".join(large[stored.index(max(stored))])
+
+
+@built
+@readable
+@optimized
+@pytest.mark.parametrize("name", ["add_unpacked", "add_chunk"])
+def test_integer_sums_of_blocks_stay_in_registers(name: str) -> None:
+    """Sums of groups are added to memory once per group, those of its products never."""
+    loops = [loop for function in functions(name) for loop in inner_loops(function)]
+    products = [sum(map(bool, map(INTEGER_PRODUCT.search, loop))) for loop in loops]
+    stored = [sum(map(bool, map(STACK_STORE.search, loop))) for loop in loops]
+    large = [
+        (2 * stores, count) for stores, count in zip(stored, products, strict=True) if count >= 2 * FEWEST_PRODUCTS
+    ]
+    if name == "add_chunk" and not {"avx2", "avx512"}.intersection(supported_isas()):
+        pytest.skip("only instruction sets without VNNI unpack groups")
+    assert large
+    assert all(stores <= count for stores, count in large), large
