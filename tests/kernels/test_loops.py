@@ -6,6 +6,7 @@ the same, and products of many rows take twice as long.
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shutil
@@ -52,7 +53,10 @@ def inner_loops(function: list[tuple[int, str]]) -> Iterator[list[str]]:
 readable = pytest.mark.skipif(
     platform.machine() != "x86_64" or shutil.which("objdump") is None, reason="reads x86 by objdump"
 )
-optimized = pytest.mark.skipif(len(supported_isas()) < 2, reason="nothing but the portable kernels were built")
+optimized = pytest.mark.skipif(
+    len(supported_isas()) < 2 or "asan" in os.environ.get("LD_PRELOAD", ""),
+    reason="only the portable kernels were built, or kernels with sanitizers",
+)
 
 
 @built
