@@ -89,6 +89,7 @@ def test_slow_steps_are_measured_with_few_rows(tmp_path: Path, monkeypatch: pyte
     clock = count(step=0.3)
     monkeypatch.setattr(warm_up, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     assert [rows for rows, _ in warm_up.time_rows(runner, 33)] == [1, 2, 4, 8]
+    assert [number for number, _ in warm_up.time_layer(runner)] == [0, 1, 2, 3, 4], "each of them is needed"
 
 
 def test_old_curves_are_measured_anew(monkeypatch: pytest.MonkeyPatch):

@@ -42,7 +42,7 @@ PREDICTED = 4
 ROWS_OF_LAYER = 32
 ROUNDS_OF_DRAFTS = 3
 _SECONDS_OF_DRAFTS = 1.0
-"""No round of measurements begins after this time, and no more rows are measured than `_FEWEST_SIZES`."""
+"""No round of measurements begins after this time, and only the fewest sizes are measured."""
 _FEWEST_SIZES = 3
 """Numbers of rows that give a slope: costs of more rows are extrapolated."""
 _STEPS_AHEAD = 8
@@ -144,8 +144,9 @@ def time_ahead(runner: ModelRunner, max_num_seqs: int) -> list[tuple[int, float]
 
 
 def _fastest(
-    runner: ModelRunner, sizes: Sequence[int], measure: Callable[[ModelRunner, int], float]
+    runner: ModelRunner, sizes: Sequence[int], measure: Callable[[ModelRunner, int], float], fewest: int = _FEWEST_SIZES
 ) -> list[tuple[int, float]]:
+    """fewest: sizes that are measured, however long a step takes."""
     if runner.model.device.draw_later is not None:
         for size in sizes:
             measure(runner, size)  # compiles kernels
@@ -155,7 +156,7 @@ def _fastest(
         if number and time.perf_counter() - started > _SECONDS_OF_DRAFTS:
             break
         for size in sizes:
-            if len(fastest) >= _FEWEST_SIZES and sum(fastest.values()) > _SECONDS_OF_DRAFTS:
+            if len(fastest) >= fewest and sum(fastest.values()) > _SECONDS_OF_DRAFTS:
                 break
             seconds = measure(runner, size)
             fastest[size] = min(seconds, fastest.get(size, seconds))
@@ -184,7 +185,7 @@ def time_layer(runner: ModelRunner) -> list[tuple[int, float]]:
     """
     steps: list[Callable[[], float]] = [partial(_check_drafts, runner, 1, count) for count in (None, 0, PREDICTED)]
     steps += [partial(_read_prompt, runner, through_layer=through_layer) for through_layer in (False, True)]
-    return _fastest(runner, range(len(steps)), lambda _, number: steps[number]())
+    return _fastest(runner, range(len(steps)), lambda _, number: steps[number](), fewest=len(steps))
 
 
 def _read_prompt(runner: ModelRunner, *, through_layer: bool) -> float:
