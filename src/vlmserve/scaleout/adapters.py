@@ -10,7 +10,7 @@ from http import HTTPStatus
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from vlmserve.errors import UnavailableError
+from vlmserve.errors import UnavailableError, UnknownModelError
 from vlmserve.scaleout.converge import Outcome, ask
 from vlmserve.scaleout.gateway import Gateway
 from vlmserve.server.body import read_json_body
@@ -38,10 +38,21 @@ async def _change(request: Request, kind: type[LoadAdapterRequest] | type[Unload
     with gateway.bodies.share() as share:
         data = await read_json_body(request, gateway.max_body_bytes, share, config.body_timeout)
         body = parse_body(kind, data, BodyLimits(config.max_body_values, config.max_messages))
+    if isinstance(body, UnloadAdapterRequest) and (unloaded := gateway.unloaded_model(body.model)) is not None:
+        return _unload_later(gateway, unloaded, body)
     with contextlib.ExitStack() as held:
         await gateway.await_worker(body.model, held)
         own, _ = gateway.model(body.model)
         return await _change_all(request, own, body)
+
+
+def _unload_later(gateway: Gateway, own: str, body: UnloadAdapterRequest) -> Response:
+    """Let a model that no worker has loaded lack the adapter once it is loaded."""
+    name = body.mixture or body.lora_name
+    if name not in gateway.adapters_of_unloaded(own):
+        raise UnknownModelError(f"there is no adapter {name!r:.100} here", param="lora_name")
+    gateway.learn(own, gateway.adapters.new(own, body.lora_name, None, body.mixture))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 async def _change_all(request: Request, own: str, body: LoadAdapterRequest | UnloadAdapterRequest) -> Response:

@@ -77,7 +77,7 @@ def _cards(request: Request) -> list[ModelCard]:
 
 
 def _cards_of_unloaded(gateway: Gateway, card_of: Callable[..., ModelCard]) -> Iterator[ModelCard]:
-    """Entries of models that workers could load."""
+    """Entries of models that workers could load, and of their adapters."""
     hosts = gateway.hosts
     for own, offered in hosts.models.items():
         if own not in gateway.models:
@@ -85,6 +85,10 @@ def _cards_of_unloaded(gateway: Gateway, card_of: Callable[..., ModelCard]) -> I
             for name in offered.shown or (own,):
                 card = card_of(name, hosts.created, None if facts is None else facts.abilities)
                 card.state, card.reason = offered.state, offered.reason or msgspec.UNSET
+                yield card
+            for name in gateway.adapters_of_unloaded(own):
+                card = card_of(name, hosts.created, None if facts is None else facts.abilities)
+                card.parent, card.state = own, offered.state
                 yield card
 
 
@@ -98,8 +102,8 @@ async def show_model(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
     name = request.path_params["name"]
     own = gateway.own_name(name)
-    card = next((card for card in _cards(request) if card.id in (name, own)), None)
-    if card is None:
+    cards = {card.id: card for card in _cards(request)}
+    if (card := cards.get(name, cards.get(own))) is None:
         raise UnknownModelError(f"There is no model {name!r:.100} here", param="model")
     return json_response(card)
 

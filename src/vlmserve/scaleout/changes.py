@@ -85,6 +85,10 @@ class Changes:
             name for name, parts in self._latest.items() if (whole := parts.get(None)) is None or whole.path is not None
         )
 
+    @property
+    def unloaded(self) -> frozenset[str]:
+        return frozenset(name for name, parts in self._latest.items() if None in parts and parts[None].path is None)
+
     def _forget(self) -> None:
         unloaded = [parts[None] for parts in self._latest.values() if None in parts and parts[None].path is None]
         for change in sorted(unloaded, key=lambda change: change.order)[: -MAX_UNLOADED or None]:

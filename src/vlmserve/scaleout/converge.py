@@ -61,6 +61,11 @@ class ClusterAdapters:
     def loaded(self, model: str) -> frozenset[str]:
         return self._of(model).loaded
 
+    def of_unloaded_model(self, model: str, listed: Iterable[str]) -> list[str]:
+        """listed: adapters in the model's settings."""
+        known = self._of(model)
+        return sorted({*listed, *known.loaded} - known.unloaded)
+
     def outdated(self, member: Member) -> frozenset[str]:
         """Adapters that a worker lacks or has in an older version."""
         return frozenset(change.adapter for change in self._missing(member))

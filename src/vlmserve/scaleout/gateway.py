@@ -237,6 +237,15 @@ class Gateway:
                     await self.change_of_worker()
         return bool(self.members_of(own))
 
+    def unloaded_model(self, name: object) -> str | None:
+        """The requested model if no worker has loaded it, but one could."""
+        own = self._offered(name)
+        return own if own is not None and not self.members_of(own) else None
+
+    def adapters_of_unloaded(self, own: str) -> Sequence[str]:
+        """Adapters that an unloaded model will have."""
+        return self.adapters.of_unloaded_model(own, self.hosts.models[own].adapters)
+
     def waiting_comment(self, name: object) -> bytes | None:
         """A comment for a stream that waits; None: the usual ping."""
         own = self._offered(name)

@@ -138,6 +138,8 @@ class OfferedModel(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why the latest load failed."""
     shown: tuple[str, ...] = ()
     """The names that lists of models have; empty: `name`."""
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters in its settings."""
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):

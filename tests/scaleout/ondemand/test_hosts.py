@@ -54,6 +54,16 @@ async def test_gateway_lists_all_names_of_unloaded_models(folder):
         assert await cluster.states() == {"a": "unloaded", "alias": "unloaded"}
 
 
+async def test_gateway_changes_adapters_of_unloaded_models(folder):
+    listed = list_models(folder, lora_modules=["poems=/adapters/poems", "odes=/adapters/odes"], enable_lora=True)
+    async with Hosting(listed[:1]) as cluster:
+        assert await cluster.states() == {"a": "unloaded", "odes": "unloaded", "poems": "unloaded"}
+        assert (await cluster.client.get("/v1/models/poems")).json()["parent"] == "a"
+        answer = await cluster.client.post("/v1/unload_lora_adapter", json={"lora_name": "poems", "model": "a"})
+        assert answer.status_code == 200
+        assert await cluster.states() == {"a": "unloaded", "odes": "unloaded"}
+
+
 async def test_models_load_where_room_is(folder):
     async with Hosting(list_models(folder), rooms=(1, 2)) as cluster:
         for name in NAMES:

@@ -178,6 +178,15 @@ async def test_lists_have_all_names_of_unloaded_models(folder):
         assert (await serving.client.get("/v1/models/poems")).json()["parent"] == "a"
 
 
+async def test_unloading_an_adapter_loads_no_model(folder):
+    listed = list_models(folder, lora_modules=["poems=/adapters/poems", "odes=/adapters/odes"], enable_lora=True)
+    async with Serving(listed[:1]) as serving:
+        for status in (200, 404):
+            answer = await serving.client.post("/v1/unload_lora_adapter", json={"lora_name": "poems", "model": "a"})
+            assert answer.status_code == status
+        assert await serving.states() == {"a": "unloaded", "odes": "unloaded"}
+
+
 async def test_lists_lack_unloaded_adapters(folder):
     [first, *_] = list_models(folder)
     async with Serving([first]) as serving:

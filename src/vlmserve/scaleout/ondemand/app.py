@@ -65,7 +65,7 @@ def _cards(request: Request) -> Iterator[ModelCard]:
             card.state, card.reason = model.state, model.failure or msgspec.UNSET
             yield card
         loaded = gateway.models[name].adapters if name in gateway.models else None
-        for adapter in model.listed.adapters if loaded is None else loaded:
+        for adapter in gateway.adapters_of_unloaded(name) if loaded is None else loaded:
             card = model_card(adapter, gateway.created, abilities, for_anthropic=for_anthropic)
             root = None if loaded is None else loaded[adapter].root
             card.parent, card.root, card.state = name, root or msgspec.UNSET, model.state

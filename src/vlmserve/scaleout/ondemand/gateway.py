@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from vlmserve.errors import UnavailableError, VLMServeError
@@ -114,6 +114,13 @@ class OnDemandGateway(Gateway):
     def absent(self, name: object) -> float:
         own = self._needed(name)
         return 0.0 if own is None or self.members_of(own) else SILENCE
+
+    def unloaded_model(self, name: object) -> str | None:
+        own = self._needed(name)
+        return own if own is not None and not self.members_of(own) else None
+
+    def adapters_of_unloaded(self, own: str) -> Sequence[str]:
+        return self.adapters.of_unloaded_model(own, self.pool.models[own].listed.adapters)
 
     def waiting_comment(self, name: object) -> bytes | None:
         """The state of the request's model; None while it is loaded."""

@@ -156,6 +156,7 @@ def _offered(model: Model) -> OfferedModel:
         progress=model.progress if model.state == "loading" else "",
         reason=model.failure if model.state == "failed" else "",
         shown=listed.shown,
+        adapters=listed.adapters,
     )
 
 
