@@ -19,10 +19,10 @@ MODULE = "vlmserve.scaleout.member"
 
 
 class MemberProcess:
-    """Close it; it also ends with its parent."""
+    """Close it; it also ends with its parent. process: reads `launch` as `start_module` does."""
 
-    def __init__(self, launch: Launch) -> None:
-        self._process: Process = start_module(MODULE)
+    def __init__(self, launch: Launch, process: Process | None = None) -> None:
+        self._process = process or start_module(MODULE)
         self._lock = threading.Lock()
         self._write(msgspec.json.encode(launch))
 
