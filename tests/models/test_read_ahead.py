@@ -95,6 +95,34 @@ def test_errors_of_the_thread_reach_the_loader(path: Path) -> None:
         wait_until(lambda: digests.names)
 
 
+def test_errors_of_the_thread_end_the_load(path: Path) -> None:
+    ahead = ReadAhead([[(path, "a")], [(path, "b")]], Digests())
+    path.unlink()
+
+    def fails() -> bool:
+        try:
+            ahead.reach(1)
+        except FileNotFoundError:
+            return True
+        return False
+
+    with pytest.raises(FileNotFoundError), ahead:
+        wait_until(fails)
+
+
+def test_interrupted_loads_stay_interrupted(path: Path) -> None:
+    digests = Digests()
+    ahead = ReadAhead([[(path, "a")]], digests)
+    path.unlink()
+
+    def interrupt() -> None:
+        wait_until(lambda: digests.names)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), ahead:
+        interrupt()
+
+
 def test_leaving_early_ends_the_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_ahead, "WINDOW_BYTES", 1)
     digests = Digests()

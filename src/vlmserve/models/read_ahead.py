@@ -30,7 +30,7 @@ class _Range(NamedTuple):
 class ReadAhead:
     """Requests and hashes tensors in a thread, in the order in which they are loaded.
 
-    Leaving the context ends the thread, and raises its error.
+    Leaving the context ends the thread, and raises its error unless the loader failed itself.
     """
 
     def __init__(self, tensors: Sequence[Sequence[tuple[Path, str]]], digests: TensorDigests) -> None:
@@ -60,14 +60,18 @@ class ReadAhead:
         self._future = self._executor.submit(self._run)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         assert self._future is not None
         self._tell(self._reached, ended=True)
         self._executor.shutdown()
-        self._future.result()
+        if kind is None:
+            self._future.result()
 
     def reach(self, step: int) -> None:
-        """Call before each step, in order."""
+        """Call before each step, in order. Raises the thread's error if there is one."""
+        assert self._future is not None
+        if self._future.done():
+            self._future.result()
         self._tell(step)
 
     def _tell(self, step: int, *, ended: bool = False) -> None:
