@@ -239,6 +239,21 @@ def write_checkpoint(
         save_file(tensors, path, {"format": "pt"})
 
 
+def prepare_checkpoint(folder: Path, options: argparse.Namespace) -> None:
+    """Write the model of these options, or use it again. Exits if the folder has something else."""
+    mtp, made = options.mtp is not None, folder / "benchmark.json"
+    shape = [options.family, options.layers, options.hidden, options.vocabulary, mtp]
+    if made.exists():
+        if (kept := json.loads(made.read_text())) != shape:
+            sys.exit(f"{folder} has another model, {kept}: give another --checkpoint for {shape}")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        sys.exit(f"{folder} is not empty: give --checkpoint a new folder")
+    write_checkpoint(folder, options.family, options.layers, options.hidden, options.vocabulary, mtp=mtp)
+    made.write_text(json.dumps(shape))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and show a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.drafts", description=(__doc__ or "").split("\n\n")[0])
@@ -259,9 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="vlmserve-drafts-") as place:
         folder = options.checkpoint or Path(place)
         mtp = options.mtp is not None
-        if not (folder / "model.safetensors").exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            write_checkpoint(folder, options.family, options.layers, options.hidden, options.vocabulary, mtp=mtp)
+        prepare_checkpoint(folder, options)
         config = EngineConfig(
             model=str(folder),
             dtype="bfloat16",

@@ -42,3 +42,15 @@ def test_kept_checkpoints_are_used_again(tmp_path: Path) -> None:
         main([*tiny, "--kinds", "--streams", "--crowds", "--checkpoint", str(kept), "--json", str(path)])
     assert [row[0] for row in json.loads(path.read_text())["rows"]] == ["MTP"]
     assert sorted(kept.glob("*.safetensors"))
+
+
+def test_other_models_are_not_measured_instead(tmp_path: Path) -> None:
+    tiny = ["--layers", "2", "--hidden", "64", "--length", "4", "--turns", "1", "--kinds", "--streams", "--crowds"]
+    kept, other = ["--checkpoint", str(tmp_path / "kept")], tmp_path / "other"
+    main([*tiny, *kept])
+    with pytest.raises(SystemExit, match="has another model"):
+        main([*tiny, *kept, "--hidden", "128"])
+    other.mkdir()
+    (other / "model.safetensors").write_bytes(b"somebody's weights")
+    with pytest.raises(SystemExit, match="is not empty"):
+        main([*tiny, "--checkpoint", str(other)])
