@@ -27,8 +27,8 @@ PROMPT_ROWS = (8, 16, 32, 64, 128, 192, 512, 1024, 2048, 8192)
 """Rows of chunks with different kernels or tilings: Triton up to 128, the library above. MoE kernels change tiles at 32
 rows per expert."""
 FIRST_ROWS = (2, 1)
-"""Rows of prompts if nothing is captured. They touch all weights and start the threads. More rows would only take
-longer."""
+"""Rows of prompts if nothing is captured. They touch all weights except most experts, and start the threads. More rows
+would only take longer."""
 MIXED_ROWS = 512
 """Maximum rows of warm-up steps that mix decodes and chunks."""
 _LEAST_ROWS_BESIDE = 3
