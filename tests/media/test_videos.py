@@ -235,7 +235,7 @@ def test_repeated_video_is_not_prepared_again() -> None:
         ([*FRAMES[:2], noise(40, 30)], {}, InvalidVideoError, "frame 2 of the video has 40 x 30 pixels.*40 x 24"),
         (FRAMES, {"max_video_frames": 5}, VideoTooLargeError, "6 frames; at most 5"),
         (FRAMES, {"max_video_pixels": 5000}, VideoTooLargeError, "6 frames of 40 x 24 pixels, more than 5,000"),
-        (FRAMES, {"max_video_bytes": 5 * 40 * 24 * 3}, VideoTooLargeError, "more than the 14,400 bytes"),
+        (FRAMES, {"max_video_bytes": 5 * 40 * 24 * 3}, VideoTooLargeError, "more than 14,400 bytes"),
         (FRAMES, {"max_image_pixels": 900}, ImageTooLargeError, "40 x 24"),
         ([FRAMES[0], b"no image"], {}, InvalidImageError, "not an image"),
         (noise(9, 9), {}, InvalidVideoError, "cannot be made from a Image"),

@@ -67,12 +67,12 @@ class Stage:
         self.tokenizer = Tokenizer.from_file(str(resolve_model("pixie") / "tokenizer.json"))
         self.tower, self.decoder = Tower(), Decoder()
         take_weights(self.tower, self.decoder, base_model().state_dict())
-        dtype = parameter_dtype(torch.device("cpu"))
-        self.tower.to(dtype)
+        self.dtype = parameter_dtype(torch.device("cpu"))
+        self.tower.to(self.dtype)
         self.rows = self._rows("rows.pt", options.images, None)
         self.skill_rows = {skill: self._rows(f"{skill}.pt", options.skill_images, skill) for skill in SKILLS}
         self.deltas = {
-            skill: {name: delta.to(dtype) for name, delta in adapter_deltas(ADAPTERS / skill).items()}
+            skill: {name: delta.to(self.dtype) for name, delta in adapter_deltas(ADAPTERS / skill).items()}
             for skill in SKILLS
         }
         self.model = SegmentDecoder(self.decoder)
@@ -110,7 +110,7 @@ class Stage:
             for name, parameter in self.decoder.named_parameters()
             if delta is not None and name in delta
         }
-        logits = functional_call(self.model, changed, (*taken, features, said))
+        logits = functional_call(self.model, changed, (*taken, features.to(self.dtype), said))
         right = float((logits.argmax(-1) == targets).float().mean())
         return F.cross_entropy(logits.float(), targets), right
 
