@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import random
@@ -125,3 +126,12 @@ def test_new_phrasings_are_never_trained_on():
         return {ask_document(document, rng, "total", new=new).question for _ in range(40)}
 
     assert not asked(new=False) & asked(new=True)
+
+
+def test_questions_quote_lines_as_printed():
+    document = sample_document(3, "lines")
+    document.lines[:] = [dataclasses.replace(document.lines[0], text="Colour picture?")]
+    for seed in range(60):
+        question = ask_document(document, random.Random(seed), "where")
+        assert question is not None
+        assert "Colour picture?" in question.question

@@ -85,7 +85,7 @@ def holds_adapter(folder: Path) -> bool:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Includes the adapters that X-LoRA mixes."""
+    """The files of an adapter, and of the adapters that X-LoRA mixes."""
     files = [folder / name for name in (CONFIG, WEIGHTS, XLORA_CONFIG, XLORA_WEIGHTS)]
     files += sorted(folder.glob("*order*.json"))
     for depth in range(1, DEEPEST + 1):

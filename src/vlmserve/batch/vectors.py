@@ -119,5 +119,5 @@ def _parquet(records: Sequence[dict[str, Any]], vectors: Sequence[Vector]) -> by
 
 
 def _cell(value: Any) -> str | None:
-    """A column has one type."""
+    """Convert a value to text, because a column has one type."""
     return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()

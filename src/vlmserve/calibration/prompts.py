@@ -36,9 +36,9 @@ def calibration_prompts(
     """Return prompts, each with the weight of its tokens: about `num_tokens` tokens in total, or all of a smaller
     source.
 
-    source: a JSONL file (`read_entries`), a folder of images, or None for built-in data: conversations about drawn
-    images, if the model takes images, and the end of Python's manual (perplexity uses its beginning). The manual gets
-    `TEXT_WEIGHT` of the weight. It would dominate otherwise, because `image_weight` scales image tokens down.
+    source: a JSONL file (`read_entries`), a folder of images, or None for built-in data. This is the end of Python's
+    manual (perplexity uses its beginning). Models that take images also get conversations about drawn images. The
+    manual gets `TEXT_WEIGHT` of the weight. It would dominate otherwise: `image_weight` scales image tokens down.
 
     Raises ConfigurationError for an unreadable source, and for a prompt that the model cannot take.
     """

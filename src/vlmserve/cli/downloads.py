@@ -32,7 +32,7 @@ def show_downloads() -> None:
 
 
 def run_rm(models: list[str], *, sure: bool) -> None:
-    """Without `sure`, ask on a terminal."""
+    """Remove models. Without `sure`, ask on a terminal."""
 
     def confirm(download: Download) -> bool:
         if not sys.stdin.isatty():

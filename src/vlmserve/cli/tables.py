@@ -12,7 +12,7 @@ from rich.table import Table
 
 
 def add_bar(progress: Progress, text: str) -> Callable[[int, int], None]:
-    """The returned function shows done and total."""
+    """Add a progress bar; return a function that shows done and total."""
     task = progress.add_task(text, total=None)
     return lambda done, total: progress.update(task, completed=done, total=total)
 

@@ -95,7 +95,7 @@ def run_job(job: Job) -> None:
 
 
 def check_answer(answer: bytes, status: int) -> None:
-    """Raises the process's error, or ModelLoadError."""
+    """Raises the process's error, or ModelLoadError if it ended without one."""
     if answer:
         raise msgspec.json.decode(answer, type=Failure).error()
     if status:

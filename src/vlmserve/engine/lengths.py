@@ -53,7 +53,7 @@ def check_lengths(config: EngineConfig, of_tokens: CacheBytes, max_position: int
 
 
 def check_configuration(config: EngineConfig, folder: Path) -> None:
-    """The loader reports unreadable configurations. folder: or a GGUF file."""
+    """Check the lengths of a checkpoint. The loader reports unreadable configurations. folder: may be a GGUF file."""
     known = _of_configuration(config, folder)
     if known is not None:
         check_lengths(config, known.of_tokens, known.max_position)

@@ -76,7 +76,7 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
         quantization=quantization,
         input_bits=config.input_bits,
         cache_type=config.kv_cache_dtype,
-        drafts=config.speculation != "off" and config.max_warm_up_seconds > 0 and device.type == "cpu",
+        drafts=config.measures_drafts and device.type == "cpu",
     )
 
     def check(language_model: LanguageModel, max_position: int) -> None:
@@ -160,7 +160,7 @@ def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
 
 def may_draft(config: EngineConfig, model: LoadedModel) -> bool:
     """Return whether times of steps may be measured."""
-    return config.speculation != "off" and config.max_warm_up_seconds > 0 and model.cross is None
+    return config.measures_drafts and model.cross is None
 
 
 def state_slots(config: EngineConfig, state_bytes: int, budget: int) -> int:

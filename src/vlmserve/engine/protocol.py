@@ -45,8 +45,8 @@ class VLMEngine(Protocol):
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
 
-        Raises PromptTooLongError if it could never run, TooManyImagesError if the model cannot take its images,
-        OverloadedError if batch and queue are full, InvalidRequestError for an id in use or an unknown token id.
+        Raises PromptTooLongError if it could never run, TooManyImagesError if the model cannot take its images.
+        Raises OverloadedError if batch and queue are full, InvalidRequestError for an id in use or an unknown token id.
         """
         ...
 

@@ -26,7 +26,7 @@ _VISION: Config = {
 
 
 def paligemma_vision(config: Config) -> Config:
-    """Adds Transformers' defaults."""
+    """``vision_config`` with Transformers' defaults."""
     return {**_VISION, **vision_section(config)}
 
 

@@ -55,7 +55,7 @@ def decoder_spec(config: Config) -> ArchSpec:
 
 
 def vision_family(config: Config) -> VisionFamily | None:
-    """None without a vision tower, and for unknown models."""
+    """The family of a model with a vision tower. None for other and unknown models."""
     found = _known_architecture(config)
     fitting = [family for family in VISION_FAMILIES.values() if family.architecture == found]
     special = (family for family in fitting if family.matches is not None and family.matches(config))
@@ -63,7 +63,7 @@ def vision_family(config: Config) -> VisionFamily | None:
 
 
 def vision_config(config: Config) -> Config:
-    """Adds the family's defaults."""
+    """``vision_config`` with the family's defaults."""
     family = vision_family(config)
     return vision_section(config) if family is None else family.vision_config(config)
 

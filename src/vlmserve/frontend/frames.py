@@ -93,7 +93,7 @@ class VideosAsImages:
         return taken
 
     def _most(self, taken: FrameSequence, room: int | None) -> tuple[int, int]:
-        """Return how many frames like the first fit, and a frame's tokens."""
+        """Return how many frames like the first fit, and the tokens of one. room: in tokens; None: no limit."""
         first = taken.frames[0].prepare(self.cache)
         most = self.limits.max_video_pixels // max(first.pixels.size // 3, 1)
         return most if room is None else min(most, room // (first.num_tokens + _WORDS)), first.num_tokens

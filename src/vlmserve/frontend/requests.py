@@ -417,7 +417,7 @@ class Conversation:
 def chats_of(
     preparer: RequestPreparer, conversations: Iterable[Sequence[Any]], **options: Unpack[ConversationOptions]
 ) -> list[Prompt]:
-    """Conversations share media. Raises as `RequestPreparer.chat` does."""
+    """Prompts of conversations that share media. Raises as `RequestPreparer.chat` does."""
     with contextlib.closing(_Media(preparer.media, options.get("cache_salt", ""))) as media:
         return [Conversation(preparer, messages, options, shared=media).prompt() for messages in conversations]
 

@@ -38,7 +38,7 @@ def read_pair(folder: Path) -> Pair | None:
 
 
 def language_model(folder: Path) -> Path | None:
-    """None for another format. folder: may be a GGUF file."""
+    """The GGUF file of the language model; None for another format. folder: may be a GGUF file."""
     if folder.is_file():
         return folder
     pair = read_pair(folder)

@@ -192,7 +192,7 @@ class Run:
 
 @contextlib.asynccontextmanager
 async def shown_every(seconds: float, show: Callable[[], None]) -> AsyncIterator[None]:
-    """The last call is at the end."""
+    """Call `show` every few seconds, and at the end."""
 
     async def repeat() -> None:
         while True:

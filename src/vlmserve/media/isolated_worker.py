@@ -4,7 +4,7 @@ It imports one library, and forks when it receives two pipes from the socket on 
 JSON line with settings, the file, and a line for each page or image. The second takes a JSON line for each, followed by
 pixels, if any.
 
-Only ending its process interrupts some libraries.
+Files cannot affect each other, and a library that cannot be interrupted ends with its process.
 """
 
 from __future__ import annotations

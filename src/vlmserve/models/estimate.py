@@ -41,7 +41,7 @@ class MemoryEstimate:
         return self._decoder.cache_bytes(BLOCK_SIZE).block / BLOCK_SIZE
 
     def weights(self, config: QuantizationConfig | None) -> int:
-        """Bytes. config: quantizes at load."""
+        """Bytes of the weights. config: how they are quantized at load."""
         return expected_memory(self.model, self.device, config)
 
     def cache(self, weights: int, fraction: float) -> int:

@@ -153,8 +153,7 @@ def footprint_of(config: EngineConfig, folder: Path) -> Footprint:
 
 
 def _drafts(config: EngineConfig) -> bool:
-    drafts = config.speculation != "off" and config.max_warm_up_seconds > 0 and config.tensor_parallel_size == 1
-    return drafts and loads_into_main_memory(config)
+    return config.measures_drafts and config.tensor_parallel_size == 1 and loads_into_main_memory(config)
 
 
 def check_memory(config: EngineConfig, folder: Path) -> None:

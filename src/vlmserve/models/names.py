@@ -26,7 +26,7 @@ def is_short(name: str) -> bool:
 
 
 def suggestion(name: str) -> str:
-    """The end of an error message. Empty without similar names."""
+    """The end of an error message: similar short names, if there are any."""
     name = name.lower().rpartition("/")[2]
     family = name.partition(":")[0]
     near = [known for known in REPOSITORIES if known.startswith(f"{family}:")]

@@ -281,7 +281,7 @@ def merge_as_stored(model: nn.Module, names: Collection[str]) -> None:
 
 
 def weight_slots(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor that a checkpoint must have."""
+    """Name and memory of each tensor that a checkpoint must have."""
     for path, module in model.named_modules():
         yield from module_slots(path, module)
 

@@ -53,7 +53,7 @@ def _unit_outline(shape: str, detail: float) -> Sequence[tuple[float, float]]:
 
 
 def outline_points(item: Item) -> Points:
-    """In pixels of the image. For a ring, the outer outline."""
+    """The outline in pixels of the image; for a ring, the outer one."""
     x, y = item.centre
     half_width, half_height = item.size[0] / 2, item.size[1] / 2
     cos, sin = math.cos(math.radians(item.angle)), math.sin(math.radians(item.angle))
@@ -66,7 +66,7 @@ def _ring_share(item: Item) -> float:
 
 
 def ring_width(item: Item) -> float:
-    """In pixels of the image."""
+    """The width of a ring's band, in pixels of the image."""
     return max(2.0, min(item.size) * _ring_share(item))
 
 

@@ -261,7 +261,7 @@ def sample_field(topic: Topic, subject: Subject, rng: random.Random, *, new: boo
 def some_fields(
     topics: Sequence[Topic], scene: Scene, item: Item | None, count: int, rng: random.Random, *, new: bool = False
 ) -> list[Field]:
-    """Fields have different names."""
+    """Sample up to `count` fields with different names."""
     fields: dict[str, Field] = {}
     for topic in rng.choices(topics, [topic.weight for topic in topics], k=3 * count):
         if rng.random() < 0.06:

@@ -88,5 +88,5 @@ def load_font(name: str, size: int) -> ImageFont.FreeTypeFont:
 
 @cache
 def advance(name: str, character: str) -> float:
-    """In ems."""
+    """The advance width of a character, in ems."""
     return load_font(name, 100).getlength(character) / 100

@@ -159,7 +159,7 @@ def _typed(fields: Sequence[Field]) -> dict[str, tuple[Schema, Any]]:
 
 
 def targets(scene: Scene) -> list[tuple[str, Item]]:
-    """A phrase names exactly one object."""
+    """Phrases that name exactly one object, with the object."""
     found = list(unique_names(scene))
     for place in range(9):
         item, clear = item_at(scene, place)

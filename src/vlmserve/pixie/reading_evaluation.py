@@ -38,7 +38,7 @@ _MAX_TOKENS: Final = 256
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Levenshtein's, in characters."""
+    """Levenshtein distance, in characters."""
     row = list(range(len(other) + 1))
     for index, character in enumerate(one, start=1):
         above, row[0] = row[0], index

@@ -56,7 +56,7 @@ class RunnerAdapters:
                 self._mixtures[digest] = adapter.mixture
 
     def slots_of(self, batch: Sequence[ScheduledRequest]) -> list[int]:
-        """Negative for no adapter. Empty if no request has one."""
+        """The slot of each request, negative without an adapter. Empty if no request has one."""
         if not any(request.state.adapter for request in batch):
             return []
         return [self._by_digest.get(request.state.adapter, -1) for request in batch]

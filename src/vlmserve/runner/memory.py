@@ -73,7 +73,7 @@ def run_longest_step(
 
 
 def _largest_arrays(model: LoadedModel, num_rows: int, num_blocks: int) -> list[np.ndarray]:
-    """As `runner.batch` uploads them. num_blocks: of all block tables."""
+    """Arrays of the sizes that `runner.batch` uploads. num_blocks: of all block tables."""
     columns = len(model.language_model.cache_layout.windows)
     return [np.zeros((columns, num_blocks), np.int32), np.zeros((columns + ROW_ARRAYS, num_rows), np.int64)]
 

@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
 
 def _costliest(scheduled: list[ScheduledRequest]) -> ScheduledRequest:
-    """On ties the last."""
+    """The request with the most tokens; the last one of several."""
     return max(reversed(scheduled), key=lambda request: request.num_tokens)
 
 

@@ -183,7 +183,7 @@ def can_draw_later(batch: Sequence[ScheduledRequest]) -> bool:
 
 
 def append_drawn(tokens: Sequence[int], drawn: Sequence[ScheduledRequest], output: ModelRunnerOutput) -> None:
-    """Requests that failed in the step get none."""
+    """Append sampled tokens. Requests that failed in the step get none."""
     for request, token in zip(drawn, tokens, strict=True):
         if request.state.request_id not in output.failures:
             _append(request.state, None if token < 0 else token, output)

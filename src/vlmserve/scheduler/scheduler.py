@@ -90,7 +90,10 @@ class Scheduler:
         return step
 
     def schedule_ahead(self, step: SchedulerOutput) -> SchedulerOutput | None:
-        """See `ahead.plan_ahead`. None also if other work comes first."""
+        """Plan one more token for each request, before the step's tokens are known.
+
+        None: other work comes first, or see `ahead.plan_ahead`.
+        """
         if self._queues.searches or step.draft_token_ids:
             return None
         if self.propose_drafts is not None and self.awaits_tokens:

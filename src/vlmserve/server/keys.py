@@ -44,7 +44,7 @@ class StoredKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """It may load and unload adapters."""
 
     def matches(self, key: str) -> bool:
-        """In constant time."""
+        """Compare in constant time."""
         return hmac.compare_digest(hash_key(key, bytes.fromhex(self.salt)), bytes.fromhex(self.hash))
 
     @property

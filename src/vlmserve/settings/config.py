@@ -228,6 +228,11 @@ class EngineConfig(Settings):
         return self
 
     @property
+    def measures_drafts(self) -> bool:
+        """True if warm-up may measure steps with drafts. Without measurements, vlmserve makes no drafts."""
+        return self.speculation != "off" and self.max_warm_up_seconds > 0
+
+    @property
     def quantization(self) -> QuantizationConfig:
         """Collect the fields about quantization. Raises ConfigurationError if they contradict each other."""
         names = {name: engine_name(name) for name in QuantizationConfig.model_fields}

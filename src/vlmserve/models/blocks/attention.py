@@ -157,7 +157,7 @@ class Attention(Block, Layer):
 
     @property
     def _normed_parts(self) -> list[tuple[nn.Module | None, int]]:
-        """In order, with the number of heads for each."""
+        """Norms of heads in the order of a row, each with its number of heads."""
         parts = [(self.q_norm, self.spec.num_heads)]
         if not self._shares:
             parts.append((self.k_norm, self.spec.num_kv_heads))

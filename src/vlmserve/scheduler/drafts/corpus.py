@@ -66,7 +66,7 @@ def _key(first: int, second: int, third: int) -> int:
 
 
 class Answers:
-    """LRU eviction."""
+    """Earlier answers by key, with LRU eviction."""
 
     def __init__(self, max_tokens: int, max_tokens_of_key: int) -> None:
         self._most, self._most_of_key = max_tokens, max_tokens_of_key

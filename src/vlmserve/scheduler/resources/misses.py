@@ -66,5 +66,5 @@ class Misses:
         return latest
 
     def _lost_checkpoint(self, request: Request, start: int, end: int) -> Lost:
-        """The last evicted one within ``start < tokens <= end``."""
+        """The last evicted checkpoint within ``start < tokens <= end``."""
         return Lost(start)

@@ -81,7 +81,7 @@ class Rows:
         self._app.state.service = self._app.state.front = self._app.state.gateway = service
 
     async def answer(self, batch: Batch, account: Account | None, body: bytes) -> RowAnswer:
-        """Retries where that may help."""
+        """Answer a request. Retry where that may help."""
         pause, deaths = FIRST_PAUSE, 0
         for attempt in range(1, ATTEMPTS + 1):
             await self._until_serving()

@@ -110,7 +110,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
     def _finish(
         self, writer: ResponseWriter, body: ResponsesRequest, finish_reason: str | None, generation: Generation
     ) -> bytes:
-        """Cache diagnostics come last, if requested."""
+        """The events after the last token, with cache diagnostics if requested."""
         assert self._diagnosis is not None
         writer.response.prompt_cache_diagnostics = diagnose(self._diagnosis, generation)
         if body.prewarms:
