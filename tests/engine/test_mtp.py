@@ -17,7 +17,10 @@ from tests.engine.test_structured import PERSON, engine_of, mixed, request_of, r
 from tests.models.test_families import make
 from tests.mtp_checkpoints import Reference, add_mtp, make_counting
 from vlmserve.engine import drafting
+from vlmserve.engine.drafting import share_of_layer
 from vlmserve.engine.engine import Engine
+from vlmserve.quant.memory import weight_bytes
+from vlmserve.runner.warm_up import PREDICTED, ROWS_OF_LAYER
 from vlmserve.steps import SchedulerOutput
 from vlmserve.types import EngineOutput, EngineRequest, Grammar, Prompt, SamplingParams
 
@@ -30,6 +33,8 @@ def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts and rows cost little."""
     curves = {"layer": OF_LAYER}
     monkeypatch.setattr(drafting, "known_costs", lambda key, _: curves.get(key.split()[-1], [(1, 1.0), (32, 1.01)]))
+    # a tiny model's layer is a large share of it
+    monkeypatch.setattr(drafting, "share_of_layer", lambda _: 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -212,3 +217,18 @@ def test_engines_without_drafts_skip_mtp(counting: Path) -> None:
     engine = engine_of(counting, speculation="off")
     assert engine.runner.model.predictor is None
     assert len(run(engine, [greedy("a", Prompt([50, 9, 30]), 30)])["a"]) == 30
+
+
+def test_costs_of_the_layer_are_at_least_its_share():
+    costs = drafting.layer_costs([1.0, 0.9, 0.8, 3.0, 2.5], 0.1)
+    assert costs.draft == pytest.approx(0.1)
+    assert [costs.rows.seconds(rows) for rows in (1, ROWS_OF_LAYER)] == [pytest.approx(0.1), pytest.approx(0.3)]
+    costs = drafting.layer_costs([1.0, 1.5, 1.5 + 0.4 * PREDICTED, 3.0, 7.0], 0.1)
+    assert costs.draft == pytest.approx(0.4)
+    assert [costs.rows.seconds(rows) for rows in (1, ROWS_OF_LAYER)] == [pytest.approx(0.5), pytest.approx(4.0)]
+
+
+def test_share_of_the_layer_counts_its_weights(counting: Path):
+    model = engine_of(counting, speculation="auto").runner.model
+    size = weight_bytes(model.language_model.mtp)
+    assert 0 < share_of_layer(model) == size / model.weight_bytes < 0.5

@@ -7,6 +7,8 @@ from functools import partial
 from vlmserve.engine.draft_costs import known_costs
 from vlmserve.engine.loading import CacheSizes, may_draft
 from vlmserve.kernels.trials import machine
+from vlmserve.models.protocols import LoadedModel
+from vlmserve.quant.memory import weight_bytes
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.runner.warm_up import PREDICTED, ROWS_OF_DRAFTS, ROWS_OF_LAYER, time_ahead, time_layer, time_rows
 from vlmserve.scheduler.drafts.costs import StepCosts
@@ -48,7 +50,8 @@ def start_drafting(
     logger.info("Speculation: a step of %d tokens takes %.1f times as long as a step of one", rows, longest / one)
     layer = None
     if runner.model.predictor is not None:
-        layer = _layer_costs([seconds for _, seconds in known_costs(f"{key} layer", partial(time_layer, runner))])
+        seconds = [seconds for _, seconds in known_costs(f"{key} layer", partial(time_layer, runner))]
+        layer = layer_costs(seconds, share_of_layer(runner.model))
         logger.info(
             "Speculation: the model's own layer (MTP) takes %.1f%% of a step, and a draft of it %.2f steps",
             100 * layer.rows.seconds(1) / one,
@@ -59,8 +62,21 @@ def start_drafting(
     return drafter
 
 
-def _layer_costs(seconds: Sequence[float]) -> LayerCosts:
-    """seconds: see `time_layer`."""
+def share_of_layer(model: LoadedModel) -> float:
+    """Return the share of all weights that the model's own layer reads."""
+    layer = None if model.predictor is None else model.predictor.mtp
+    return 0.0 if layer is None else weight_bytes(layer) / model.weight_bytes
+
+
+def layer_costs(seconds: Sequence[float], share: float) -> LayerCosts:
+    """Costs are differences of measured times, which noise can hide, so each is at least the layer's share of a step.
+
+    seconds: see `time_layer`. share: see `share_of_layer`.
+    """
     decode, with_layer, with_drafts, prompt, prompt_with_layer = seconds
-    rows = [(1, max(0.0, with_layer - decode)), (ROWS_OF_LAYER, max(0.0, prompt_with_layer - prompt))]
-    return LayerCosts(max(0.0, with_drafts - with_layer) / PREDICTED, Curve(rows))
+    draft = max(share * decode, (with_drafts - with_layer) / PREDICTED)
+    rows = [
+        (1, max(share * decode, with_layer - decode)),
+        (ROWS_OF_LAYER, max(share * prompt, prompt_with_layer - prompt)),
+    ]
+    return LayerCosts(draft, Curve(rows))

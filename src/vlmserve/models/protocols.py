@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlmserve.devices.device import Device
 from vlmserve.kernels.adapters import AdapterRows
@@ -168,6 +168,11 @@ class LanguageModel(Protocol):
 
 class Predictor(Protocol):
     """A decoder with a layer for multi-token prediction (MTP)."""
+
+    @property
+    def mtp(self) -> nn.Module | None:
+        """The layer."""
+        ...
 
     def predict(
         self,
