@@ -117,6 +117,11 @@ class FormRowMaker:
                 made.append(self._others.row(scenes, index, rng))
         return made
 
+    def earlier(self, scenes: tuple[Scene, ...], rng: random.Random) -> tuple[list[Group], tuple[int, ...]]:
+        """A row of questions that pixie knew before, as `rows` makes them."""
+        index = rng.randrange(len(scenes))
+        return self._others.row(scenes, index, rng)
+
     def _forms(self, scene: Scene, index: int, rng: random.Random) -> tuple[list[Group], tuple[int, ...]]:
         system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.1 else None
         asked: list[tuple[Example, Sequence[Span]]] = []

@@ -21,6 +21,7 @@ from training.pixie.reading.labels import (
     truth_of_document,
     truth_of_scene,
 )
+from training.pixie.reading.rows import see
 from training.pixie.reading.tower import ReadingTower
 from training.pixie.reading.weights import tower_names, vision_config
 from vlmserve.pixie.documents import PATCH, Style, sample_document
@@ -88,6 +89,39 @@ def test_the_tower_equals_the_one_of_transformers():
         expected = theirs(torch.cat(patches), grid_thw=sizes).last_hidden_state
         ours = torch.cat([tower(image)[0] for image in images])
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_images_of_several_sizes_are_encoded_together():
+    torch.manual_seed(1)
+    tower = ReadingTower()
+    with torch.no_grad():
+        tower.positions.normal_(0, 0.3)
+    random = np.random.default_rng(0)
+    images = [random.integers(0, 256, (*size, 3), np.uint8) for size in ((96, 144), (112, 64), (96, 144), (144, 96))]
+    with torch.no_grad():
+        together = see(tower, images)
+        alone = [tower(torch.from_numpy(image)[None])[0] for image in images]
+    for one, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_documents_are_labelled_in_the_size_they_are_shown():
+    document = sample_document(4, "lines", (96, 80), Style((20, 30)))
+    grid = (10, 12)
+    truth = truth_of_document(document, (192, 160))
+    labels = patch_labels(truth.maps[None], truth.characters[None], (0, 0), grid)[:, 0]
+    line = document.lines[0]
+    left, top, right, bottom = line.boxes[0]
+    assert labels[0, int((top + bottom) / PATCH), int((left + right) / PATCH)] == CHARACTERS.index(line.text[0]) + 1
+
+
+def test_items_are_labelled_with_their_places():
+    kind = [kind.name for kind in READING_LABELS].index("place")
+    for seed in range(30):
+        scene = sample_scene(seed, "grid")
+        truth = truth_of_scene(scene, (144, 144))
+        places = {item.place + 1 for item in scene.items if item.place is not None}
+        assert set(np.unique(truth.maps[kind - FIRST_OF_MAP])) - {0} == places
 
 
 def test_a_tower_run_saves_and_resumes(tmp_path, monkeypatch):

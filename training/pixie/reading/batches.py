@@ -55,7 +55,7 @@ PHASES: Final = (
         1.0,
         (1, 1, 2, 1, 1, 1),
         (13, 80),
-        {"page": 6, "scene": 3, "lines": 1, "sign": 0.5, "receipt": 1, "chart": 0.5, "gauge": 0.3},
+        {"page": 5, "scene": 6, "lines": 1, "sign": 0.5, "receipt": 1, "chart": 0.5, "gauge": 0.3},
     ),
 )
 

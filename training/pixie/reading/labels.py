@@ -11,7 +11,7 @@ from training.pixie.labels import CELL_SIZE, dense_labels
 from vlmserve.pixie.documents import PATCH, Document
 from vlmserve.pixie.printed_text import CHARACTERS
 from vlmserve.pixie.scenes import MOST_ITEMS, Scene
-from vlmserve.pixie.vocabulary import COLOURS, DIGITS, LETTERS, SHAPES
+from vlmserve.pixie.vocabulary import COLOURS, DIGITS, LETTERS, PLACES, SHAPES
 
 SLOTS: Final = 3
 """Characters whose centres lie in the same patch and that it is to name, from left to right."""
@@ -36,12 +36,14 @@ READING_LABELS: Final = (
     *(ReadingLabel(f"character {slot}", _NUM_CHARACTERS, weight) for slot, weight in enumerate((3.0, 2.0, 0.6))),
     ReadingLabel("place in line", LONGEST_LINE + 1, 0.6),
     # Those from here on are read from the map of cells at the centre of the patch.
-    ReadingLabel("shape", len(SHAPES) + 2, 0.5),
-    ReadingLabel("colour", len(COLOURS) + 1, 0.7),
+    ReadingLabel("shape", len(SHAPES) + 2, 1.0),
+    ReadingLabel("colour", len(COLOURS) + 1, 1.0),
     ReadingLabel("covering character", _NUM_CHARACTERS, 1.5),
-    ReadingLabel("rank", MOST_RANKS + 1, 0.5),
-    *(ReadingLabel(f"rank of {kind}", MOST_ITEMS + 1, 0.4) for kind in ("colour", "shape", "both")),
-    *(ReadingLabel(f"count of {kind}", MOST_ITEMS + 1, 0.3) for kind in ("colour", "shape", "both")),
+    ReadingLabel("rank", MOST_RANKS + 1, 1.0),
+    *(ReadingLabel(f"rank of {kind}", MOST_ITEMS + 1, 1.0) for kind in ("colour", "shape", "both")),
+    *(ReadingLabel(f"count of {kind}", MOST_ITEMS + 1, 0.7) for kind in ("colour", "shape", "both")),
+    # Of an item in a scene; "nothing" if it is near a border between places.
+    ReadingLabel("place", len(PLACES) + 1, 1.0),
 )
 FIRST_OF_MAP: Final = SLOTS + 1
 NUM_MAPS: Final = len(READING_LABELS) - FIRST_OF_MAP
@@ -59,17 +61,17 @@ class Truth(NamedTuple):
     class 0 for none."""
 
 
-def truth_of_document(document: Document) -> Truth:
-    """What is known of a document in its own size."""
-    width, height = document.size
+def truth_of_document(document: Document, size: tuple[int, int] | None = None) -> Truth:
+    """What is known of a document that is resized to a size in pixels, width first; None: its own."""
+    width, height = size or document.size
+    x_scale, y_scale = width / document.size[0], height / document.size[1]
     maps = np.zeros((NUM_MAPS, height // CELL_SIZE, width // CELL_SIZE), np.uint8)
     rows: list[tuple[int, int, int, int]] = []
     for rank, line in enumerate(document.lines, start=1):
         colour = COLOURS.index(line.colour) + 1
         known = IGNORED if document.kind == "page" else min(rank, MOST_RANKS)
-        for place, (character, (left, top, right, bottom)) in enumerate(
-            zip(line.text, line.boxes, strict=True), start=1
-        ):
+        for place, (character, box) in enumerate(zip(line.text, line.boxes, strict=True), start=1):
+            left, top, right, bottom = box[0] * x_scale, box[1] * y_scale, box[2] * x_scale, box[3] * y_scale
             number = CHARACTERS.find(character) + 1
             if not number:
                 continue
@@ -85,6 +87,9 @@ def truth_of_scene(scene: Scene, size: tuple[int, int]) -> Truth:
     width, height = size
     labels = dense_labels(scene, height // CELL_SIZE, width // CELL_SIZE)
     labels[2] = _SCENE_CLASSES[labels[2]]
+    places = np.array([0, *(0 if item.place is None else item.place + 1 for item in scene.items)], np.uint8)
+    place = places[labels[3]] if scene.items else np.zeros_like(labels[3])
+    labels = np.concatenate((labels, place[None]))
     rows: list[tuple[int, int, int, int]] = []
     if scene.writing is not None:
         x_scale, y_scale = width / scene.size[0], height / scene.size[1]

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from training.pixie.form_rows import FormRowMaker
+from training.pixie.reading.labels import READING_LABELS, patch_labels, truth_of_document, truth_of_scene
 from training.pixie.reading.tower import ReadingTower
 from training.pixie.rows import Encoded, Group, branching
 from training.pixie.segments import Flat, flatten
@@ -29,8 +30,11 @@ from vlmserve.pixie.documents import LARGEST_SIDE, PATCH, Document, DocumentKind
 from vlmserve.pixie.drawing import draw_scene
 from vlmserve.pixie.phrasings import SYSTEM_PROMPTS
 from vlmserve.pixie.reading import ReadingQuestion, ask_document
+from vlmserve.pixie.scenes import Scene
 
 DOCUMENT_SHARE: Final = 0.5
+EARLIER_SHARE: Final = 0.4
+"""Of samples about scenes, which ask only what pixie knew before; the others are mixed as in `FormRowMaker.rows`."""
 KINDS: Final[dict[DocumentKind, float]] = {"lines": 6, "sign": 2, "receipt": 5, "chart": 1.5, "gauge": 1}
 HEIGHTS: Final = (14, 48)
 """Bounds of capital letters in documents, in pixels."""
@@ -67,10 +71,13 @@ class Sample:
 
 
 class Drawn(NamedTuple):
-    """A sample with its images, ``[height, width, 3]``."""
+    """A sample with its images."""
 
     sample: Sample
     images: tuple[npt.NDArray[np.uint8], ...]
+    """``[height, width, 3]`` each."""
+    labels: tuple[npt.NDArray[np.uint8], ...]
+    """What the tower is to name, ``[kinds, patches]`` each."""
 
 
 class Batch(NamedTuple):
@@ -166,10 +173,10 @@ def sample_row(seed: int, tokenizer: Tokenizer, documents: float = DOCUMENT_SHAR
             document = sample_document(rng.getrandbits(33), kind, size, Style(HEIGHTS))
             group = _about_document(document, tokenizer, rng)
             if group[1]:
-                return _drawn([draw_document(document)], (0,), [group])
+                return _drawn([document], (0,), [group])
     maker = FormRowMaker(tokenizer)
     scenes = maker.scenes(rng.getrandbits(32))
-    groups, shown = rng.choice(maker.rows(scenes, rng))
+    groups, shown = maker.earlier(scenes, rng) if rng.random() < EARLIER_SHARE else rng.choice(maker.rows(scenes, rng))
     used = sorted(set(shown))
     newline = tokenizer.encode("\n", add_special_tokens=False).ids
     kept = [
@@ -179,7 +186,7 @@ def sample_row(seed: int, tokenizer: Tokenizer, documents: float = DOCUMENT_SHAR
         )
         for common, branches in groups
     ]
-    return _drawn([draw_scene(scenes[index]) for index in used], [used.index(index) for index in shown], kept)
+    return _drawn([scenes[index] for index in used], [used.index(index) for index in shown], kept)
 
 
 def separate_images(encoded: Encoded, between: Sequence[int]) -> Encoded:
@@ -196,13 +203,24 @@ def separate_images(encoded: Encoded, between: Sequence[int]) -> Encoded:
 def sample_skill_row(seed: int, skill: str, tokenizer: Tokenizer) -> Drawn:
     """Sample an image with questions that an adapter answers."""
     examples = sample_questions(seed, skill, 10)
-    return _drawn([draw_scene(examples[0].scenes[0])], (0,), [branching(tokenizer, examples)])
+    return _drawn([examples[0].scenes[0]], (0,), [branching(tokenizer, examples)])
 
 
-def _drawn(images: Sequence[Image.Image], shown: Sequence[int], groups: list[Group]) -> Drawn:
-    pixels = tuple(fitted(image) for image in images)
-    grids = tuple((image.shape[0] // PATCH, image.shape[1] // PATCH) for image in pixels)
-    return Drawn(Sample(grids, tuple(shown), groups), pixels)
+def _drawn(shown: Sequence[Document | Scene], order: Sequence[int], groups: list[Group]) -> Drawn:
+    """Draw what a sample is about. order: which of it each placeholder shows."""
+    images, grids, labels = [], [], []
+    for one in shown:
+        pixels = fitted(draw_scene(one) if isinstance(one, Scene) else draw_document(one))
+        height, width, _ = pixels.shape
+        known = truth_of_scene if isinstance(one, Scene) else truth_of_document
+        truth = known(one, (width, height))
+        grid = height // PATCH, width // PATCH
+        labels.append(
+            patch_labels(truth.maps[None], truth.characters[None], (0, 0), grid).reshape(len(READING_LABELS), -1)
+        )
+        images.append(pixels)
+        grids.append(grid)
+    return Drawn(Sample(tuple(grids), tuple(order), groups), tuple(images), tuple(labels))
 
 
 def image_positions(grid: tuple[int, int], first: int) -> npt.NDArray[np.int64]:
@@ -264,17 +282,13 @@ def flat_batch(samples: Sequence[Sample], dtype: torch.dtype) -> Batch:
     return Batch(ids, torch.from_numpy(np.concatenate(positions, 1)), flat, before, ids[speaking])
 
 
-@torch.inference_mode()
 def see(tower: ReadingTower, images: Sequence[npt.NDArray[np.uint8]]) -> list[Tensor]:
     """Features of images of any sizes, ``[patches, WIDTH]`` each; images of one size go together."""
-    found: list[Tensor | None] = [None] * len(images)
     by_size: dict[tuple[int, ...], list[int]] = {}
     for index, image in enumerate(images):
         by_size.setdefault(image.shape, []).append(index)
-    for indices in by_size.values():
-        for start in range(0, len(indices), 16):
-            some = indices[start : start + 16]
-            features = tower(torch.from_numpy(np.stack([images[index] for index in some])))
-            for index, one in zip(some, features, strict=True):
-                found[index] = one.clone()
-    return [one for one in found if one is not None]
+    order = [index for indices in by_size.values() for index in indices]
+    batches = [torch.from_numpy(np.stack([images[index] for index in indices])) for indices in by_size.values()]
+    patches = [images[index].shape[0] * images[index].shape[1] // PATCH**2 for index in order]
+    found = dict(zip(order, tower.encode(batches).split(patches), strict=True))
+    return [found[index] for index in range(len(images))]

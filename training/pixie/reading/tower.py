@@ -6,6 +6,7 @@ Images of a batch have the same size. Attention is two batched matrix products, 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Final
 
@@ -71,17 +72,29 @@ class ReadingBlock(nn.Module):
         for last in (self.out, self.fc2):
             nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * LAYERS))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, length, 3 * HEADS, -1)
-        turned, value = qkv.split((2 * HEADS, HEADS), 2)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor:
+        """x: ``[patches, WIDTH]``, images that have the same number of patches behind each other. sizes: how many
+        images there are of each number, and that number."""
+        qkv = self.qkv(self.norm1(x)).view(len(x), 3 * HEADS, -1)
+        turned, value = qkv.split((2 * HEADS, HEADS), 1)
         turned = turned * cos + turned.roll(turned.shape[-1] // 2, -1) * sin
-        query, key = turned.transpose(1, 2).split(HEADS, 1)
-        query, value = (part.reshape(batch * HEADS, length, -1) for part in (query, value.transpose(1, 2)))
-        key = key.reshape(batch * HEADS, length, -1).transpose(1, 2)
-        attended = torch.bmm(torch.bmm(query, key).softmax(-1), value).view(batch, HEADS, length, -1)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, -1))
+        patches = [count * length for count, length in sizes]
+        parts = zip(turned.split(patches), value.split(patches), sizes, strict=True)
+        x = x + self.out(torch.cat([_attend(*part) for part in parts]))
         return x + self.fc2(F.silu(self.fc1(self.norm2(x))))
+
+
+def _attend(turned: Tensor, value: Tensor, size: tuple[int, int]) -> Tensor:
+    """Attention within each of some images of one size. turned: their queries and keys."""
+    count, length = size
+    query, key = turned.view(count, length, 2 * HEADS, -1).transpose(1, 2).split(HEADS, 1)
+    query, value = (
+        part.reshape(count * HEADS, length, -1)
+        for part in (query, value.view(count, length, HEADS, -1).transpose(1, 2))
+    )
+    key = key.reshape(count * HEADS, length, -1).transpose(1, 2)
+    attended = torch.bmm(torch.bmm(query, key).softmax(-1), value).view(count, HEADS, length, -1)
+    return attended.transpose(1, 2).reshape(count * length, -1)
 
 
 class ReadingTower(nn.Module):
@@ -95,16 +108,35 @@ class ReadingTower(nn.Module):
         nn.init.normal_(self.patch.weight, std=0.5 * (3 * PATCH**2) ** -0.5)
 
     def forward(self, images: Tensor) -> Tensor:
-        batch, height, width, _ = images.shape
-        grid = height // PATCH, width // PATCH
+        return self.encode([images]).view(len(images), -1, WIDTH)
+
+    def encode(self, batches: Sequence[Tensor]) -> Tensor:
+        """Features of batches of images, each of one size, ``[patches, WIDTH]``."""
         dtype = self.patch.weight.dtype
-        patches = images.view(batch, grid[0], PATCH, grid[1], PATCH, 3).permute(0, 1, 3, 5, 2, 4)
-        pixels = patches.reshape(batch, grid[0] * grid[1], -1).to(dtype) * (1 / 127.5) - 1
-        x = self.patch(pixels) + _resizing(grid, dtype) @ self.positions
-        cos, sin = _rotations(grid, dtype)
+        grids = [(images.shape[1] // PATCH, images.shape[2] // PATCH) for images in batches]
+        sizes = [(len(images), rows * columns) for images, (rows, columns) in zip(batches, grids, strict=True)]
+        pixels = torch.cat([_pixels(images, grid) for images, grid in zip(batches, grids, strict=True)])
+        positions = torch.cat(
+            [
+                (_resizing(grid, dtype) @ self.positions).repeat(size[0], 1)
+                for grid, size in zip(grids, sizes, strict=True)
+            ]
+        )
+        x = self.patch(pixels.to(dtype) * (1 / 127.5) - 1) + positions
+        rotations = [_rotations(grid, dtype) for grid in grids]
+        cos, sin = (
+            torch.cat([turn[part].repeat(size[0], 1, 1) for turn, size in zip(rotations, sizes, strict=True)])
+            for part in (0, 1)
+        )
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, sizes)
         return x
+
+
+def _pixels(images: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The values of each patch, ``[patches, 3 * PATCH**2]``."""
+    patches = images.view(len(images), grid[0], PATCH, grid[1], PATCH, 3).permute(0, 1, 3, 5, 2, 4)
+    return patches.reshape(len(images) * grid[0] * grid[1], -1)
 
 
 class ReadingHeads(nn.Module):

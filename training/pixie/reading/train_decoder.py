@@ -1,8 +1,9 @@
 """Teach the decoder to read: python -m training.pixie.reading.train_decoder --out runs/reading
 
-Starts from pixie's language model and the tower of `train_tower`, which does not change. The tower encodes each image
-once. Questions about scenes, forms and calls of functions are asked again, and the adapters' questions with the frozen
-adapters, so that all of them stay right. The state is saved every few minutes; the same command resumes.
+Starts from pixie's language model and the tower of `train_tower`. The tower learns from the answers as well, and still
+names what patches show. Questions about scenes, forms and calls of functions are asked again, and the adapters'
+questions with the frozen adapters, so that all of them stay right. The state is saved every few minutes; the same
+command resumes.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -30,8 +33,8 @@ from training.pixie.optimizer import Optimizer
 from training.pixie.precision import parameter_dtype
 from training.pixie.reading.decoder import ReadingDecoder, fit_merger, take_pixie
 from training.pixie.reading.export import export_reading
-from training.pixie.reading.rows import Drawn, Sample, flat_batch, sample_row, sample_skill_row, see
-from training.pixie.reading.tower import WIDTH, ReadingTower
+from training.pixie.reading.rows import Drawn, flat_batch, sample_row, sample_skill_row, see
+from training.pixie.reading.tower import WIDTH, ReadingHeads, ReadingTower, reading_loss
 from training.pixie.reading.weights import load_part, save_parts
 from training.pixie.rows import squash
 from training.pixie.skills import SKILLS
@@ -53,14 +56,17 @@ SIDE_OF_SCENES: Final = 144
 FIRST_SEED: Final = 12_000_000_000
 """Rows from here on are in no other stage."""
 
-Seen = tuple[Sample, list[Tensor]]
-"""A sample and the features of its images."""
+TOWER_SHARE: Final = 0.5
+"""Of the learning rate, for the tower."""
+LABELS_SHARE: Final = 0.1
+"""Weight of the loss of what patches show."""
+PARTS: Final = ("tower", "heads", "decoder")
 
 console = Console()
 
 
 class DecoderRun:
-    """The decoder under training, rows with the features of their images, and the state in a folder."""
+    """The decoder and the tower under training, samples with their images, and the state in a folder."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.out: Path = options.out
@@ -68,31 +74,24 @@ class DecoderRun:
         self.options = options
         self.tokenizer = Tokenizer.from_file(str(resolve_model("pixie") / "tokenizer.json"))
         self.dtype = parameter_dtype(torch.device("cpu"))
-        self.tower, self.decoder = ReadingTower(), ReadingDecoder()
-        trained = torch.load(self.out / "tower.pt") if (self.out / "tower.pt").exists() else None
-        self.seeing = {
-            name: (trained[name] if trained else load_part(self._start_file(), name))["averages"]
-            for name in ("tower", "heads")
-        }
-        """Weights of the tower and its heads, which do not change."""
-        self.tower.load_state_dict(self.seeing["tower"])
-        self.tower.to(self.dtype)
-        state = torch.load(self.out / "decoder.pt") if (self.out / "decoder.pt").exists() else None
-        if state is None and options.start is None:
+        self.tower, self.heads, self.decoder = ReadingTower(), ReadingHeads(), ReadingDecoder()
+        file = self.out / "decoder.pt"
+        state = torch.load(file) if file.exists() else self._first_state()
+        self.step: int = state["step"]
+        if "decoder" not in state:
+            self.tower.load_state_dict(state["tower"]["averages"])
             self._start()
-        self.optimizer = Optimizer(self.decoder, options.rate)
-        self.step = 0
-        if state is not None:
-            self.step = state["step"]
-            self.optimizer.load_state_dict(state["decoder"])
-        elif options.start is not None:
-            self.optimizer.load_state_dict(load_part(options.start, "decoder"))
-        self.samples: list[Seen] = []
+        rates = {"tower": TOWER_SHARE, "heads": TOWER_SHARE, "decoder": 1.0}
+        self.optimizers = {part: Optimizer(getattr(self, part), share * options.rate) for part, share in rates.items()}
+        for part, optimizer in self.optimizers.items():
+            if part in state:
+                optimizer.load_state_dict(state[part])
+        self.samples: list[Drawn] = []
         self.drawn = 0
+        self.painters = get_context("fork").Pool(torch.get_num_threads())
+        """Processes that draw, while training waits."""
         self.skill_samples = {
-            skill: self._seen(
-                [sample_skill_row(SKILL_SEED + n, skill, self.tokenizer) for n in range(options.skill_rows)]
-            )
+            skill: self._sampled(sample_skill_row, [(SKILL_SEED + n, skill) for n in range(options.skill_rows)])
             for skill in SKILLS
         }
         self.deltas = {
@@ -100,11 +99,16 @@ class DecoderRun:
             for skill in SKILLS
         }
 
-    def _start_file(self) -> Path:
-        if self.options.start is None:
+    def _first_state(self) -> dict[str, Any]:
+        """What a new run starts from: a tower that was trained here, or the file of an earlier run."""
+        start: Path | None = self.options.start
+        state: dict[str, Any] = {} if start is None else {part: load_part(start, part) for part in PARTS}
+        trained = self.out / "tower.pt"
+        if trained.exists():
+            state |= torch.load(trained)
+        elif start is None:
             raise SystemExit(f"{self.out} has no tower.pt: run train_tower first, or pass --start weights.safetensors")
-        start: Path = self.options.start
-        return start
+        return state | {"step": 0}
 
     def _start(self) -> None:
         """Start from pixie, with a merger that shows scenes as pixie's own tower does."""
@@ -118,60 +122,79 @@ class DecoderRun:
         large = [np.asarray(draw_scene(scene).resize(size, Image.Resampling.BICUBIC)) for scene in scenes]
         with torch.inference_mode():
             wanted = decoder.project(tower(small)).flatten(0, 1).clone()
-        error = fit_merger(self.decoder, torch.cat(see(self.tower, large)), wanted)
-        console.print(f"merger: relative error {error:.2f}", highlight=False)
+            seen = torch.cat(see(self.tower, large))
+        console.print(f"merger: relative error {fit_merger(self.decoder, seen, wanted):.2f}", highlight=False)
 
     def draw(self, count: int) -> None:
-        """Draw samples and encode their images; the oldest go if there are more than enough."""
+        """Draw samples; the oldest go if there are more than enough."""
         first = FIRST_SEED + (self.step + self.drawn + 1) * 1_000_003
-        self.samples += self._seen([sample_row(first + index, self.tokenizer) for index in range(count)])
+        self.samples += self._sampled(sample_row, [(first + index,) for index in range(count)])
         self.drawn += count
         del self.samples[: -self.options.rows]
 
-    def _seen(self, drawn: Sequence[Drawn]) -> list[Seen]:
-        features = iter(see(self.tower, [image for one in drawn for image in one.images]))
-        return [(one.sample, [next(features) for _ in one.images]) for one in drawn]
+    def _sampled(self, sample: Callable[..., Drawn], seeds: Sequence[tuple[Any, ...]]) -> list[Drawn]:
+        return self.painters.starmap(partial(sample, tokenizer=self.tokenizer), seeds, chunksize=8)
 
     def save(self) -> None:
-        partial = self.out / "decoder.tmp"
-        torch.save({"step": self.step, "decoder": self.optimizer.state_dict()}, partial)
-        os.replace(partial, self.out / "decoder.pt")
+        partial_file = self.out / "decoder.tmp"
+        states = {part: optimizer.state_dict() for part, optimizer in self.optimizers.items()}
+        torch.save({"step": self.step} | states, partial_file)
+        os.replace(partial_file, self.out / "decoder.pt")
 
-    def batch(self, random: np.random.Generator) -> list[Seen]:
+    def batch(self, random: np.random.Generator) -> list[Drawn]:
         """Random samples of about as many tokens as a step computes."""
-        chosen: list[Seen] = []
+        chosen: list[Drawn] = []
         left = self.options.tokens
         while left > 0:
             chosen.append(self.samples[random.integers(len(self.samples))])
-            left -= chosen[-1][0].length
+            left -= chosen[-1].sample.length
         return chosen
 
-    def loss(self, chosen: Sequence[Seen], delta: Mapping[str, Tensor] | None = None) -> tuple[Tensor, float]:
-        """The loss of samples, with an adapter if there is a `delta`, and the share of tokens that are right."""
-        batch = flat_batch([sample for sample, _ in chosen], self.dtype)
-        shown = [features[image] for sample, features in chosen for image in sample.shown]
-        features = torch.cat(shown) if shown else torch.empty(0, WIDTH, dtype=self.dtype)
+    def skill_batch(self, random: np.random.Generator) -> tuple[list[Drawn], Mapping[str, Tensor]]:
+        """Questions of one adapter, and what it adds to the weights."""
+        skill = random.choice(tuple(SKILLS))
+        rows = self.skill_samples[skill]
+        return [rows[index] for index in random.integers(0, len(rows), self.options.skill_batch)], self.deltas[skill]
+
+    def losses(
+        self, chosen: Sequence[Drawn], features: Sequence[Sequence[Tensor]], delta: Mapping[str, Tensor]
+    ) -> tuple[Tensor, float]:
+        """The loss of samples, and the share of tokens that are right. features: of their images. delta: added to
+        the decoder's weights."""
+        batch = flat_batch([drawn.sample for drawn in chosen], self.dtype)
+        shown = [own[image] for drawn, own in zip(chosen, features, strict=True) for image in drawn.sample.shown]
+        seen = torch.cat(shown) if shown else torch.empty(0, WIDTH, dtype=self.dtype)
         changed = {
-            name: parameter + delta[name]
-            for name, parameter in self.decoder.named_parameters()
-            if delta is not None and name in delta
+            name: parameter + delta[name] for name, parameter in self.decoder.named_parameters() if name in delta
         }
-        arguments = batch.tokens, batch.positions, batch.flat, features, batch.said
+        arguments = batch.tokens, batch.positions, batch.flat, seen, batch.said
         logits = functional_call(self.decoder, changed, arguments)
         right = float((logits.argmax(-1) == batch.targets).float().mean())
         return F.cross_entropy(logits.float(), batch.targets), right
 
-    def skill_loss(self, random: np.random.Generator) -> Tensor:
-        """The loss of questions of one adapter, which changes no more."""
-        skill = random.choice(tuple(SKILLS))
-        rows = self.skill_samples[skill]
-        chosen = [rows[index] for index in random.integers(0, len(rows), self.options.skill_batch)]
-        return self.loss(chosen, self.deltas[skill])[0]
+    def learn(self, random: np.random.Generator, scale: float, decay: float) -> tuple[float, ...]:
+        """One step; see `Optimizer.step`. Returns the loss, the share of tokens that are right, the adapters' loss and
+        that of what patches show."""
+        chosen = self.batch(random)
+        skilled, delta = self.skill_batch(random)
+        every = [*chosen, *skilled]
+        flat = see(self.tower, [image for drawn in every for image in drawn.images])
+        remaining = iter(flat)
+        features = [[next(remaining) for _ in drawn.images] for drawn in every]
+        loss, right = self.losses(chosen, features[: len(chosen)], {})
+        skill_loss, _ = self.losses(skilled, features[len(chosen) :], delta)
+        labels = np.concatenate([shown for drawn in every for shown in drawn.labels], 1)
+        label_loss = reading_loss(self.heads(torch.cat(flat)), torch.from_numpy(labels))
+        (loss + SKILL_SHARE * skill_loss + LABELS_SHARE * label_loss).backward()
+        for optimizer in self.optimizers.values():
+            optimizer.step(scale, decay)
+        return loss.item(), right, skill_loss.item(), label_loss.item()
 
     def export(self) -> Path:
         """Write the averaged weights as a Hugging Face folder, and in a file that later runs start from."""
-        export_reading(self.out / "export", self.seeing["tower"], self.optimizer.averages, self.tokenizer)
-        save_parts(self.out / "weights.safetensors", **self.seeing, decoder=self.optimizer.averages)
+        averages = {part: optimizer.averages for part, optimizer in self.optimizers.items()}
+        export_reading(self.out / "export", averages["tower"], averages["decoder"], self.tokenizer)
+        save_parts(self.out / "weights.safetensors", **averages)
         return self.out / "export"
 
 
@@ -182,20 +205,15 @@ def train(run: DecoderRun, options: argparse.Namespace) -> None:
     for step in range(run.step, options.steps):
         if step % options.draw_every == 0:
             run.draw(options.drawn_rows)
-        random = np.random.default_rng((5, step))
-        loss, right = run.loss(run.batch(random))
-        loss.backward()
-        skill_loss = run.skill_loss(random)
-        (skill_loss * SKILL_SHARE).backward()
         decline = (options.steps - step) / (options.steps * options.decay)
-        run.optimizer.step(min(1.0, (step + 1) / WARM_UP_STEPS, decline), min(AVERAGE_DECAY, (step + 1) / (step + 10)))
+        scale = min(1.0, (step + 1) / WARM_UP_STEPS, decline)
+        now = run.learn(np.random.default_rng((5, step)), scale, min(AVERAGE_DECAY, (step + 1) / (step + 10)))
         run.step = step + 1
-        now = loss.item(), right, skill_loss.item()
         shown = [0.95 * old + 0.05 * new for old, new in zip(shown or now, now, strict=True)]
         if run.step % SHOW_EVERY == 0:
             console.print(
                 f"{run.step} of {options.steps} steps: loss {shown[0]:.3f}, tokens {shown[1]:.2%}, "
-                f"adapters {shown[2]:.3f}; "
+                f"adapters {shown[2]:.3f}, patches {shown[3]:.2f}; "
                 f"{time.monotonic() - started:.0f} s ({time.process_time():.0f} s of CPU)",
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
@@ -225,7 +243,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     run = DecoderRun(options)
-    train(run, options)
+    try:
+        train(run, options)
+    finally:
+        run.painters.terminate()
     run.save()
     console.print(f"Done: {run.export()}")
 
