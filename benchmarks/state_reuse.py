@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -49,37 +49,60 @@ TEMPLATE = (
 """Turns as Qwen3.5's template writes them, and the beginning of reasoning, which later prompts leave out."""
 TOKENS = ("<|im_start|>", "<|im_end|>", "<think>", "system", "user", "assistant")
 """Words that are one token of Qwen's vocabulary, and several of pixie's."""
+
+
+class Size(NamedTuple):
+    """Dimensions of both models."""
+
+    hidden: int
+    inner: int
+    heads: int
+    key_heads: int
+    layers: int = 8
+    head: int = 32
+    linear_heads: tuple[int, int] = (4, 8)
+    """Of keys and of values, in linear attention."""
+    linear_head: int = 32
+    tower: tuple[int, int, int, int] | None = None
+    """Layers, width, inner width and heads; None: 4 layers as wide as the decoder."""
+
+
 SIZES = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "small": {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "tiny": Size(64, 96, 4, 2),
+    "small": Size(256, 768, 8, 2),
+    "0.8b": Size(1024, 3584, 8, 2, 24, 256, (16, 16), 128, (12, 768, 3072, 12)),
 }
-LAYERS = 8
 COLUMNS = (
     "Workload", "Shared tokens", "Found in the cache, %", "First token, ms", "First token of Qwen3-VL, ms", "Ratio",
 )  # fmt: skip
 
 
-def write_model(folder: Path, kind: str, size: Mapping[str, int]) -> Path:
+def write_model(folder: Path, kind: str, size: Size) -> Path:
     """A random checkpoint in `folder`. kind: "Qwen3_5" or "Qwen3VL"."""
     import torch
     import transformers
 
     def save(folder: Path, ids: Mapping[str, int]) -> None:
-        width = size["hidden_size"]
-        sections = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
+        hybrid = kind == "Qwen3_5"
+        turned = size.head // 8 if hybrid else size.head // 2
+        sections = [turned - 2 * (turned // 3), turned // 3, turned // 3]
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
         text: dict[str, Any] = {
-            **size, "num_hidden_layers": LAYERS, "vocab_size": max(ids.values()) + 8, "tie_word_embeddings": True,
-            "head_dim": 32, "max_position_embeddings": 16384, "rope_parameters": sections,
+            "hidden_size": size.hidden, "intermediate_size": size.inner, "num_attention_heads": size.heads,
+            "num_key_value_heads": size.key_heads, "num_hidden_layers": size.layers, "head_dim": size.head,
+            "vocab_size": max(ids.values()) + 8, "tie_word_embeddings": True, "max_position_embeddings": 16384,
+            "rope_parameters": {**rope, "partial_rotary_factor": 0.25} if hybrid else rope,
         }  # fmt: skip
+        depth, width, inner, heads = size.tower or (4, size.hidden, 2 * size.hidden, 8)
         vision: dict[str, Any] = {
-            "depth": 4, "hidden_size": width, "intermediate_size": 2 * width, "num_heads": 8, "out_hidden_size": width,
+            "depth": depth, "hidden_size": width, "intermediate_size": inner, "num_heads": heads,
+            "out_hidden_size": size.hidden,
         }  # fmt: skip
-        if kind == "Qwen3_5":
-            heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
-            text |= {**heads, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
-            text["rope_parameters"] = {**sections, "partial_rotary_factor": 0.25}
+        if hybrid:
+            key_heads, value_heads = size.linear_heads
+            text |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads}
+            text |= {"linear_key_head_dim": size.linear_head, "linear_value_head_dim": size.linear_head}
         else:
-            text["rope_parameters"] = {**sections, "mrope_section": [6, 5, 5]}
             vision["deepstack_visual_indexes"] = [1, 2, 3]
         config = getattr(transformers, f"{kind}Config")(
             text_config=text,

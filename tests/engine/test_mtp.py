@@ -219,7 +219,7 @@ def test_engines_without_drafts_skip_mtp(counting: Path) -> None:
     assert len(run(engine, [greedy("a", Prompt([50, 9, 30]), 30)])["a"]) == 30
 
 
-def test_costs_of_the_layer_are_at_least_its_share():
+def test_layer_costs_at_least_its_share():
     costs = drafting.layer_costs([1.0, 0.9, 0.8, 3.0, 2.5], 0.1)
     assert costs.draft == pytest.approx(0.1)
     assert [costs.rows.seconds(rows) for rows in (1, ROWS_OF_LAYER)] == [pytest.approx(0.1), pytest.approx(0.3)]
@@ -228,7 +228,7 @@ def test_costs_of_the_layer_are_at_least_its_share():
     assert [costs.rows.seconds(rows) for rows in (1, ROWS_OF_LAYER)] == [pytest.approx(0.5), pytest.approx(4.0)]
 
 
-def test_share_of_the_layer_counts_its_weights(counting: Path):
+def test_share_of_layer_counts_its_weights(counting: Path):
     model = engine_of(counting, speculation="auto").runner.model
     size = weight_bytes(model.language_model.mtp)
     assert 0 < share_of_layer(model) == size / model.weight_bytes < 0.5

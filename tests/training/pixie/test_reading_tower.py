@@ -105,7 +105,7 @@ def test_images_of_several_sizes_are_encoded_together():
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
-def test_documents_are_labelled_in_the_size_they_are_shown():
+def test_documents_are_labelled_in_their_shown_size():
     document = sample_document(4, "lines", (96, 80), Style((20, 30)))
     grid = (10, 12)
     truth = truth_of_document(document, (192, 160))

