@@ -49,11 +49,13 @@ def start_drafting(
     (_, one), (rows, longest) = (measured if ahead is None else ahead)[0], measured[-1]
     logger.info("Speculation: a step of %d tokens takes %.1f times as long as a step of one", rows, longest / one)
     layer = None
-    if runner.model.predictor is not None:
-        seconds = [seconds for _, seconds in known_costs(f"{key} layer", partial(time_layer, runner))]
-        layer = layer_costs(seconds, share_of_layer(runner.model))
+    if (model := runner.model).predictor is not None or model.assistant is not None:
+        of = "" if model.assistant is None else f" of {model.assistant.identity.hex()[:16]}"
+        seconds = [seconds for _, seconds in known_costs(f"{key}{of} layer", partial(time_layer, runner))]
+        layer = layer_costs(seconds, share_of_layer(model))
         logger.info(
-            "Speculation: the model's own layer (MTP) takes %.1f%% of a step, and a draft of it %.2f steps",
+            "Speculation: %s takes %.1f%% of a step, and a draft of it %.2f steps",
+            "the model's own layer (MTP)" if model.assistant is None else "the draft model",
             100 * layer.rows.seconds(1) / one,
             layer.draft / one,
         )
@@ -63,7 +65,9 @@ def start_drafting(
 
 
 def share_of_layer(model: LoadedModel) -> float:
-    """Return the share of all weights that the model's own layer reads."""
+    """Return the share of all weights that the model's own layer, or its draft model, reads."""
+    if model.assistant is not None:
+        return model.assistant.weight_bytes / model.weight_bytes
     layer = None if model.predictor is None else model.predictor.mtp
     return 0.0 if layer is None else weight_bytes(layer) / model.weight_bytes
 
@@ -73,10 +77,10 @@ def layer_costs(seconds: Sequence[float], share: float) -> LayerCosts:
 
     seconds: see `time_layer`. share: see `share_of_layer`.
     """
-    decode, with_layer, with_drafts, prompt, prompt_with_layer = seconds
+    decode, with_layer, with_drafts, *prompts = seconds
     draft = max(share * decode, (with_drafts - with_layer) / PREDICTED)
-    rows = [
-        (1, max(share * decode, with_layer - decode)),
-        (ROWS_OF_LAYER, max(share * prompt, prompt_with_layer - prompt)),
-    ]
-    return LayerCosts(draft, Curve(rows))
+    if not prompts:
+        return LayerCosts(draft, Curve([(1, 0.0)]))
+    prompt, prompt_with_layer = prompts
+    of_one = max(share * decode, with_layer - decode)
+    return LayerCosts(draft, Curve([(1, of_one), (ROWS_OF_LAYER, max(share * prompt, prompt_with_layer - prompt))]))

@@ -101,7 +101,7 @@ class Engine(BaseEngine):
     def from_model(cls, config: EngineConfig, model: LoadedModel) -> Engine:
         engine = cls.__new__(cls)
         predicts = may_draft(config, model) and model.device.draw_later is None
-        engine._setup(config, model if predicts else replace(model, predictor=None))
+        engine._setup(config, model if predicts else replace(model, predictor=None, assistant=None))
         return engine
 
     def _setup(

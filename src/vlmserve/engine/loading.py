@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from vlmserve.engine.lengths import check_lengths, context_length
 from vlmserve.errors import CapacityError, ConfigurationError
 from vlmserve.layer_specs import MAX_STATE_DRAFTS, CacheBytes
 from vlmserve.layers.parallel import Ranks
+from vlmserve.models.assistant import load_assistant
 from vlmserve.models.footprint import check_fits
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.load_settings import LoadSettings
@@ -84,8 +86,22 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
 
     cache = WeightsCache.at(config.weights_cache, config.weights_cache_size)
     model = load_model(folder, settings, ranks=ranks, check=check, cache=cache)
+    if config.draft_model is not None:
+        model = _with_assistant(config, config.draft_model, model, settings)
     if config.enforce_eager:
         model.device.enforce_eager()
+    return model
+
+
+def _with_assistant(config: EngineConfig, name: str, model: LoadedModel, settings: LoadSettings) -> LoadedModel:
+    reason = "several ranks share the model" if model.ranks is not None else "only CPUs draft with another model"
+    if model.ranks is None and settings.drafts and may_draft(config, model):
+        assistant = load_assistant(resolve_model(name), model, settings)
+        logger.info("draft model: %s, %.1f MB in memory", name, assistant.weight_bytes / 1e6)
+        return replace(model, assistant=assistant, weight_bytes=model.weight_bytes + assistant.weight_bytes)
+    if not config.measures_drafts:
+        reason = "--speculation or --max-warm-up-seconds switches drafts off"
+    logger.warning("--draft-model is not used, because %s", reason)
     return model
 
 

@@ -165,7 +165,11 @@ def _attention(config: Config, layers: Sequence[AttentionSpec]) -> list[Attentio
 
 
 def _shared(layers: list[AttentionSpec], num_shared: int) -> list[AttentionSpec]:
-    """Let the last layers read the keys of the last earlier layer with the same window."""
+    """Let the last layers read the keys of the last earlier layer with the same window. Layers of an assistant, which
+    all share, read another model's.
+    """
+    if num_shared == len(layers):
+        return [replace(layer, shares_with=number) for number, layer in enumerate(layers)]
     own = layers[: len(layers) - num_shared]
     sources = {layer.window: number for number, layer in enumerate(own)}
     for layer in layers[len(own) :]:

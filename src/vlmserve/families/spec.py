@@ -173,7 +173,8 @@ class ArchSpec:
             for layer, mixer in enumerate(self.mixers)
             if not isinstance(mixer, AttentionSpec) or mixer.shares_with is None
         ]
-        return None if own[-1] == len(self.mixers) - 1 else own[-1] + 1
+        first = own[-1] + 1 if own else 0
+        return None if first == len(self.mixers) else first
 
     @property
     def image_width(self) -> int:

@@ -187,6 +187,37 @@ class Predictor(Protocol):
         ...
 
 
+class Assistant(Protocol):
+    """A small model that drafts for another one, and reads its keys and values."""
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """The other model's attention layer whose cache each of the assistant's layers reads."""
+        ...
+
+    @property
+    def identity(self) -> bytes: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def draft(
+        self,
+        embeddings: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        metadata: BatchMetadata,
+        caches: list[LayerCache],
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the next draft takes for `hidden`, and the most likely tokens, int64 ``[rows]``.
+
+        embeddings: of the newest tokens, ``[rows, hidden_size]`` of the other model. hidden: final, normed states of
+        the tokens before them. positions: of the newest tokens, the same for all drafts after them. metadata: contexts
+        end before the newest tokens. caches: one for each layer of the assistant.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     architecture: str
@@ -212,6 +243,8 @@ class LoadedModel:
     output_layers: OutputLayers | None = None
     predictor: Predictor | None = None
     """The language model, if it drafts."""
+    assistant: Assistant | None = None
+    """Another model that drafts for this one."""
 
     @property
     def embedding_size(self) -> int:

@@ -37,6 +37,9 @@ class Predictions:
     whatever a request's sampling parameters are.
     """
 
+    reads_all_rows = True
+    """`run` needs the hidden states of all rows."""
+
     def __init__(
         self, model: LoadedModel, predictor: Predictor, block_size: int, num_columns: int, caches: list[LayerCache]
     ) -> None:
@@ -61,6 +64,7 @@ class Predictions:
     def run(
         self,
         batch: Batch,
+        rows: Tensor | None,
         embeddings: Tensor,
         hidden: Tensor,
         scheduled: Sequence[ScheduledRequest],
@@ -69,9 +73,9 @@ class Predictions:
     ) -> None:
         """Write drafts to `output`.
 
-        embeddings, hidden: of the batch's rows, unless nothing is wanted. wanted: by request that runs through the
-        layer, the number of drafts. The last computed row of a request reads its next token; rows of wrong drafts are
-        overwritten later.
+        rows: unused. embeddings, hidden: of the batch's rows, unless nothing is wanted. wanted: by request that runs
+        through the layer, the number of drafts. The last computed row of a request reads its next token; rows of wrong
+        drafts are overwritten later.
         """
         running = [request for request in scheduled if request.state.request_id in wanted]
         for request in scheduled:

@@ -15,10 +15,12 @@ from torch import Tensor
 from vlmserve.cache.tiers import DiskTier
 from vlmserve.devices.device import Clock
 from vlmserve.devices.out_of_memory import MEMORY_ERRORS, is_out_of_memory
+from vlmserve.kernels.attention import LayerCache
 from vlmserve.kernels.torch_sampling import DrawLater
 from vlmserve.models.image_rows import place_images
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.adapters import RunnerAdapters
+from vlmserve.runner.assistant_drafts import AssistantDrafts
 from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.encoder import ImageEncoder
 from vlmserve.runner.heads.reading import head_rows, read_rows, write_results
@@ -36,9 +38,11 @@ logger = logging.getLogger(__name__)
 
 class Run(NamedTuple):
     batch: Batch
+    rows: Tensor | None
+    """Rows of `hidden`; None: all."""
     embeddings: Tensor
     hidden: Tensor
-    """Final hidden states, of all rows if a prompt is scored."""
+    """Final hidden states."""
     of_heads: Tensor | None
     logits: Tensor
     later: DrawLater | None
@@ -119,6 +123,15 @@ class RunningStep:
         return self._finish()
 
 
+def _predictions(
+    model: LoadedModel, block_size: int, num_columns: int, caches: list[LayerCache]
+) -> Predictions | AssistantDrafts | None:
+    if model.assistant is None:
+        return Predictions.of(model, block_size, num_columns, caches)
+    batches = BatchBuilder(block_size, model.device, num_columns=num_columns)
+    return AssistantDrafts(model.assistant, model.language_model, batches, caches)
+
+
 def _raising(error: Exception) -> Callable[[], NoReturn]:
     def finish() -> NoReturn:
         raise error
@@ -152,7 +165,7 @@ class ModelRunner:
             sizes.block_size, model.device, sizes.pages, self.images.embeddings, columns, has_states=self._has_states
         )
         self._kv = KVTensors(model, sizes)
-        self.predictions = Predictions.of(model, sizes.block_size, columns, self._kv.layers)
+        self.predictions = _predictions(model, sizes.block_size, columns, self._kv.layers)
         # tokens that the last step sampled asynchronously, and each request's index
         self._drawn = torch.zeros(1, dtype=torch.int32, device=model.device.torch_device)
         self._drawn_rows: dict[str, int] = {}
@@ -273,7 +286,7 @@ class ModelRunner:
             sampling = []
             output.prompt_logprobs = score_prompts(scheduled, run.hidden, language_model, self._adapters)
             if self.predictions is not None:
-                self.predictions.run(run.batch, run.embeddings, run.hidden, scheduled, num_predicted, output)
+                self.predictions.run(run.batch, run.rows, run.embeddings, run.hidden, scheduled, num_predicted, output)
         except MEMORY_ERRORS as error:
             _note_memory_error(error, self.model)
             if sampling:
@@ -319,7 +332,8 @@ class ModelRunner:
                 scalings = self._scalings(scheduled, batch.scaling_pass, sums)
                 self._adapters.use_for_batch(scheduled, batch, scalings)
             of_heads = head_rows(scheduled, device.torch_device)
-            wanted = None if predicts and self.predictions else _wanted_rows(batch, scheduled, of_heads)
+            reads_all = predicts and self.predictions is not None and self.predictions.reads_all_rows
+            wanted = None if reads_all else _wanted_rows(batch, scheduled, of_heads)
             embeddings, hidden = self.hidden_states(batch, wanted)
             if self._adapters is not None:
                 self._adapters.use_for_samples()
@@ -328,7 +342,7 @@ class ModelRunner:
         except MEMORY_ERRORS as error:
             _note_memory_error(error, self.model)
             return None
-        return Run(batch, embeddings, hidden, read, logits, later, sampled, sums)
+        return Run(batch, wanted, embeddings, hidden, read, logits, later, sampled, sums)
 
     def _build(self, scheduled: list[ScheduledRequest], extra: list[np.ndarray], clock: Clock | None) -> Batch:
         try:

@@ -181,10 +181,11 @@ def time_layer(runner: ModelRunner) -> list[tuple[int, float]]:
     """Measure steps with and without the model's own layer, interleaved. Returns the numbers 0 to 4, and seconds.
 
     0, 1, 2: a decode without the layer, with it, and with `PREDICTED` drafts of it. 3, 4: a prompt of `ROWS_OF_LAYER`
-    rows without the layer and with it.
+    rows without the layer and with it. An assistant reads no prompts: 0 to 2.
     """
     steps: list[Callable[[], float]] = [partial(_check_drafts, runner, 1, count) for count in (None, 0, PREDICTED)]
-    steps += [partial(_read_prompt, runner, through_layer=through_layer) for through_layer in (False, True)]
+    if runner.model.assistant is None:
+        steps += [partial(_read_prompt, runner, through_layer=through_layer) for through_layer in (False, True)]
     return _fastest(runner, range(len(steps)), lambda _, number: steps[number](), fewest=len(steps))
 
 

@@ -93,6 +93,11 @@ class EngineConfig(Settings):
     speculation: Literal["off", "auto"] = Field(
         "auto", description="auto: check several known or predicted tokens of a request in one step if that saves time."
     )
+    draft_model: str | None = Field(
+        None,
+        description="A small model that drafts for this one on a CPU, as a folder or Hugging Face id: Gemma 4's "
+        "google/gemma-4-E2B-it-assistant for E2B.",
+    )
     quantize: Quantize = same_as("scheme")
     quantize_group_size: GroupSize = same_as("group_size")
     quantize_symmetric: bool = same_as("symmetric")

@@ -45,6 +45,8 @@ _ENTRIES: Mapping[tuple[str, ...], Entry] = {
         ("kv_cache_dtype",), _cache_type, note="`q8_0` means `int8`; keys and values have one type"
     ),
     ("-mm",): Renamed(("mmproj",)),
+    ("-md", "--model-draft"): Renamed(("draft_model",)),
+    ("--draft-max", "--draft-min", "--spec-type"): Unused("Measured times decide what is drafted, and how much."),
     ("-a", "--alias"): Renamed(("served_model_name",)),
     ("--chat-template-file",): Renamed(("chat_template",)),
     ("--temp",): Renamed(("temperature",), elsewhere=_SAMPLING),
@@ -69,9 +71,6 @@ _ENTRIES: Mapping[tuple[str, ...], Entry] = {
     ),
     ("-mu", "--model-url"): Missing("Give a Hugging Face id like owner/name:Q4_K_M, or a downloaded file."),
     ("-hff", "--hf-file"): Missing("Name the file after the repository: owner/name:Q4_K_M or owner/name/file.gguf."),
-    ("-md", "--model-draft", "--draft-max", "--spec-type"): Missing(
-        "Drafts come from known text and MTP layers, without a draft model; --speculation off stops them."
-    ),
     ("-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu"): Missing(
         "--tensor-parallel-size divides a model among GPUs, and --device cuda:1 chooses one."
     ),

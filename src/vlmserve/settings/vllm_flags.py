@@ -110,6 +110,18 @@ def _log_level(text: str) -> Mapping[str, str]:
     return {"access_log": "true" if levels.index(text) <= levels.index("info") else "false"}
 
 
+def _speculation(text: str) -> Mapping[str, str]:
+    """Methods without a model have no effect: text that is known and MTP layers always draft."""
+    try:
+        settings = json.loads(text)
+        name = settings.get("model")
+    except (ValueError, AttributeError):
+        raise ConfigurationError(
+            f'--speculative-config {text!r}: write it as JSON, like {{"model": "google/gemma-4-E2B-it-assistant"}}'
+        ) from None
+    return {"draft_model": name} if isinstance(name, str) else {}
+
+
 VALUES: Mapping[str, Mapping[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "model_impl": {"vllm": "vlmserve"},
@@ -117,6 +129,8 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 """Values with other names in vLLM, by our field."""
 
 _RENAMED: Mapping[str, Renamed] = {
+    "--speculative-config": Renamed(("draft_model",), _speculation, note="its `model`; the rest has no effect"),
+    "--speculative-model": Renamed(("draft_model",)),
     "--gpu-memory-utilization": Renamed(("memory_fraction",)),
     "-tp": Renamed(("tensor_parallel_size",)),
     "--kv-cache-memory-bytes": Renamed(("kv_cache_memory",)),
@@ -197,6 +211,7 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
         "The kind of tokenizer is recognized by its files.", ("auto", "hf"),
         otherwise="the kind of tokenizer is recognized by its files",
     ),
+    ("--num-speculative-tokens",): Unused("Measured times decide how many tokens are drafted."),
     ("--task", "--runner"): Unused(
         "Models generate text.", ("auto", "generate"), otherwise="only models that generate text are supported"
     ),
@@ -225,7 +240,6 @@ _PROXY = "Put a reverse proxy in front of the server, such as nginx or Caddy."
 _TOKENIZER = "A tokenizer belongs to its checkpoint; put its files into a copy of the model's folder."
 _HUB = "Set HF_HOME for the folder of downloads and HF_TOKEN for the token; --revision names the version."
 _CONFIG = "Change config.json in a copy of the model's folder."
-_SPECULATION = "Drafts come from known text and MTP layers, without a draft model; --speculation off stops them."
 _MISSING: Mapping[tuple[str, ...], Missing] = {
     ("--code-revision",): Missing("Code from a checkpoint is never run; --revision names the version of its files."),
     ("--tokenizer", "--tokenizer-revision", "--skip-tokenizer-init"): Missing(_TOKENIZER),
@@ -261,7 +275,6 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
     ),
     ("--lora-dtype", "--lora-extra-vocab-size", "--fully-sharded-loras", "--default-mm-loras",
      "--enable-prompt-adapter"): Missing(_LORA),
-    ("--speculative-config", "--speculative-model", "--num-speculative-tokens"): Missing(_SPECULATION),
     ("--tool-parser-plugin", "--tool-server"): Missing(
         "There is no such setting; --tool-call-parser sets the form of calls."
     ),

@@ -1,0 +1,78 @@
+"""Drafts of an assistant (`models.assistant`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vlmserve.kernels.attention import LayerCache
+from vlmserve.models.protocols import Assistant, LanguageModel
+from vlmserve.runner.batch import Batch, BatchBuilder
+from vlmserve.runner.requests import RequestState, ScheduledRequest
+from vlmserve.steps import BlockCopy, ModelRunnerOutput
+
+
+class _Chain(NamedTuple):
+    """Drafts of one request."""
+
+    state: RequestState
+    row: int
+    """Row of the last computed token."""
+    num_drafts: int
+
+
+class AssistantDrafts:
+    """Runs an assistant after a step, for requests whose drafts may be worth it."""
+
+    reads_all_rows = False
+
+    def __init__(
+        self, assistant: Assistant, language_model: LanguageModel, batches: BatchBuilder, caches: list[LayerCache]
+    ) -> None:
+        """caches: of the language model."""
+        self._assistant, self._language_model, self._batches = assistant, language_model, batches
+        self._caches = [caches[number] for number in assistant.sources]
+
+    def copied(self, copies: Iterable[BlockCopy]) -> None:
+        """Nothing depends on who wrote a block."""
+
+    def run(
+        self,
+        batch: Batch,
+        rows: Tensor | None,
+        embeddings: Tensor,
+        hidden: Tensor,
+        scheduled: Sequence[ScheduledRequest],
+        wanted: Mapping[str, int],
+        output: ModelRunnerOutput,
+    ) -> None:
+        """Write drafts to `output`. hidden: of `rows`, or of all. wanted: numbers of drafts, by request."""
+        chains = []
+        for request, end in zip(scheduled, itertools.accumulate(one.num_tokens for one in scheduled), strict=True):
+            state, count = request.state, wanted.get(request.state.request_id, 0)
+            sampled = output.token_ids.get(state.request_id, ())
+            row = end - len(request.draft_token_ids) + len(sampled) - 2
+            known = request.start + row + 1 - (end - request.num_tokens)
+            if count > 0 and sampled and len(state.token_ids) == known + 1:
+                chains.append(_Chain(state, row, count))
+        if not chains:
+            return
+        place = None if rows is None else {row: number for number, row in enumerate(rows.tolist())}
+        states = hidden[[chain.row if place is None else place[chain.row] for chain in chains]]
+        newest = [chain.state.token_ids[-1] for chain in chains]
+        # The newest token has no keys yet, so a context ends before it.
+        read = [ScheduledRequest(one.state, len(one.state.token_ids) - 2, 1, [], 0, pending=True) for one in chains]
+        contexts = self._batches.build(read)
+        positions = contexts.positions + 1
+        drafts: list[list[int]] = []
+        for _ in range(max(chain.num_drafts for chain in chains)):
+            embedded = self._language_model.embed(torch.tensor(newest))[:, : self._language_model.hidden_size]
+            states, tokens = self._assistant.draft(embedded, states, positions, contexts.metadata, self._caches)
+            newest = tokens.tolist()
+            drafts.append(newest)
+        for number, chain in enumerate(chains):
+            output.predicted[chain.state.request_id] = [tokens[number] for tokens in drafts[: chain.num_drafts]]

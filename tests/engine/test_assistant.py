@@ -1,0 +1,156 @@
+"""Drafts of Gemma 4's assistant: they equal transformers', and answers do not depend on them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.assistants import Reference, make_assistant, make_counting
+from tests.checkpoints import change_config, make_llama
+from tests.engine.kinds import by_kernels
+from tests.engine.test_drafts import whole
+from tests.engine.test_mtp import greedy, record_steps
+from tests.engine.test_parity import Oracle, bytes_of_4, text_oracle
+from tests.engine.test_structured import PERSON, engine_of, mixed, request_of, run, tokens
+from tests.models.test_families import make
+from vlmserve.engine import drafting
+from vlmserve.engine.drafting import layer_costs, share_of_layer
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.runner.warm_up import PREDICTED
+from vlmserve.types import Grammar, Prompt
+
+
+class Pair(NamedTuple):
+    oracle: Oracle
+    assistant: Path
+
+
+@pytest.fixture(autouse=True)
+def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts and rows cost little."""
+    curves = {"layer": [(0, 1.0), (1, 1.0), (2, 1.01)]}
+    monkeypatch.setattr(drafting, "known_costs", lambda key, _: curves.get(key.split()[-1], [(1, 1.0), (32, 1.01)]))
+    # a tiny model's assistant is a large share of it
+    monkeypatch.setattr(drafting, "share_of_layer", lambda _: 0.0)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["all tokens", "clusters"])
+def pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Pair:
+    folder = tmp_path_factory.mktemp("pair")
+    (folder / "target").mkdir()
+    target = make(folder / "target", "gemma4")
+    return Pair(text_oracle(target), make_assistant(folder / "assistant", target, clusters=request.param))
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("counting")
+    (folder / "target").mkdir()
+    target = make(folder / "target", "gemma4")
+    assistant = make_assistant(folder / "assistant", target, hidden_size=48, num_hidden_layers=2)
+    make_counting(target, assistant)
+    change_config(target, tie_word_embeddings=False)
+    return target, assistant
+
+
+@by_kernels("schedule", native=["batched", "chunked", "preempted"], torch=["chunked"])
+def test_drafts_equal_those_of_transformers(pair: Pair, schedule: str) -> None:
+    oracle = pair.oracle
+    settings: dict[str, Any] = {"speculation": "auto", "block_size": 4, "draft_model": str(pair.assistant)}
+    if schedule == "chunked":
+        settings |= {"max_num_batched_tokens": 9}
+    if schedule == "preempted":
+        settings |= {"kv_cache_memory": 24 * bytes_of_4(oracle.folder), "max_model_len": 80}
+    engine, reference = engine_of(oracle.folder, **settings), Reference(oracle.model, pair.assistant)
+    requests = [greedy(str(n), oracle.prompt(n, length)) for n, length in enumerate([40, 1, 23, 9, 50])]
+    steps = record_steps(engine, 3)
+    answers = run(engine, requests)
+    made = 0
+    for request in requests:
+        known = request.prompt.token_ids + tokens(answers[request.request_id])
+        length = len(request.prompt.token_ids)
+        for new, predicted in steps[request.request_id]:
+            length += new
+            if predicted:
+                assert predicted == reference.chain(known[:length], len(predicted))
+                made += len(predicted)
+    assert made > 100
+    assert bool(engine.stats().preemptions) == (schedule == "preempted")
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"quantize": "int8"}, {"kernels": "torch"}, {"kv_cache_dtype": "int8"}], ids=str
+)
+def test_right_drafts_save_steps(counting: tuple[Path, Path], settings: dict[str, Any]) -> None:
+    target, assistant = counting
+    engine = engine_of(target, speculation="auto", draft_model=str(assistant), **settings)
+    outputs = run(engine, [greedy("a", Prompt([50, 9, 30]), 60)])["a"]
+    assert tokens(outputs) == [*range(31, 91)]
+    assert outputs[-1].accepted_drafts > 40
+    assert len(outputs) < 20
+
+
+@pytest.mark.parametrize("kind", ["counting", "random"])
+def test_answers_are_those_without_drafts(counting: tuple[Path, Path], pair: Pair, kind: str) -> None:
+    folder, assistant = counting if kind == "counting" else (pair.oracle.folder, pair.assistant)
+    plain = engine_of(folder, speculation="off")
+    drafting_engine = engine_of(folder, speculation="auto", draft_model=str(assistant))
+    record_steps(drafting_engine, 4)
+    params: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    requests = [*mixed(), request_of("cut", Grammar.json(PERSON), 3, max_tokens=25)]
+    requests += [request_of(f"seeded {seed}", None, seed, temperature=0.7, **params) for seed in range(4)]
+    requests += [request_of("penalized", None, 1, repetition_penalty=1.3, no_repeat_ngram_size=2, **params)]
+    expected, actual = run(plain, requests), run(drafting_engine, requests)
+    for name, outputs in expected.items():
+        assert whole(actual[name]) == whole(outputs)
+    assert drafting_engine.stats().drafted_tokens > 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"backbone_hidden_size": 40}, "is for a model 40 wide"),
+        ({"model_type": "gemma4_text"}, "does not draft for another model"),
+        ({"text_config": {"head_dim": 16}}, "keys and values of other shapes"),
+        ({"text_config": {"vocab_size": 300}}, "with 300 tokens"),
+    ],
+    ids=str,
+)
+def test_unfit_assistants_are_rejected(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    (tmp_path / "target").mkdir()
+    target = make(tmp_path / "target", "gemma4")
+    changes = dict(changes)
+    assistant = make_assistant(tmp_path / "assistant", target, **changes.pop("text_config", {}))
+    change_config(assistant, **changes)
+    with pytest.raises((ModelLoadError, UnsupportedModelError), match=message):
+        engine_of(target, speculation="auto", draft_model=str(assistant))
+
+
+def test_other_models_have_no_layer_for_it(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    target = make(tmp_path / "target", "gemma4")
+    (tmp_path / "llama").mkdir()
+    llama = make_llama(tmp_path / "llama")
+    assistant = make_assistant(tmp_path / "assistant", target)
+    with pytest.raises(ModelLoadError, match="the assistant"):
+        engine_of(llama, speculation="auto", draft_model=str(assistant))
+
+
+def test_models_without_drafts_load_none(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine = engine_of(pair.oracle.folder, speculation="off", draft_model=str(pair.assistant))
+    assert engine.runner.model.assistant is None
+    assert "--draft-model is not used" in caplog.text
+
+
+def test_draft_costs_at_least_its_share(pair: Pair) -> None:
+    model = engine_of(pair.oracle.folder, speculation="auto", draft_model=str(pair.assistant)).runner.model
+    share = share_of_layer(model)
+    assert 0 < share < 1
+    assert layer_costs([1.0, 1.0, 0.5], share).draft == pytest.approx(share)
+    costs = layer_costs([1.0, 1.0, 1.0 + PREDICTED], share)
+    assert costs.draft == pytest.approx(1.0)
+    assert costs.rows.seconds(300) == 0
