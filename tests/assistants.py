@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, PreTrainedModel
 
-from tests.checkpoints import TEXT, change_tensors
+from tests.checkpoints import TEXT, change_config, change_tensors
 from tests.models.test_families import GEMMA4
 from tests.saved_models import save_model
 
@@ -20,15 +20,26 @@ CHOSEN = 3
 """Clusters whose tokens are compared."""
 
 
-def _sharing_modes(config: Gemma4TextConfig) -> list[str | None]:
-    """transformers 5.23 rejects models whose layers all share keys, as those of its assistants do."""
-    if config.num_kv_shared_layers == config.num_hidden_layers:
-        return ["reuse"] * config.num_hidden_layers
-    return _THEIR_SHARING_MODES(config)
+def _allow_sharing_by_all(kind: Any) -> None:
+    """transformers 5.23 rejects configs whose layers all share keys, as those of its assistants do, and keeps no keys
+    for an assistant if no layer shares any."""
+    theirs = kind.kv_sharing_modes.fget
+
+    def modes(config: Any) -> list[str | None]:
+        count = config.num_hidden_layers
+        if config.num_kv_shared_layers == count:
+            return ["reuse"] * count
+        last = {name: number for number, name in enumerate(config.layer_types)}.values()
+        if not config.num_kv_shared_layers:
+            return ["store" if number in last else None for number in range(count)]
+        found: list[str | None] = theirs(config)
+        return found
+
+    kind.kv_sharing_modes = property(modes)
 
 
-_THEIR_SHARING_MODES = Gemma4TextConfig.kv_sharing_modes.fget
-Gemma4TextConfig.kv_sharing_modes = property(_sharing_modes)
+_allow_sharing_by_all(transformers.Gemma4TextConfig)
+_allow_sharing_by_all(transformers.Gemma4UnifiedTextConfig)
 
 
 def make_assistant(folder: Path, target: Path, *, clusters: bool = False, **text: Any) -> Path:
@@ -46,13 +57,15 @@ def make_assistant(folder: Path, target: Path, *, clusters: bool = False, **text
         "pad_token_id": 0, **text,
     }  # fmt: skip
     sizes["layer_types"] = [*sizes["layer_types"][: sizes["num_hidden_layers"] - 1], "full_attention"]
-    made = Gemma4AssistantConfig(
-        text_config={"model_type": "gemma4_text", **sizes}, use_ordered_embeddings=clusters,
+    unified = "Unified" * ("unified" in decoder["model_type"])
+    made = getattr(transformers, f"Gemma4{unified}AssistantConfig")(
+        text_config={"model_type": decoder["model_type"], **sizes}, use_ordered_embeddings=clusters,
         backbone_hidden_size=decoder["hidden_size"], num_centroids=_clusters(sizes["vocab_size"]),
         centroid_intermediate_top_k=CHOSEN,
     )  # fmt: skip
     folder.mkdir(exist_ok=True)
-    save_model(folder, Gemma4AssistantForCausalLM, made, seed=5)
+    save_model(folder, getattr(transformers, f"Gemma4{unified}AssistantForCausalLM"), made, seed=5)
+    change_config(folder, text_config={**made.text_config.to_dict(), "num_kv_shared_layers": 0})
     if clusters:
         order = torch.randperm(sizes["vocab_size"], generator=torch.Generator().manual_seed(0))
         change_tensors(folder, lambda name, one: (name, order if name.endswith("token_ordering") else one))
@@ -88,9 +101,10 @@ def make_counting(target: Path, assistant: Path) -> None:
 class Reference:
     """Transformers' drafts. Its assistant sees a window one token longer than the model's, so keys are cut."""
 
-    def __init__(self, target: PreTrainedModel, assistant: Path) -> None:
+    def __init__(self, target: transformers.PreTrainedModel, assistant: Path) -> None:
         self._target = target
-        self._assistant = Gemma4AssistantForCausalLM.from_pretrained(assistant, dtype=torch.float32).eval()
+        [name] = json.loads((assistant / "config.json").read_text())["architectures"]
+        self._assistant = getattr(transformers, name).from_pretrained(assistant, dtype=torch.float32).eval()
         self._window = self._assistant.config.text_config.sliding_window
 
     @torch.inference_mode()

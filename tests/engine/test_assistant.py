@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from transformers import Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig
 
 from tests.assistants import Reference, make_assistant, make_counting
-from tests.checkpoints import change_config, make_llama
+from tests.checkpoints import change_config, make_llama, make_text_model
 from tests.engine.kinds import by_kernels
 from tests.engine.test_drafts import whole
 from tests.engine.test_mtp import greedy, record_steps
 from tests.engine.test_parity import Oracle, bytes_of_4, text_oracle
 from tests.engine.test_structured import PERSON, engine_of, mixed, request_of, run, tokens
-from tests.models.test_families import make
+from tests.gemma4 import LARGE
+from tests.models.test_families import GEMMA4, make
 from vlmserve.engine import drafting
 from vlmserve.engine.drafting import layer_costs, share_of_layer
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
@@ -37,12 +39,22 @@ def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "share_of_layer", lambda _: 0.0)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["all tokens", "clusters"])
+UNIFIED: dict[str, Any] = {name: value for name, value in {**GEMMA4, **LARGE}.items() if "per_layer" not in name}
+
+
+@pytest.fixture(scope="module", params=["all tokens", "clusters", "unified"])
 def pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Pair:
     folder = tmp_path_factory.mktemp("pair")
-    (folder / "target").mkdir()
-    target = make(folder / "target", "gemma4")
-    return Pair(text_oracle(target), make_assistant(folder / "assistant", target, clusters=request.param))
+    target = folder / "target"
+    target.mkdir()
+    own: dict[str, Any] = {}
+    if request.param == "unified":
+        make_text_model(target, Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig, **UNIFIED)
+        own = {name: LARGE[name] for name in ("attention_k_eq_v", "num_global_key_value_heads", "sliding_window")}
+    else:
+        make(target, "gemma4")
+    assistant = make_assistant(folder / "assistant", target, clusters=request.param == "clusters", **own)
+    return Pair(text_oracle(target), assistant)
 
 
 @pytest.fixture(scope="module")

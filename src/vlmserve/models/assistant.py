@@ -112,6 +112,7 @@ def load_assistant(folder: Path, model: LoadedModel, settings: LoadSettings) -> 
                 f"assistants ({', '.join(MODEL_TYPES)})"
             )
         text = config["text_config"]
+        text = {**text, "num_kv_shared_layers": text["num_hidden_layers"]}
         spec = replace(decoder_spec(text), tied_embeddings=True)
         sources = fitting_sources(config, spec, model)
         checkpoint = Checkpoint(folder, lambda name: canonical_name(name, language_family(text).rename))
