@@ -4,13 +4,14 @@
     python -m benchmarks.drafts --streams 1 16 --turns 10 --json report.json
     python -m benchmarks.drafts --family qwen3.5 --hidden 1024 --layers 8
     python -m benchmarks.drafts --family qwen3.5 --hidden 2048 --layers 24 --vocabulary 248320 --mtp 0.8 --kinds
+    python -m benchmarks.drafts --family gemma4 --hidden 1536 --layers 35 --vocabulary 262144 --mtp 0.8 --kinds
 
 Both engines share one model with random weights. Answers of "repeat", "JSON" and "copy" are scripted: each script token
 gets the highest logit, after the model has computed all logits. "repeat": the same prompt again. "JSON": another list
 of the same schema, after three others. "copy": passages of 24 tokens from the prompt, each followed by 4 new ones.
-"MTP": random scripts. A random layer for multi-token prediction computes all logits, then gives the highest one to the
-script's token with the probability of ``--mtp``. "random": tokens sampled at temperature 1 after a new prompt.
-"repeats": several such requests again, with their seeds.
+"MTP": random scripts. A random layer for multi-token prediction, or Gemma 4's assistant, computes all logits, then the
+script's token becomes the draft with the probability of ``--mtp``. "random": tokens sampled at temperature 1 after a
+new prompt. "repeats": several such requests again, with their seeds.
 "Speedup" divides the time of requests without drafts by the time with them, prompts included. Figures are medians of
 the turns' ratios. Store a report in `benchmarks/results/caches/MACHINE`.
 """
@@ -40,6 +41,7 @@ from vlmserve.engine.engine import Engine
 from vlmserve.engine.loading import load
 from vlmserve.models.hub import resolve_model
 from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.runner.predictions import Predictions
 from vlmserve.runner.runner import RunningStep
 from vlmserve.settings.config import EngineConfig
 from vlmserve.steps import SchedulerOutput
@@ -57,7 +59,9 @@ _ITEM = {
     "additionalProperties": False,
 }
 _LIST = Grammar.json({"type": "array", "items": _ITEM})
-FAMILIES = {"llama": "Llama", "qwen3.5": "Qwen3.5", "lfm2": "LFM2"}
+FAMILIES = {"llama": "Llama", "qwen3.5": "Qwen3.5", "lfm2": "LFM2", "gemma4": "Gemma 4"}
+ASSISTANT = "assistant"
+"""Folder of Gemma 4's assistant in its checkpoint."""
 KINDS = "repeat", "JSON", "copy"
 _BEST = 1e4
 """Logit of the scripted token."""
@@ -120,7 +124,12 @@ class Scripted:
         self._right, self._random = right, random.Random(0)
         self._logits_of, self._submit = engine.runner.logits_of, engine.runner.submit
         engine.runner.logits_of = self._scripted  # type: ignore[method-assign]
-        if (predictions := engine.runner.predictions) is not None:
+        predictions = engine.runner.predictions
+        if (assistant := engine.runner.model.assistant) is not None:
+            self._draft = assistant.draft
+            assistant.draft = self._drafted  # type: ignore[method-assign]
+            engine.runner.submit = self._submitted  # type: ignore[method-assign]
+        elif isinstance(predictions, Predictions):
             self._predicted_logits_of = predictions.logits_of
             predictions.logits_of = self._predicted  # type: ignore[method-assign]
             engine.runner.submit = self._submitted  # type: ignore[method-assign]
@@ -133,10 +142,22 @@ class Scripted:
 
     def _predicted(self, states: Tensor) -> Tensor:
         logits = self._predicted_logits_of(states)
-        if self._script and self._known < len(self._script) and self._random.random() < self._right:
-            logits[0, self._script[self._known]] = _BEST
-        self._known += 1
+        if (token := self._next_draft()) is not None:
+            logits[0, token] = _BEST
         return logits
+
+    def _drafted(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        states, tokens = self._draft(*arguments)
+        if (token := self._next_draft()) is not None:
+            tokens[0] = token
+        return states, tokens
+
+    def _next_draft(self) -> int | None:
+        """The script's next token, or None for a wrong draft."""
+        known, self._known = self._known, self._known + 1
+        if self._script and known < len(self._script) and self._random.random() < self._right:
+            return self._script[known]
+        return None
 
     def _scripted(self, hidden: Tensor) -> Tensor:
         logits = self._logits_of(hidden)
@@ -188,10 +209,10 @@ def row(kind: str, streams: int, engines: Sequence[Scripted], tasks: Tasks, leng
 
 
 def _config(family: str, vocab_size: int, layers: int, hidden: int) -> Any:
-    """Sizes of SmolLM2-135M's layers at a hidden size of 576, Qwen3.5-0.8B's and 2B's at 1024 and 2048, and
-    LFM2-1.2B's at 2048.
+    """Sizes of SmolLM2-135M's layers at a hidden size of 576, Qwen3.5-0.8B's and 2B's at 1024 and 2048,
+    LFM2-1.2B's at 2048, and Gemma 4 E2B's at 1536, without its per-layer embeddings.
     """
-    from transformers import Lfm2Config, LlamaConfig, Qwen3_5TextConfig
+    from transformers import Gemma4TextConfig, Lfm2Config, LlamaConfig, Qwen3_5TextConfig
 
     sizes = {"vocab_size": vocab_size, "hidden_size": hidden, "num_hidden_layers": layers}
     sizes |= {"max_position_embeddings": 2048}
@@ -201,6 +222,9 @@ def _config(family: str, vocab_size: int, layers: int, hidden: int) -> Any:
             num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16,
             tie_word_embeddings=True,
         )  # fmt: skip
+    if family == "gemma4":
+        return Gemma4TextConfig(**sizes, **_GEMMA, intermediate_size=4 * hidden, num_kv_shared_layers=layers * 4 // 7,
+                                use_double_wide_mlp=True, layer_types=_kinds_of(layers))  # fmt: skip
     if family == "lfm2":
         return Lfm2Config(
             **sizes, intermediate_size=6 * hidden, num_attention_heads=hidden // 64, num_key_value_heads=hidden // 256,
@@ -212,12 +236,52 @@ def _config(family: str, vocab_size: int, layers: int, hidden: int) -> Any:
     )  # fmt: skip
 
 
+_GEMMA: dict[str, Any] = {
+    "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512,
+    "sliding_window": 512, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def _kinds_of(layers: int) -> list[str]:
+    return ["full_attention" if number % 5 == 4 else "sliding_attention" for number in range(layers - 1)] + [
+        "full_attention"
+    ]
+
+
+def write_assistant(folder: Path, vocabulary: int, width: int, layers: int = 4, hidden: int = 256) -> None:
+    """Write a random assistant for a Gemma 4 of this width."""
+    text = {
+        **_GEMMA, "model_type": "gemma4_text", "vocab_size": vocabulary, "hidden_size": hidden,
+        "num_hidden_layers": layers, "intermediate_size": 8 * hidden, "layer_types": _kinds_of(layers),
+        "max_position_embeddings": 2048,
+    }  # fmt: skip
+    config = {"model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"]}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, "backbone_hidden_size": width, "text_config": text}))
+    shapes = {"model.embed_tokens": (vocabulary, hidden), "model.norm": (hidden,)}
+    shapes |= {"pre_projection": (hidden, 2 * width), "post_projection": (width, hidden)}
+    norms = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    for number, kind in enumerate(_kinds_of(layers)):
+        size = 512 if kind == "full_attention" else 256
+        own = {"self_attn.q_proj": (8 * size, hidden), "self_attn.o_proj": (hidden, 8 * size)}
+        own |= {"self_attn.q_norm": (size,), "mlp.down_proj": (hidden, 8 * hidden)}
+        own |= {name: (hidden,) for name in norms} | {
+            f"mlp.{name}_proj": (8 * hidden, hidden) for name in ("gate", "up")
+        }
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in own.items()}
+    tensors = {f"{name}.weight": (0.02 * torch.randn(shape)).to(torch.bfloat16) for name, shape in shapes.items()}
+    for number in range(layers):
+        tensors[f"model.layers.{number}.layer_scalar"] = torch.ones(1, dtype=torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 def write_checkpoint(
     folder: Path, family: str, layers: int, hidden: int, vocabulary: int | None = None, *, mtp: bool = False
 ) -> None:
     """Write a model with random weights and pixie's tokenizer.
 
-    mtp: add a layer for multi-token prediction, with the shape and weights of the last layer.
+    mtp: add a layer for multi-token prediction, with the shape and weights of the last layer, or an assistant.
     """
     from transformers import AutoModelForCausalLM
 
@@ -228,7 +292,9 @@ def write_checkpoint(
     config = _config(family, vocabulary or Tokenizer.from_folder(pixie).vocab_size, layers, hidden)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="1TB")
-    if mtp:
+    if mtp and family == "gemma4":
+        write_assistant(folder / ASSISTANT, config.vocab_size, hidden)
+    elif mtp:
         path, before = folder / "model.safetensors", f"model.layers.{layers - 1}."
         tensors = load_file(path)
         last = {name.removeprefix(before): one for name, one in tensors.items() if name.startswith(before)}
@@ -281,6 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             quantize=options.quantize,
             kv_cache_memory="256MiB",
             weights_cache_size=0,
+            draft_model=str(folder / ASSISTANT) if mtp and options.family == "gemma4" else None,
         )
         model = load(config, folder)
         engines = [

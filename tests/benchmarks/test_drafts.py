@@ -35,6 +35,15 @@ def test_states_are_measured(tmp_path: Path, family: str) -> None:
     assert row[4] > 0, "drafts were accepted"
 
 
+def test_assistants_are_measured(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    tiny = ["--family", "gemma4", "--layers", "10", "--hidden", "256", "--length", "32", "--turns", "1", "--mtp", "1"]
+    main([*tiny, "--kinds", "--streams", "--crowds", "--json", str(path)])
+    [row] = json.loads(path.read_text())["rows"]
+    assert row[0] == "MTP"
+    assert row[4] is None or row[4] > 0.9
+
+
 def test_kept_checkpoints_are_used_again(tmp_path: Path) -> None:
     path, kept = tmp_path / "report.json", tmp_path / "model"
     tiny = ["--family", "qwen3.5", "--layers", "4", "--hidden", "256", "--length", "8", "--turns", "1", "--mtp", "0"]
