@@ -21,7 +21,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import vlmserve.engine.ranks
-from tests.checkpoints import make_llama
+from tests.assistants import make_assistant, make_counting
+from tests.checkpoints import change_config, make_llama
 from tests.engine.test_drafts import logprobs, whole
 from tests.engine.test_parity import Oracle, bytes_of_4, llava_oracle, text_oracle
 from tests.engine.test_structured import PERSON, engine_of, run, tokens
@@ -95,6 +96,17 @@ def predicting(folder: Path) -> Model:
     return Model(text_oracle(add_mtp(make(folder, "qwen3.5 with shared keys"))))
 
 
+def assisted(folder: Path, *, counting: bool = False) -> Model:
+    """counting: drafts are right, and greedy answers count."""
+    target = make(folder, "gemma4")
+    own = {"hidden_size": 48} if counting else {}
+    assistant = make_assistant(folder / "assistant", target, clusters=not counting, **own)
+    if counting:
+        make_counting(target, assistant)
+        change_config(target, tie_word_embeddings=False)
+    return Model(text_oracle(target), {"draft_model": str(assistant)})
+
+
 def in_gguf(folder: Path) -> Model:
     oracle = text_oracle(add_mtp(make(folder, "qwen3.5")))
     return Model(replace(oracle, folder=write_gguf(folder, folder / "model.gguf")))
@@ -123,6 +135,8 @@ FAMILIES: dict[str, Callable[[Path], Model]] = {
     "qwen3.5 in GGUF with MTP": in_gguf,
     "glm4_moe with MTP": lambda folder: Model(text_oracle(add_glm_mtp(make(folder, "glm4_moe")))),
     "qwen3.5 with MTP and adapters": lambda folder: adapted(folder, lambda place: add_mtp(make(place, "qwen3.5"))),
+    "gemma4 with an assistant": assisted,
+    "gemma4 that counts with an assistant": lambda folder: assisted(folder, counting=True),
     "static llama with adapters": lambda folder: adapted(folder, static=True),
     "static llava": lambda folder: Model(llava_oracle(folder), static=True),
     "static gemma3": text("gemma3", static=True),
@@ -227,6 +241,8 @@ def fuzz(model: Model, num_requests: int, seed: int, tally: Tally, *, ranks: int
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafting, "known_costs", costs)
+        # a layer of a tiny model is a large share of it
+        patch.setattr(drafting, "share_of_layer", lambda _: 0.0)
         patch.setattr(loading, "MAX_DRAFT_PLACES", choice([2, 8]))
         patch.setattr(vlmserve.engine.ranks, "RankProcesses", RankThreads)
         busy = model.engine(
