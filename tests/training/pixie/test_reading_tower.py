@@ -128,6 +128,7 @@ def test_a_tower_run_saves_and_resumes(tmp_path, monkeypatch):
     # Muon's products of bfloat16 take most of a step where the processor has none.
     monkeypatch.setattr(optimizer, "MUON_ITERATIONS", 0)
     monkeypatch.setattr(train_tower, "EVALUATED_PAGES", 1)
+    monkeypatch.setattr(train_tower, "EVALUATED_SCENES", 1)
 
     def run(steps: int) -> dict[str, object]:
         arguments = ["--out", str(tmp_path), "--steps", str(steps), "--patches", "56", "--pool", "300"]

@@ -206,21 +206,21 @@ def sample_skill_row(seed: int, skill: str, tokenizer: Tokenizer) -> Drawn:
     return _drawn([examples[0].scenes[0]], (0,), [branching(tokenizer, examples)])
 
 
+def draw_labelled(shown: Document | Scene) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """The image, ``[height, width, 3]``, and what the tower is to name, ``[kinds, patches]``."""
+    pixels = fitted(draw_scene(shown) if isinstance(shown, Scene) else draw_document(shown))
+    height, width, _ = pixels.shape
+    size = width, height
+    truth = truth_of_scene(shown, size) if isinstance(shown, Scene) else truth_of_document(shown, size)
+    labels = patch_labels(truth.maps[None], truth.characters[None], (0, 0), (height // PATCH, width // PATCH))
+    return pixels, labels.reshape(len(READING_LABELS), -1)
+
+
 def _drawn(shown: Sequence[Document | Scene], order: Sequence[int], groups: list[Group]) -> Drawn:
     """Draw what a sample is about. order: which of it each placeholder shows."""
-    images, grids, labels = [], [], []
-    for one in shown:
-        pixels = fitted(draw_scene(one) if isinstance(one, Scene) else draw_document(one))
-        height, width, _ = pixels.shape
-        known = truth_of_scene if isinstance(one, Scene) else truth_of_document
-        truth = known(one, (width, height))
-        grid = height // PATCH, width // PATCH
-        labels.append(
-            patch_labels(truth.maps[None], truth.characters[None], (0, 0), grid).reshape(len(READING_LABELS), -1)
-        )
-        images.append(pixels)
-        grids.append(grid)
-    return Drawn(Sample(tuple(grids), tuple(order), groups), tuple(images), tuple(labels))
+    images, labels = zip(*map(draw_labelled, shown), strict=True) if shown else ((), ())
+    grids = tuple((pixels.shape[0] // PATCH, pixels.shape[1] // PATCH) for pixels in images)
+    return Drawn(Sample(grids, tuple(order), groups), images, labels)
 
 
 def image_positions(grid: tuple[int, int], first: int) -> npt.NDArray[np.int64]:

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from training.pixie.optimizer import Optimizer
 from training.pixie.reading.batches import GRIDS, SLACK, ImagePool, cropped, fill, phase_at
-from training.pixie.reading.labels import READING_LABELS, SLOTS, patch_labels, truth_of_document
+from training.pixie.reading.labels import FIRST_OF_MAP, READING_LABELS, SLOTS, patch_labels, truth_of_document
+from training.pixie.reading.rows import draw_labelled, see
 from training.pixie.reading.tower import ReadingHeads, ReadingTower, named_right, reading_loss
 from training.pixie.reading.weights import load_part
 from vlmserve.pixie.document_drawing import draw_document
 from vlmserve.pixie.documents import Style, sample_document
-from vlmserve.pixie.scenes import HELD_OUT_SEEDS
+from vlmserve.pixie.scenes import HELD_OUT_SEEDS, sample_scene
 
 RATE: Final = 2e-3
 STEPS: Final = 9000
@@ -37,6 +38,7 @@ SHOW_EVERY: Final = 50
 FIRST_SEED: Final = 9_000_000_000
 """Documents and scenes from here on are in no other stage."""
 EVALUATED_PAGES: Final = 16
+EVALUATED_SCENES: Final = 60
 #: Bounds of capital letters, in pixels, for which characters are counted apart.
 BANDS: Final = ((14, 20), (20, 32), (32, 64))
 
@@ -119,6 +121,18 @@ def characters_read(tower: ReadingTower, heads: ReadingHeads) -> list[float]:
     return shares
 
 
+@torch.inference_mode()
+def things_named(tower: ReadingTower, heads: ReadingHeads) -> dict[str, float]:
+    """The share of patches with items of held-out scenes that name them right, for each kind of label. Questions about
+    shapes need ranks, counts and places of nearly all items.
+    """
+    drawn = [draw_labelled(sample_scene(HELD_OUT_SEEDS + seed, "grid")) for seed in range(EVALUATED_SCENES)]
+    features = torch.cat(see(tower, [pixels for pixels, _ in drawn]))
+    labels = torch.from_numpy(np.concatenate([labels for _, labels in drawn], 1))
+    shares = zip(READING_LABELS[FIRST_OF_MAP:], named_right(heads(features), labels)[FIRST_OF_MAP:], strict=True)
+    return {kind.name: share for kind, share in shares if kind.name != "covering character"}
+
+
 def train(run: TowerRun, options: argparse.Namespace) -> None:
     arrays = run.pool.open("r")
     shown: np.ndarray[Any, Any] | None = None
@@ -148,6 +162,8 @@ def train(run: TowerRun, options: argparse.Namespace) -> None:
             shares = zip(BANDS, characters_read(run.tower, run.heads), strict=True)
             news = ", ".join(f"{low} to {high} px {share:.1%}" for (low, high), share in shares)
             console.print(f"held-out characters: {news}", highlight=False, soft_wrap=True)
+            named = ", ".join(f"{name} {share:.1%}" for name, share in things_named(run.tower, run.heads).items())
+            console.print(f"held-out scenes: {named}", highlight=False, soft_wrap=True)
         if time.monotonic() - saved > SAVE_SECONDS or run.step == options.steps:
             run.save()
             saved = time.monotonic()
