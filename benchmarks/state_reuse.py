@@ -61,7 +61,7 @@ class Size(NamedTuple):
     layers: int = 8
     head: int = 32
     linear_heads: tuple[int, int] = (4, 8)
-    """Of keys and of values, in linear attention."""
+    """Heads of keys and of values in linear attention."""
     linear_head: int = 32
     tower: tuple[int, int, int, int] | None = None
     """Layers, width, inner width and heads; None: 4 layers as wide as the decoder."""

@@ -40,7 +40,11 @@ def opened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     from PIL import Image
 
     def part(one: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "image_pil", "image_pil": Image.open(one["image"])} if one["type"] == "image" else one
+        return (
+            {"type": "image_pil", "image_pil": Image.open(one["image"]).convert("RGB")}
+            if one["type"] == "image"
+            else one
+        )
 
     return [
         {**message, "content": [*map(part, message["content"])]} if isinstance(message["content"], list) else message

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from transformers import Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig
 
@@ -18,11 +20,13 @@ from tests.engine.test_parity import Oracle, bytes_of_4, text_oracle
 from tests.engine.test_structured import PERSON, engine_of, mixed, request_of, run, tokens
 from tests.gemma4 import LARGE
 from tests.models.test_families import GEMMA4, make
+from tests.peft_adapters import make_xlora
 from vlmserve.engine import drafting
 from vlmserve.engine.drafting import layer_costs, share_of_layer
+from vlmserve.engine.engine import Engine
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.runner.warm_up import PREDICTED
-from vlmserve.types import Grammar, Prompt
+from vlmserve.types import EngineRequest, Grammar, Prompt
 
 
 class Pair(NamedTuple):
@@ -78,8 +82,14 @@ def test_drafts_equal_those_of_transformers(pair: Pair, schedule: str) -> None:
         settings |= {"kv_cache_memory": 24 * bytes_of_4(oracle.folder), "max_model_len": 80}
     engine, reference = engine_of(oracle.folder, **settings), Reference(oracle.model, pair.assistant)
     requests = [greedy(str(n), oracle.prompt(n, length)) for n, length in enumerate([40, 1, 23, 9, 50])]
+    assert check_drafts(engine, reference, requests) > 100
+    assert bool(engine.stats().preemptions) == (schedule == "preempted")
+
+
+def check_drafts(engine: Engine, reference: Reference, requests: Sequence[EngineRequest]) -> int:
+    """Compare three drafts after each step. Returns the number of drafts."""
     steps = record_steps(engine, 3)
-    answers = run(engine, requests)
+    answers = run(engine, list(requests))
     made = 0
     for request in requests:
         known = request.prompt.token_ids + tokens(answers[request.request_id])
@@ -89,8 +99,40 @@ def test_drafts_equal_those_of_transformers(pair: Pair, schedule: str) -> None:
             if predicted:
                 assert predicted == reference.chain(known[:length], len(predicted))
                 made += len(predicted)
-    assert made > 100
-    assert bool(engine.stats().preemptions) == (schedule == "preempted")
+    return made
+
+
+@by_kernels("length", native=[1023, 3000], torch=[1023])
+def test_long_contexts_have_drafts(tmp_path: Path, length: int) -> None:
+    """Rotations are computed for 1,024 positions, then for twice as many or as a prompt needs."""
+    (tmp_path / "target").mkdir()
+    target = make(tmp_path / "target", "gemma4")
+    change_config(target, max_position_embeddings=8192)
+    assistant = make_assistant(tmp_path / "assistant", target, max_position_embeddings=8192)
+    oracle = text_oracle(target)
+    engine = engine_of(
+        target, speculation="auto", draft_model=str(assistant), max_model_len=8192, kv_cache_memory="64MiB"
+    )
+    request = greedy("a", oracle.prompt(1, length), 4)
+    assert check_drafts(engine, Reference(oracle.model, assistant), [request]) > 3
+
+
+def test_drafts_ignore_adapters(pair: Pair, tmp_path: Path) -> None:
+    parts = [{"target_modules": ["embed_tokens", name]} for name in ("q_proj", "v_proj")]
+    make_xlora(pair.oracle.model, tmp_path, parts, xlora_depth=1)
+    requests = [
+        msgspec.structs.replace(greedy(str(number), pair.oracle.prompt(number, 20)), adapter="x" if number else "")
+        for number in range(3)
+    ]
+    answers = []
+    for way, draft_model in (("off", None), ("auto", str(pair.assistant))):
+        engine = engine_of(pair.oracle.folder, speculation=way, draft_model=draft_model, enable_lora=True, max_loras=11)
+        engine.adapter_store.load("x", tmp_path)
+        if draft_model is not None:
+            record_steps(engine, 2)
+        answers.append({name: tokens(outputs) for name, outputs in run(engine, requests).items()})
+    assert all(len(answer) == 20 for answer in answers[0].values())
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +166,7 @@ def test_answers_are_those_without_drafts(counting: tuple[Path, Path], pair: Pai
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"backbone_hidden_size": 40}, "is for a model 40 wide"),
+        ({"backbone_hidden_size": 40}, "drafts for a model of width 40"),
         ({"model_type": "gemma4_text"}, "does not draft for another model"),
         ({"text_config": {"head_dim": 16}}, "keys and values of other shapes"),
         ({"text_config": {"vocab_size": 300}}, "with 300 tokens"),
@@ -147,7 +189,7 @@ def test_other_models_have_no_layer_for_it(tmp_path: Path) -> None:
     (tmp_path / "llama").mkdir()
     llama = make_llama(tmp_path / "llama")
     assistant = make_assistant(tmp_path / "assistant", target)
-    with pytest.raises(ModelLoadError, match="the assistant"):
+    with pytest.raises(ModelLoadError, match="take the assistant of the same model"):
         engine_of(llama, speculation="auto", draft_model=str(assistant))
 
 

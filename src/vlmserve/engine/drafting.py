@@ -53,21 +53,32 @@ def start_drafting(
         of = "" if model.assistant is None else f" of {model.assistant.identity.hex()[:16]}"
         seconds = [seconds for _, seconds in known_costs(f"{key}{of} layer", partial(time_layer, runner))]
         layer = layer_costs(seconds, share_of_layer(model))
-        logger.info(
-            "Speculation: %s takes %.1f%% of a step, and a draft of it %.2f steps",
-            "the model's own layer (MTP)" if model.assistant is None else "the draft model",
-            100 * layer.rows.seconds(1) / one,
-            layer.draft / one,
-        )
+        _log_layer(model, layer, one)
     drafter = Drafter(StepCosts(measured, ahead), layer, sizes.draft_places or config.max_num_seqs)
     scheduler.propose_drafts, scheduler.awaits_tokens = drafter.propose, False
     return drafter
 
 
+def _log_layer(model: LoadedModel, layer: LayerCosts, step: float) -> None:
+    """step: seconds of a step of one row."""
+    steps = layer.draft / step
+    if model.assistant is None:
+        share = 100 * layer.rows.seconds(1) / step
+        logger.info(
+            "Speculation: the model's own layer (MTP) takes %.1f%% of a step, and a draft of it %.2f steps",
+            share,
+            steps,
+        )
+    elif steps < 1:
+        logger.info("Speculation: a draft of the draft model takes %.2f steps", steps)
+    else:
+        logger.warning("Speculation: a draft of the draft model takes %.2f steps, so it never saves time", steps)
+
+
 def share_of_layer(model: LoadedModel) -> float:
     """Return the share of all weights that the model's own layer, or its draft model, reads."""
     if model.assistant is not None:
-        return model.assistant.weight_bytes / model.weight_bytes
+        return model.assistant.read_bytes / (model.weight_bytes + model.assistant.weight_bytes)
     layer = None if model.predictor is None else model.predictor.mtp
     return 0.0 if layer is None else weight_bytes(layer) / model.weight_bytes
 

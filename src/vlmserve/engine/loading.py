@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,10 +19,10 @@ from vlmserve.devices.choice import find_device, free_device_memory
 from vlmserve.devices.ranks import device_of_rank
 from vlmserve.engine.calibrated import calibrated_copy
 from vlmserve.engine.lengths import check_lengths, context_length
-from vlmserve.errors import CapacityError, ConfigurationError
+from vlmserve.errors import CapacityError, ConfigurationError, ModelLoadError
 from vlmserve.layer_specs import MAX_STATE_DRAFTS, CacheBytes
 from vlmserve.layers.parallel import Ranks
-from vlmserve.models.assistant import load_assistant
+from vlmserve.models.assistant import load_assistant, read_assistant
 from vlmserve.models.footprint import check_fits
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.load_settings import LoadSettings
@@ -81,28 +83,52 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
         drafts=config.measures_drafts and device.type == "cpu",
     )
 
+    draft_model = _find_draft_model(config, device, ranks)
+
     def check(language_model: LanguageModel, max_position: int) -> None:
         check_lengths(config, language_model.cache_bytes(config.block_size), max_position)
 
     cache = WeightsCache.at(config.weights_cache, config.weights_cache_size)
     model = load_model(folder, settings, ranks=ranks, check=check, cache=cache)
-    if config.draft_model is not None:
-        model = _with_assistant(config, config.draft_model, model, settings)
+    if draft_model is not None:
+        with _of_draft_model(config):
+            assistant = load_assistant(*draft_model, model, settings)
+        logger.info("draft model: %s, %.1f MB in memory", config.draft_model, assistant.weight_bytes / 1e6)
+        model = replace(model, assistant=assistant)
     if config.enforce_eager:
         model.device.enforce_eager()
     return model
 
 
-def _with_assistant(config: EngineConfig, name: str, model: LoadedModel, settings: LoadSettings) -> LoadedModel:
-    reason = "several ranks share the model" if model.ranks is not None else "only CPUs draft with another model"
-    if model.ranks is None and settings.drafts and may_draft(config, model):
-        assistant = load_assistant(resolve_model(name), model, settings)
-        logger.info("draft model: %s, %.1f MB in memory", name, assistant.weight_bytes / 1e6)
-        return replace(model, assistant=assistant, weight_bytes=model.weight_bytes + assistant.weight_bytes)
+def _find_draft_model(
+    config: EngineConfig, device: torch.device, ranks: Ranks | None
+) -> tuple[Path, dict[str, Any]] | None:
+    """Return the folder and config of the draft model. None: there is none, or it cannot be used."""
+    if config.draft_model is None:
+        return None
+    reason = None
     if not config.measures_drafts:
         reason = "--speculation or --max-warm-up-seconds switches drafts off"
-    logger.warning("--draft-model is not used, because %s", reason)
-    return model
+    elif ranks is not None:
+        reason = "several ranks share the model"
+    elif device.type != "cpu":
+        reason = "only CPUs draft with another model"
+    if reason is not None:
+        if ranks is None or ranks.rank == 0:
+            logger.warning("--draft-model is not used, because %s", reason)
+        return None
+    with _of_draft_model(config):
+        folder = resolve_model(config.draft_model)
+        return folder, read_assistant(folder)
+
+
+@contextmanager
+def _of_draft_model(config: EngineConfig) -> Iterator[None]:
+    """Name the draft model in errors about it."""
+    try:
+        yield
+    except ModelLoadError as error:
+        raise type(error)(f"--draft-model {config.draft_model}: {error}") from error
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:

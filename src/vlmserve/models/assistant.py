@@ -24,9 +24,10 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import read_json
 from vlmserve.models.sizes import broken, check_sizes
 from vlmserve.models.weights import Checkpoint, canonical_name
-from vlmserve.quant.memory import weight_bytes
+from vlmserve.quant.memory import own_bytes, weight_bytes
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+EXAMPLE = "google/gemma-4-E2B-it-assistant"
 _ORDER = "masked_embedding.token_ordering"
 
 
@@ -60,6 +61,13 @@ class Assistant(nn.Module):
     def weight_bytes(self) -> int:
         return weight_bytes(self)
 
+    @property
+    def read_bytes(self) -> int:
+        if self.masked_embedding is None:
+            return self.weight_bytes
+        table = own_bytes(self.language_model.embed_tokens)
+        return self.weight_bytes - table + int(table * self.masked_embedding.share)
+
     def draft(
         self,
         embeddings: Tensor,
@@ -88,6 +96,8 @@ class Clusters(nn.Module):
         if spec.vocab_size % count or not 0 < chosen <= count:
             raise ModelLoadError(f"config.json: {count} clusters of {spec.vocab_size} tokens, {chosen} chosen")
         self._chosen = chosen
+        self.share = chosen / count
+        """Share of all tokens that a draft compares."""
         self.centroids = Linear(spec.hidden_size, count, bias=False, **factory)
         self.order = torch.zeros(count, spec.vocab_size // count, dtype=torch.int64)
 
@@ -99,20 +109,30 @@ class Clusters(nn.Module):
         return tokens.gather(1, best).flatten()
 
 
-def load_assistant(folder: Path, model: LoadedModel, settings: LoadSettings) -> Assistant:
-    """Load an assistant of a decoder. Raises ModelLoadError if it does not fit, UnsupportedModelError for another kind
-    of model, and like `Checkpoint`.
+def read_assistant(folder: Path) -> dict[str, Any]:
+    """Return the config of an assistant. Raises ModelLoadError for a broken one, UnsupportedModelError for another kind
+    of model.
     """
+    if folder.is_file():
+        raise UnsupportedModelError("assistants are read from folders in Hugging Face layout, not from GGUF files")
     with broken(folder):
         config = read_json(folder / "config.json")
         check_sizes(config, folder / "config.json")
         if (kind := config.get("model_type")) not in MODEL_TYPES:
             raise UnsupportedModelError(
-                f"{folder} does not draft for another model: model_type is {kind!r}; supported are Gemma 4's "
-                f"assistants ({', '.join(MODEL_TYPES)})"
+                f"it does not draft for another model: its model_type is {kind!r}; supported are Gemma 4's assistants, "
+                f"such as {EXAMPLE}"
             )
         text = config["text_config"]
-        text = {**text, "num_kv_shared_layers": text["num_hidden_layers"]}
+        return {**config, "text_config": {**text, "num_kv_shared_layers": text["num_hidden_layers"]}}
+
+
+def load_assistant(folder: Path, config: Mapping[str, Any], model: LoadedModel, settings: LoadSettings) -> Assistant:
+    """Load an assistant. config: see `read_assistant`. Raises ModelLoadError if it does not fit the model, and like
+    `Checkpoint`.
+    """
+    with broken(folder):
+        text = config["text_config"]
         spec = replace(decoder_spec(text), tied_embeddings=True)
         sources = fitting_sources(config, spec, model)
         checkpoint = Checkpoint(folder, lambda name: canonical_name(name, language_family(text).rename))
@@ -123,11 +143,11 @@ def load_assistant(folder: Path, model: LoadedModel, settings: LoadSettings) -> 
             settings, dtype=model.dtype, kernels=model.device.kernels, quantization=None, implementation="vlmserve"
         )
         assistant.identity = Filling(checkpoint, model.device, plain).fill(assistant, assistant.language_model)
-        if assistant.masked_embedding is not None:
-            order = checkpoint.read(_ORDER).long().view_as(assistant.masked_embedding.order)
+        if (clusters := assistant.masked_embedding) is not None:
+            order = checkpoint.read(_ORDER).long().view_as(clusters.order)
             if not 0 <= int(order.min()) <= int(order.max()) < spec.vocab_size:
-                raise ModelLoadError(f"{folder}: {_ORDER} has tokens outside the vocabulary")
-            assistant.masked_embedding.order = order
+                raise ModelLoadError(f"{_ORDER} has tokens outside the vocabulary")
+            clusters.order = order
         return assistant
 
 
@@ -135,12 +155,13 @@ def fitting_sources(config: Mapping[str, Any], spec: ArchSpec, model: LoadedMode
     """Return `protocols.Assistant.sources`. Raises ModelLoadError unless the assistant fits the model."""
     decoder = model.language_model
     if not isinstance(decoder, Decoder):
-        raise ModelLoadError("an assistant needs a model with vlmserve's own layers, not --model-impl transformers")
+        raise ModelLoadError("it needs a model with vlmserve's own layers, not --model-impl transformers")
     width = config["backbone_hidden_size"]
     if width != decoder.hidden_size or spec.vocab_size != decoder.vocab_size:
         raise ModelLoadError(
-            f"the assistant is for a model {width} wide with {spec.vocab_size:,} tokens; this one is "
-            f"{decoder.hidden_size} wide and has {decoder.vocab_size:,}"
+            f"it drafts for a model of width {width} with {spec.vocab_size:,} tokens, and this one has width "
+            f"{decoder.hidden_size} and {decoder.vocab_size:,}; take the assistant of the same model, such as "
+            f"{EXAMPLE} for Gemma 4 E2B"
         )
     return sources_of(spec.attention, decoder.spec.attention)
 
@@ -159,6 +180,9 @@ def sources_of(layers: Sequence[AttentionSpec], decoder: Sequence[AttentionSpec]
             layer.num_kv_heads, layer.head_size, layer.window,
         )  # fmt: skip
         if number is None or not same:
-            raise ModelLoadError("the assistant reads keys and values of other shapes than the model has")
+            raise ModelLoadError(
+                "it reads keys and values of other shapes than this model has; take the assistant of the same model, "
+                f"such as {EXAMPLE} for Gemma 4 E2B"
+            )
         found.append(number)
     return found

@@ -201,6 +201,11 @@ class Assistant(Protocol):
     @property
     def weight_bytes(self) -> int: ...
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of weights that a draft reads."""
+        ...
+
     def draft(
         self,
         embeddings: Tensor,

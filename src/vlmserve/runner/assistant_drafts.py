@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ class AssistantDrafts:
         self._caches = [caches[number] for number in assistant.sources]
 
     def copied(self, copies: Iterable[BlockCopy]) -> None:
-        """Nothing depends on who wrote a block."""
+        """See `Predictions.copied`: an assistant reads any block."""
 
     def run(
         self,
@@ -61,17 +62,21 @@ class AssistantDrafts:
                 chains.append(_Chain(state, row, count))
         if not chains:
             return
+        if (adapter_rows := self._language_model.adapter_rows) is not None:
+            adapter_rows.clear()
         place = None if rows is None else {row: number for number, row in enumerate(rows.tolist())}
         states = hidden[[chain.row if place is None else place[chain.row] for chain in chains]]
         newest = [chain.state.token_ids[-1] for chain in chains]
         # The newest token has no keys yet, so a context ends before it.
-        read = [ScheduledRequest(one.state, len(one.state.token_ids) - 2, 1, [], 0, pending=True) for one in chains]
-        contexts = self._batches.build(read)
+        contexts = self._batches.build(
+            [ScheduledRequest(one.state, len(one.state.token_ids) - 2, 1, [], 0, pending=True) for one in chains]
+        )
+        metadata = replace(contexts.metadata, num_positions=1 + max(contexts.metadata.host_context_lens))
         positions = contexts.positions + 1
         drafts: list[list[int]] = []
         for _ in range(max(chain.num_drafts for chain in chains)):
             embedded = self._language_model.embed(torch.tensor(newest))[:, : self._language_model.hidden_size]
-            states, tokens = self._assistant.draft(embedded, states, positions, contexts.metadata, self._caches)
+            states, tokens = self._assistant.draft(embedded, states, positions, metadata, self._caches)
             newest = tokens.tolist()
             drafts.append(newest)
         for number, chain in enumerate(chains):

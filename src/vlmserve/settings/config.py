@@ -95,8 +95,8 @@ class EngineConfig(Settings):
     )
     draft_model: str | None = Field(
         None,
-        description="A small model that drafts for this one on a CPU, as a folder or Hugging Face id: Gemma 4's "
-        "google/gemma-4-E2B-it-assistant for E2B.",
+        min_length=1,
+        description="Gemma 4's assistant, which drafts for the model on CPUs: folder or Hugging Face id.",
     )
     quantize: Quantize = same_as("scheme")
     quantize_group_size: GroupSize = same_as("group_size")

@@ -45,8 +45,10 @@ _ENTRIES: Mapping[tuple[str, ...], Entry] = {
         ("kv_cache_dtype",), _cache_type, note="`q8_0` means `int8`; keys and values have one type"
     ),
     ("-mm",): Renamed(("mmproj",)),
-    ("-md", "--model-draft"): Renamed(("draft_model",)),
-    ("--draft-max", "--draft-min", "--spec-type"): Unused("Measured times decide what is drafted, and how much."),
+    ("-md", "--model-draft", "-hfd", "--hf-repo-draft"): Renamed(("draft_model",)),
+    ("--draft-max", "--draft-min", "--draft", "--draft-n", "--draft-p-min", "--spec-type"): Unused(
+        "Measured times decide what is drafted, and how much."
+    ),
     ("-a", "--alias"): Renamed(("served_model_name",)),
     ("--chat-template-file",): Renamed(("chat_template",)),
     ("--temp",): Renamed(("temperature",), elsewhere=_SAMPLING),

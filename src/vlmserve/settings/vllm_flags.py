@@ -110,16 +110,25 @@ def _log_level(text: str) -> Mapping[str, str]:
     return {"access_log": "true" if levels.index(text) <= levels.index("info") else "false"}
 
 
+_METHODS = ("ngram", "[ngram]", "ngram_gpu", "suffix", "mtp")
+"""Names of methods in place of a model. Known text and MTP layers always draft."""
+
+
 def _speculation(text: str) -> Mapping[str, str]:
-    """Methods without a model have no effect: text that is known and MTP layers always draft."""
     try:
         settings = json.loads(text)
-        name = settings.get("model")
-    except (ValueError, AttributeError):
+        name, method = settings.get("model"), settings.get("method")
+        if not isinstance(name, str | None):
+            raise TypeError
+    except (ValueError, TypeError, AttributeError):
         raise ConfigurationError(
             f'--speculative-config {text!r}: write it as JSON, like {{"model": "google/gemma-4-E2B-it-assistant"}}'
         ) from None
-    return {"draft_model": name} if isinstance(name, str) else {}
+    return {} if name is None or method in _METHODS else _draft_model(name)
+
+
+def _draft_model(name: str) -> Mapping[str, str]:
+    return {} if name in _METHODS else {"draft_model": name}
 
 
 VALUES: Mapping[str, Mapping[str, str]] = {
@@ -130,7 +139,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 
 _RENAMED: Mapping[str, Renamed] = {
     "--speculative-config": Renamed(("draft_model",), _speculation, note="its `model`; the rest has no effect"),
-    "--speculative-model": Renamed(("draft_model",)),
+    "--speculative-model": Renamed(("draft_model",), _draft_model),
     "--gpu-memory-utilization": Renamed(("memory_fraction",)),
     "-tp": Renamed(("tensor_parallel_size",)),
     "--kv-cache-memory-bytes": Renamed(("kv_cache_memory",)),

@@ -67,7 +67,11 @@ class Expected:
 
 
 def find_models(folder: str, engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> list[Listed]:
-    """Models are subfolders and GGUF files. Raises ConfigurationError if there are none."""
+    """Models are subfolders and GGUF files. Raises ConfigurationError if there are none, or for a draft model."""
+    if engine.draft_model is not None:
+        raise ConfigurationError(
+            "--draft-model is for one model: with --models-dir, write draft_model below its [model.NAME] in --config"
+        )
     place = expanded(folder)
     if not place.is_dir():
         raise ConfigurationError(f"--models-dir {folder}: there is no such folder")
