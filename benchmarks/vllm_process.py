@@ -1,4 +1,4 @@
-"""A process of `benchmarks.image_turns`, with vLLM's packages: PYTHON vllm_process.py CHECKPOINT DTYPE
+"""A process of `benchmarks.image_turns`, with vLLM's packages: PYTHON vllm_process.py CHECKPOINT
 
 Each line of standard input is JSON: messages in which an image is the path of a file. Each is answered by a line with
 the seconds until the first token, the tokens of the prompt, and those found in the cache.
@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 
-def serve(folder: str, dtype: str) -> None:
+def serve(folder: str) -> None:
     # vLLM writes its log to standard output.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -21,7 +21,7 @@ def serve(folder: str, dtype: str) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        folder, dtype=dtype, max_model_len=8192, max_num_seqs=4, enforce_eager=True, enable_prefix_caching=True,
+        folder, dtype="bfloat16", max_model_len=8192, max_num_seqs=4, enforce_eager=True, enable_prefix_caching=True,
         limit_mm_per_prompt={"image": 8},
     )  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -53,4 +53,4 @@ def opened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    serve(*sys.argv[1:])
+    serve(sys.argv[1])
