@@ -37,8 +37,8 @@ COLUMNS = (
 
 
 NOTES = (
-    "Time to the first token, in medians, and share of the prompts' tokens found in the cache. vLLM's times are long on "
-    "CPUs without instructions for bfloat16."
+    "Time to the first token, in medians, and share of the prompts' tokens found in the cache. vLLM's times are long "
+    "on CPUs without instructions for bfloat16."
 )
 
 
