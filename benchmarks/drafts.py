@@ -360,12 +360,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ]
         kinds += [("repeats", streams) for streams in options.crowds]
         rows = [row(kind, streams, engines, tasks, options.length, options.turns) for kind, streams in kinds]
+    source = "assistant" if options.family == "gemma4" else "MTP"
     report = {
-        "title": "Drafts without a draft model",
+        "title": "Drafts",
         "command": " ".join(["python -m benchmarks.drafts", *(arguments or sys.argv[1:])]),
         "model": f"{FAMILIES[options.family]} with {options.layers} layers of {options.hidden} values"
-        + (f", MTP right in {options.mtp:.0%} of scripts" if mtp else ""),
-        "weights": "random, bfloat16" if options.quantize == "none" else f"random, {options.quantize}",
+        + f" in {'bfloat16' if options.quantize == 'none' else options.quantize}"
+        + (f", {source} right in {options.mtp:.0%} of scripts" if mtp else ""),
+        "weights": "random",
         "versions": {package: version(package) for package in ("vlmserve", "torch")},
         "columns": list(COLUMNS),
         "rows": rows,
