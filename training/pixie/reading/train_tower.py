@@ -61,6 +61,7 @@ class TowerRun:
             for name, optimizer in self.optimizers.items():
                 optimizer.load_state_dict(state[name])
         elif options.start:
+            self.step = options.first_step
             for name, optimizer in self.optimizers.items():
                 optimizer.load_state_dict(load_part(options.start, name))
         self.pool = ImagePool(self.out / "pool", options.pool)
@@ -175,6 +176,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "runs" / "reading")
     parser.add_argument("--start", type=Path, help="weights of an earlier run (weights.safetensors)")
+    parser.add_argument(
+        "--first-step", type=int, default=0, help="step of the weights of --start, for phases and rates"
+    )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--patches", type=int, default=STEP_PATCHES, help="patches of a step")
     parser.add_argument("--rate", type=float, default=RATE, help="learning rate")
