@@ -193,6 +193,11 @@ def test_other_models_have_no_layer_for_it(tmp_path: Path) -> None:
         engine_of(llama, speculation="auto", draft_model=str(assistant))
 
 
+def test_assistants_alone_are_rejected(pair: Pair) -> None:
+    with pytest.raises(ModelLoadError, match="--draft-model"):
+        engine_of(pair.assistant)
+
+
 def test_models_without_drafts_load_none(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         engine = engine_of(pair.oracle.folder, speculation="off", draft_model=str(pair.assistant))

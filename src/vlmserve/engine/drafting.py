@@ -91,7 +91,7 @@ def layer_costs(seconds: Sequence[float], share: float) -> LayerCosts:
     decode, with_layer, with_drafts, *prompts = seconds
     draft = max(share * decode, (with_drafts - with_layer) / PREDICTED)
     if not prompts:
-        return LayerCosts(draft, Curve([(1, 0.0)]))
+        return LayerCosts(draft, Curve([(1, 0.0)]), has_context=True)
     prompt, prompt_with_layer = prompts
     of_one = max(share * decode, with_layer - decode)
     return LayerCosts(draft, Curve([(1, of_one), (ROWS_OF_LAYER, max(share * prompt, prompt_with_layer - prompt))]))

@@ -23,6 +23,8 @@ _CLASSIFIER = "ForSequenceClassification"
 _HEADLESS = "Model"
 _GENERATORS = ("ForCausalLM", "ForConditionalGeneration")
 """Endings of architectures: classifiers, models without a head, and generating models."""
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""Values of ``model_type`` of models that only draft for others."""
 DEFAULT_FAMILY = "llama"
 """Family of a config without a ``model_type``, as the first LLaVA checkpoints have it."""
 
@@ -95,6 +97,10 @@ def architecture(config: Config) -> str:
         return found
     if not config.get("architectures") and "model_type" not in config:
         raise ModelLoadError("config.json names neither architectures nor a model_type")
+    if config.get("model_type") in ASSISTANTS:
+        raise ModelLoadError(
+            "this model only drafts for another one: load the other one, and this one by --draft-model"
+        )
     name = _named_architectures(config)[0]
     supported = architectures()
     near = difflib.get_close_matches(name, supported, cutoff=0.7)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.families.registry import decoder_spec, language_family
+from vlmserve.families.registry import ASSISTANTS, decoder_spec, language_family
 from vlmserve.families.spec import ArchSpec
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
 from vlmserve.layer_specs import AttentionSpec
@@ -26,7 +26,6 @@ from vlmserve.models.sizes import broken, check_sizes
 from vlmserve.models.weights import Checkpoint, canonical_name
 from vlmserve.quant.memory import own_bytes, weight_bytes
 
-MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 EXAMPLE = "google/gemma-4-E2B-it-assistant"
 _ORDER = "masked_embedding.token_ordering"
 
@@ -118,7 +117,7 @@ def read_assistant(folder: Path) -> dict[str, Any]:
     with broken(folder):
         config = read_json(folder / "config.json")
         check_sizes(config, folder / "config.json")
-        if (kind := config.get("model_type")) not in MODEL_TYPES:
+        if (kind := config.get("model_type")) not in ASSISTANTS:
             raise UnsupportedModelError(
                 f"it does not draft for another model: its model_type is {kind!r}; supported are Gemma 4's assistants, "
                 f"such as {EXAMPLE}"

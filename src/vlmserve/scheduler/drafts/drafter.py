@@ -214,7 +214,8 @@ class Drafter:
                 return False
             self._layer.spend(count * of_row)
         if not use.runs:
-            use.begin(in_prompt=start < request.num_prompt_tokens)
+            in_prompt = start < request.num_prompt_tokens
+            use.begin(has_context=in_prompt or self._layer.costs.has_context)
         use.num_rows += count
         return True
 

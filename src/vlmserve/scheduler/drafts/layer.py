@@ -26,6 +26,8 @@ class LayerCosts(NamedTuple):
     """Seconds that a draft takes."""
     rows: Curve
     """Seconds that rows of a step take."""
+    has_context: bool = False
+    """The layer reads the model's own keys and values."""
 
 
 @dataclass(slots=True)
@@ -41,8 +43,8 @@ class LayerUse:
     was_right: bool = False
     """The last draft was right, and none was made since."""
 
-    def begin(self, *, in_prompt: bool) -> None:
-        self.runs, self.num_rows, self.num_tried = True, _CONTEXT if in_prompt else 0, 0
+    def begin(self, *, has_context: bool) -> None:
+        self.runs, self.num_rows, self.num_tried = True, _CONTEXT if has_context else 0, 0
 
     def count(self, wanted: int, *, may_draft: bool) -> int:
         """Return the number of drafts: the wanted one, or 1 now and then to see if it is right."""
