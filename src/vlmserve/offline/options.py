@@ -87,6 +87,7 @@ class LLMOptions(VLLMOptions, total=False):
     enforce_eager: bool
     max_warm_up_seconds: float
     speculation: Literal["off", "auto"]
+    draft_model: str | None
     quantize: Quantize
     quantize_group_size: Literal[32, 64, 128]
     quantize_symmetric: bool
