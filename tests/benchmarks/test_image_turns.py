@@ -21,7 +21,7 @@ def test_systems_get_the_same_turns_and_a_repeat() -> None:
         )
 
     asks = [lambda one, system=system: ask(system, one) for system in (0, 1)]
-    taken = converse(asks, lambda turn: [{}] * (2 * turn + 2), 3)
+    taken = converse(asks, [[{}] * count for count in (2, 4, 6)])
     assert told == [[2, 4, 6, 6]] * 2
     assert rows([taken]) == [
         ["turn 1", 10, 1.0, 2.0, 2.0, "0.0%", "0.0%"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +20,15 @@ from tests.engine.test_mtp import greedy, record_steps
 from tests.engine.test_parity import Oracle, bytes_of_4, text_oracle
 from tests.engine.test_structured import PERSON, engine_of, mixed, request_of, run, tokens
 from tests.gemma4 import LARGE
+from tests.gguf_files import write_gguf
 from tests.models.test_families import GEMMA4, make
 from tests.peft_adapters import make_xlora
 from vlmserve.engine import drafting
 from vlmserve.engine.drafting import layer_costs, share_of_layer
 from vlmserve.engine.engine import Engine
-from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.errors import ModelLoadError
 from vlmserve.runner.warm_up import PREDICTED
+from vlmserve.scheduler.drafts.layer import LayerUse
 from vlmserve.types import EngineRequest, Grammar, Prompt
 
 
@@ -179,7 +182,7 @@ def test_unfit_assistants_are_rejected(tmp_path: Path, changes: dict[str, Any], 
     changes = dict(changes)
     assistant = make_assistant(tmp_path / "assistant", target, **changes.pop("text_config", {}))
     change_config(assistant, **changes)
-    with pytest.raises((ModelLoadError, UnsupportedModelError), match=message):
+    with pytest.raises(ModelLoadError, match=f"--draft-model {assistant}: .*{message}"):
         engine_of(target, speculation="auto", draft_model=str(assistant))
 
 
@@ -198,6 +201,12 @@ def test_assistants_alone_are_rejected(pair: Pair) -> None:
         engine_of(pair.assistant)
 
 
+def test_gguf_assistants_are_rejected(pair: Pair, tmp_path: Path) -> None:
+    file = write_gguf(make_llama(tmp_path), tmp_path / "model.gguf")
+    with pytest.raises(ModelLoadError, match="not from GGUF files"):
+        engine_of(pair.oracle.folder, speculation="auto", draft_model=str(file))
+
+
 def test_models_without_drafts_load_none(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         engine = engine_of(pair.oracle.folder, speculation="off", draft_model=str(pair.assistant))
@@ -207,9 +216,21 @@ def test_models_without_drafts_load_none(pair: Pair, caplog: pytest.LogCaptureFi
 
 def test_draft_costs_at_least_its_share(pair: Pair) -> None:
     model = engine_of(pair.oracle.folder, speculation="auto", draft_model=str(pair.assistant)).runner.model
+    assert model.assistant is not None
     share = share_of_layer(model)
-    assert 0 < share < 1
+    assert share == model.assistant.read_bytes / model.weight_bytes > 0
+    clusters = json.loads((pair.assistant / "config.json").read_text())["use_ordered_embeddings"]
+    assert (model.assistant.read_bytes < model.assistant.weight_bytes) == clusters
     assert layer_costs([1.0, 1.0, 0.5], share).draft == pytest.approx(share)
-    costs = layer_costs([1.0, 1.0, 1.0 + PREDICTED], share)
-    assert costs.draft == pytest.approx(1.0)
+    costs = layer_costs([1.0, 1.0, 1.0 + 9 * PREDICTED], share)
+    assert costs.draft == pytest.approx(9.0)
     assert costs.rows.seconds(300) == 0
+
+
+@pytest.mark.parametrize(
+    ("measured", "drafts"), [([1.0, 1.0, 1.1], 2), ([1.0, 1.1, 1.2, 3.0, 3.1], 0)], ids=["assistant", "MTP"]
+)
+def test_assistants_need_no_rows_before_drafts(measured: list[float], drafts: int) -> None:
+    use = LayerUse()
+    use.begin(has_context=layer_costs(measured, 0.0).has_context)
+    assert use.count(2, may_draft=True) == drafts

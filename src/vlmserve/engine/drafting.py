@@ -50,8 +50,8 @@ def start_drafting(
     logger.info("Speculation: a step of %d tokens takes %.1f times as long as a step of one", rows, longest / one)
     layer = None
     if (model := runner.model).predictor is not None or model.assistant is not None:
-        of = "" if model.assistant is None else f" of {model.assistant.identity.hex()[:16]}"
-        seconds = [seconds for _, seconds in known_costs(f"{key}{of} layer", partial(time_layer, runner))]
+        drafts_by = "" if model.assistant is None else f" of {model.assistant.identity.hex()[:16]}"
+        seconds = [seconds for _, seconds in known_costs(f"{key}{drafts_by} layer", partial(time_layer, runner))]
         layer = layer_costs(seconds, share_of_layer(model))
         _log_layer(model, layer, one)
     drafter = Drafter(StepCosts(measured, ahead), layer, sizes.draft_places or config.max_num_seqs)
@@ -76,9 +76,9 @@ def _log_layer(model: LoadedModel, layer: LayerCosts, step: float) -> None:
 
 
 def share_of_layer(model: LoadedModel) -> float:
-    """Return the share of all weights that the model's own layer, or its draft model, reads."""
+    """Return the bytes of weights that a draft reads, divided by the bytes of all the model's weights."""
     if model.assistant is not None:
-        return model.assistant.read_bytes / (model.weight_bytes + model.assistant.weight_bytes)
+        return model.assistant.read_bytes / model.weight_bytes
     layer = None if model.predictor is None else model.predictor.mtp
     return 0.0 if layer is None else weight_bytes(layer) / model.weight_bytes
 
@@ -86,7 +86,7 @@ def share_of_layer(model: LoadedModel) -> float:
 def layer_costs(seconds: Sequence[float], share: float) -> LayerCosts:
     """Costs are differences of measured times, which noise can hide, so each is at least the layer's share of a step.
 
-    seconds: see `time_layer`. share: see `share_of_layer`.
+    seconds: of each step of `time_layer`. share: of the weights that the layer reads, see `share_of_layer`.
     """
     decode, with_layer, with_drafts, *prompts = seconds
     draft = max(share * decode, (with_drafts - with_layer) / PREDICTED)

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.models.protocols import Assistant, LanguageModel
-from vlmserve.runner.batch import Batch, BatchBuilder
+from vlmserve.runner.batch import BatchBuilder
 from vlmserve.runner.requests import RequestState, ScheduledRequest
+from vlmserve.runner.run import Run
 from vlmserve.steps import BlockCopy, ModelRunnerOutput
 
 
@@ -43,30 +43,27 @@ class AssistantDrafts:
 
     def run(
         self,
-        batch: Batch,
-        rows: Tensor | None,
-        embeddings: Tensor,
-        hidden: Tensor,
+        run: Run,
         scheduled: Sequence[ScheduledRequest],
         wanted: Mapping[str, int],
         output: ModelRunnerOutput,
     ) -> None:
-        """Write drafts to `output`. hidden: of `rows`, or of all. wanted: numbers of drafts, by request."""
+        """Write drafts to `output`. wanted: numbers of drafts, by request."""
         chains = []
         for request, end in zip(scheduled, itertools.accumulate(one.num_tokens for one in scheduled), strict=True):
             state, count = request.state, wanted.get(request.state.request_id, 0)
             sampled = output.token_ids.get(state.request_id, ())
-            row = end - len(request.draft_token_ids) + len(sampled) - 2
-            known = request.start + row + 1 - (end - request.num_tokens)
-            if count > 0 and sampled and len(state.token_ids) == known + 1:
+            row, newest = request.last_right(end, len(sampled))
+            if count > 0 and sampled and len(state.token_ids) == newest + 1:
                 chains.append(_Chain(state, row, count))
         if not chains:
             return
         if (adapter_rows := self._language_model.adapter_rows) is not None:
             adapter_rows.clear()
-        place = None if rows is None else {row: number for number, row in enumerate(rows.tolist())}
-        states = hidden[[chain.row if place is None else place[chain.row] for chain in chains]]
-        newest = [chain.state.token_ids[-1] for chain in chains]
+        # Sampled rows are always computed.
+        computed = range(len(run.hidden)) if run.rows is None else run.rows.tolist()
+        states = run.hidden[[computed.index(chain.row) for chain in chains]]
+        token_ids = [chain.state.token_ids[-1] for chain in chains]
         # The newest token has no keys yet, so a context ends before it.
         contexts = self._batches.build(
             [ScheduledRequest(one.state, len(one.state.token_ids) - 2, 1, [], 0, pending=True) for one in chains]
@@ -75,9 +72,9 @@ class AssistantDrafts:
         positions = contexts.positions + 1
         drafts: list[list[int]] = []
         for _ in range(max(chain.num_drafts for chain in chains)):
-            embedded = self._language_model.embed(torch.tensor(newest))[:, : self._language_model.hidden_size]
+            embedded = self._language_model.embed(torch.tensor(token_ids))[:, : self._language_model.hidden_size]
             states, tokens = self._assistant.draft(embedded, states, positions, metadata, self._caches)
-            newest = tokens.tolist()
-            drafts.append(newest)
+            token_ids = tokens.tolist()
+            drafts.append(token_ids)
         for number, chain in enumerate(chains):
             output.predicted[chain.state.request_id] = [tokens[number] for tokens in drafts[: chain.num_drafts]]

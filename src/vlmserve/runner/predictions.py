@@ -13,8 +13,9 @@ from torch import Tensor
 
 from vlmserve.kernels.attention import BatchMetadata, LayerCache
 from vlmserve.models.protocols import LoadedModel, Predictor
-from vlmserve.runner.batch import Batch, BatchBuilder
+from vlmserve.runner.batch import BatchBuilder
 from vlmserve.runner.requests import RequestState, ScheduledRequest
+from vlmserve.runner.run import Run
 from vlmserve.steps import BlockCopy, ModelRunnerOutput
 
 
@@ -63,19 +64,15 @@ class Predictions:
 
     def run(
         self,
-        batch: Batch,
-        rows: Tensor | None,
-        embeddings: Tensor,
-        hidden: Tensor,
+        run: Run,
         scheduled: Sequence[ScheduledRequest],
         wanted: Mapping[str, int],
         output: ModelRunnerOutput,
     ) -> None:
         """Write drafts to `output`.
 
-        rows: unused. embeddings, hidden: of the batch's rows, unless nothing is wanted. wanted: by request that runs
-        through the layer, the number of drafts. The last computed row of a request reads its next token; rows of wrong
-        drafts are overwritten later.
+        run: with all rows, unless nothing is wanted. wanted: by request that runs through the layer, the number of
+        drafts. The last computed row of a request reads its next token; rows of wrong drafts are overwritten later.
         """
         running = [request for request in scheduled if request.state.request_id in wanted]
         for request in scheduled:
@@ -83,6 +80,7 @@ class Predictions:
                 self._skip(request)
         if not running:
             return
+        batch, embeddings, hidden = run.batch, run.embeddings, run.hidden
         if len(running) < len(scheduled):
             rows = _rows_of(running, scheduled)
             batch = self._batches.build([_with_new_tokens(request) for request in running])
@@ -93,8 +91,7 @@ class Predictions:
         chains, ends, next_ids, last_rows = [], [], [], []
         for request, end in zip(running, itertools.accumulate(one.num_tokens for one in running), strict=True):
             state, sampled = request.state, output.token_ids.get(request.state.request_id, ())
-            row = end - len(request.draft_token_ids) + max(0, len(sampled) - 1) - 1
-            first = request.start + row + 1 - (end - request.num_tokens)
+            row, first = request.last_right(end, len(sampled))
             self._fill(state, request.start, first)
             ends.append(row)
             next_ids.append(_text_token(state, first))

@@ -16,7 +16,8 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.disk_loads import RankLoads
 from vlmserve.runner.kv import PoolSizes
 from vlmserve.runner.requests import ScheduledRequest
-from vlmserve.runner.runner import ModelRunner, Run, RunningStep
+from vlmserve.runner.run import Run
+from vlmserve.runner.runner import ModelRunner, RunningStep
 from vlmserve.sampling.guide import MakeMatcher
 from vlmserve.steps import DiskEntry, DiskStores, ModelRunnerOutput, NewRequest, SchedulerOutput
 from vlmserve.types import Grammar, SamplingParams

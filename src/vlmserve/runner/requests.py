@@ -247,6 +247,14 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     def end(self) -> int:
         return self.start + self.num_tokens
 
+    def last_right(self, end_row: int, num_sampled: int) -> tuple[int, int]:
+        """Return the row of the last token that is not a wrong draft, and the index of the token after it.
+
+        end_row: the row after this request's rows. num_sampled: tokens that the step sampled for it.
+        """
+        row = end_row - len(self.draft_token_ids) + max(0, num_sampled - 1) - 1
+        return row, self.start + row + 1 - (end_row - self.num_tokens)
+
 
 class RequestStates:
     def __init__(self, model: LanguageModel, make_matcher: MakeMatcher, layers: OutputLayers | None = None) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from vlmserve.cache.tiers import DiskTier
 from vlmserve.devices.device import Clock
 from vlmserve.devices.out_of_memory import MEMORY_ERRORS, is_out_of_memory
 from vlmserve.kernels.attention import LayerCache
-from vlmserve.kernels.torch_sampling import DrawLater
 from vlmserve.models.image_rows import place_images
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.adapters import RunnerAdapters
@@ -28,27 +27,13 @@ from vlmserve.runner.kv import Contents, KVTensors, PoolSizes
 from vlmserve.runner.predictions import Predictions
 from vlmserve.runner.prompt_logprobs import score_prompts
 from vlmserve.runner.requests import RequestStates, ScheduledRequest
+from vlmserve.runner.run import Run
 from vlmserve.runner.sampling import TokenSampler, append_drawn, can_draw_later
 from vlmserve.sampling.guide import MakeMatcher
 from vlmserve.sampling.sampler import changes_of, filters_of
 from vlmserve.steps import DiskStores, ModelRunnerOutput, RequestFailure, RunTimings, SchedulerOutput
 
 logger = logging.getLogger(__name__)
-
-
-class Run(NamedTuple):
-    batch: Batch
-    rows: Tensor | None
-    """Rows of `hidden`; None: all."""
-    embeddings: Tensor
-    hidden: Tensor
-    """Final hidden states."""
-    of_heads: Tensor | None
-    logits: Tensor
-    later: DrawLater | None
-    """Samples asynchronously, one token for each of `sampled`."""
-    sampled: list[ScheduledRequest]
-    scalings: dict[str, list[float]]
 
 
 def _costliest(scheduled: list[ScheduledRequest]) -> ScheduledRequest:
@@ -286,7 +271,7 @@ class ModelRunner:
             sampling = []
             output.prompt_logprobs = score_prompts(scheduled, run.hidden, language_model, self._adapters)
             if self.predictions is not None:
-                self.predictions.run(run.batch, run.rows, run.embeddings, run.hidden, scheduled, num_predicted, output)
+                self.predictions.run(run, scheduled, num_predicted, output)
         except MEMORY_ERRORS as error:
             _note_memory_error(error, self.model)
             if sampling:

@@ -44,6 +44,12 @@ def test_folder_without_models_is_an_error(tmp_path, name):
         found(tmp_path / name)
 
 
+def test_one_draft_model_is_not_for_all(tmp_path):
+    make_models(tmp_path, ["first"])
+    with pytest.raises(ConfigurationError, match=r"--draft-model is for one model.*\[model\.NAME\]"):
+        find_models(str(tmp_path), EngineConfig(draft_model="small"), MediaConfig(), ServerConfig())
+
+
 def test_names_are_unique():
     models = [Listed("a", EngineConfig(), MediaConfig(), ServerConfig()) for _ in range(2)]
     with pytest.raises(ConfigurationError, match="two models are called a"):

@@ -1,6 +1,7 @@
 """The vision tower that reads: Qwen3-VL's layout without merging of patches, in plain modules that train fast.
 
-Images of a batch have the same size. Attention is two batched matrix products, as in `training.pixie.model`.
+Images of several sizes are encoded together. Attention is two batched matrix products for the images of each size, as
+in `training.pixie.model`.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class ReadingBlock(nn.Module):
             nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * LAYERS))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor:
-        """x: ``[patches, WIDTH]``, images that have the same number of patches behind each other. sizes: how many
-        images there are of each number, and that number."""
+        """x: ``[patches, WIDTH]``, images of the same size one after the other. sizes: for each size, the number of
+        images and the patches of one."""
         qkv = self.qkv(self.norm1(x)).view(len(x), 3 * HEADS, -1)
         turned, value = qkv.split((2 * HEADS, HEADS), 1)
         turned = turned * cos + turned.roll(turned.shape[-1] // 2, -1) * sin
@@ -85,7 +86,7 @@ class ReadingBlock(nn.Module):
 
 
 def _attend(turned: Tensor, value: Tensor, size: tuple[int, int]) -> Tensor:
-    """Attention within each of some images of one size. turned: their queries and keys."""
+    """Attention within each image. turned: queries and keys. size: the number of images and the patches of one."""
     count, length = size
     query, key = turned.view(count, length, 2 * HEADS, -1).transpose(1, 2).split(HEADS, 1)
     query, value = (

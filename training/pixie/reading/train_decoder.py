@@ -56,11 +56,10 @@ SIDE_OF_SCENES: Final = 144
 FIRST_SEED: Final = 12_000_000_000
 """Rows from here on are in no other stage."""
 
-TOWER_SHARE: Final = 0.5
-"""Of the learning rate, for the tower."""
+RATES: Final = {"tower": 0.5, "heads": 0.5, "decoder": 1.0}
+"""Shares of the learning rate."""
 LABELS_SHARE: Final = 0.1
 """Weight of the loss of what patches show."""
-PARTS: Final = ("tower", "heads", "decoder")
 
 console = Console()
 
@@ -81,8 +80,7 @@ class DecoderRun:
         if "decoder" not in state:
             self.tower.load_state_dict(state["tower"]["averages"])
             self._start()
-        rates = {"tower": TOWER_SHARE, "heads": TOWER_SHARE, "decoder": 1.0}
-        self.optimizers = {part: Optimizer(getattr(self, part), share * options.rate) for part, share in rates.items()}
+        self.optimizers = {part: Optimizer(getattr(self, part), share * options.rate) for part, share in RATES.items()}
         for part, optimizer in self.optimizers.items():
             if part in state:
                 optimizer.load_state_dict(state[part])
@@ -102,7 +100,7 @@ class DecoderRun:
     def _first_state(self) -> dict[str, Any]:
         """What a new run starts from: a tower that was trained here, or the file of an earlier run."""
         start: Path | None = self.options.start
-        state: dict[str, Any] = {} if start is None else {part: load_part(start, part) for part in PARTS}
+        state: dict[str, Any] = {} if start is None else {part: load_part(start, part) for part in RATES}
         trained = self.out / "tower.pt"
         if trained.exists():
             state |= torch.load(trained)
@@ -156,11 +154,13 @@ class DecoderRun:
         rows = self.skill_samples[skill]
         return [rows[index] for index in random.integers(0, len(rows), self.options.skill_batch)], self.deltas[skill]
 
-    def losses(
+    def loss(
         self, chosen: Sequence[Drawn], features: Sequence[Sequence[Tensor]], delta: Mapping[str, Tensor]
     ) -> tuple[Tensor, float]:
-        """The loss of samples, and the share of tokens that are right. features: of their images. delta: added to
-        the decoder's weights."""
+        """The loss of samples, and the share of tokens that are right.
+
+        features: of each sample's images. delta: added to the decoder's weights.
+        """
         batch = flat_batch([drawn.sample for drawn in chosen], self.dtype)
         shown = [own[image] for drawn, own in zip(chosen, features, strict=True) for image in drawn.sample.shown]
         seen = torch.cat(shown) if shown else torch.empty(0, WIDTH, dtype=self.dtype)
@@ -173,16 +173,17 @@ class DecoderRun:
         return F.cross_entropy(logits.float(), batch.targets), right
 
     def learn(self, random: np.random.Generator, scale: float, decay: float) -> tuple[float, ...]:
-        """One step; see `Optimizer.step`. Returns the loss, the share of tokens that are right, the adapters' loss and
-        that of what patches show."""
+        """Take one step; see `Optimizer.step`. Returns the loss, the share of tokens that are right, the loss of
+        adapters, and the loss of patches.
+        """
         chosen = self.batch(random)
         skilled, delta = self.skill_batch(random)
         every = [*chosen, *skilled]
         flat = see(self.tower, [image for drawn in every for image in drawn.images])
         remaining = iter(flat)
         features = [[next(remaining) for _ in drawn.images] for drawn in every]
-        loss, right = self.losses(chosen, features[: len(chosen)], {})
-        skill_loss, _ = self.losses(skilled, features[len(chosen) :], delta)
+        loss, right = self.loss(chosen, features[: len(chosen)], {})
+        skill_loss, _ = self.loss(skilled, features[len(chosen) :], delta)
         labels = np.concatenate([shown for drawn in every for shown in drawn.labels], 1)
         label_loss = reading_loss(self.heads(torch.cat(flat)), torch.from_numpy(labels))
         (loss + SKILL_SHARE * skill_loss + LABELS_SHARE * label_loss).backward()
