@@ -10,7 +10,7 @@ from vlmserve.runner.requests import ScheduledRequest
 
 
 class Run(NamedTuple):
-    """What a step has computed before it samples."""
+    """The results of a step before sampling."""
 
     batch: Batch
     rows: Tensor | None
