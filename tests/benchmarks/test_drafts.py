@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.drafts import COLUMNS, main
+from vlmserve.engine import drafting
 
 
 def test_drafts_are_measured(tmp_path: Path) -> None:
@@ -27,7 +28,9 @@ def test_drafts_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "lfm2"])
-def test_states_are_measured(tmp_path: Path, family: str) -> None:
+def test_states_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    # A busy machine may find that drafts cost more than they save.
+    monkeypatch.setattr(drafting, "known_costs", lambda *_: [(1, 1.0), (32, 1.3)])
     path = tmp_path / "report.json"
     tiny = ["--family", family, "--layers", "4", "--hidden", "256", "--length", "32", "--turns", "1"]
     main([*tiny, "--kinds", "repeat", "--streams", "--crowds", "--json", str(path)])
