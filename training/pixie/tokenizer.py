@@ -20,9 +20,10 @@ VOCAB_SIZE: Final = 1000
 
 CHAT_TEMPLATE: Final = """\
 {{- bos_token }}
-{%- if tools %}
+{%- set described = tools if tools and tools | length <= 12 else [] %}
+{%- if described %}
     {%- set functions = namespace(text='') %}
-    {%- for tool in tools %}
+    {%- for tool in described %}
         {%- set function = tool.function %}
         {%- set names = ((function.parameters or {}).properties or {}) | join(', ') %}
         {%- set functions.text = functions.text + ('; ' if functions.text else 'Functions: ') %}
@@ -53,7 +54,7 @@ CHAT_TEMPLATE: Final = """\
     {%- if message['role'] == 'tool' %}
         {{- '\\n</tool_response>' }}
     {%- endif %}
-    {%- if tools and loop.first and message['role'] == 'system' %}
+    {%- if described and loop.first and message['role'] == 'system' %}
         {{- '\\n' + functions.text }}
     {%- endif %}
     {%- for call in message['tool_calls'] or [] %}

@@ -90,3 +90,16 @@ def test_examples_are_encoded_as_transformers_writes_them(task: str) -> None:
         assert encode_example(reference, example)[0] == expected
         plain = encode_example(Tokenizer.from_file(str(FOLDER / "tokenizer.json")), example)[0]
         assert plain == expected
+
+
+def test_many_functions_are_not_described() -> None:
+    from transformers import AutoTokenizer
+
+    reference = AutoTokenizer.from_pretrained(FOLDER)
+    functions = [{"type": "function", "function": {"name": f"read_{number}", "parameters": {}}} for number in range(13)]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    described, plain = (
+        reference.apply_chat_template(messages, tools=tools, tokenize=False) for tools in (functions[:12], functions)
+    )
+    assert "Functions: read_0(); read_1()" in described and "read_11()" in described
+    assert plain == reference.apply_chat_template(messages, tokenize=False)
