@@ -31,9 +31,11 @@ def test_change_order_makes_no_difference(every: list[Change], draw: random.Rand
     assert list(Changes([*shuffled, *every])) == list(Changes(every))
 
 
-@given(some, some)
-def test_two_peers_exchange_what_is_missing(first: list[Change], second: list[Change]):
-    one, two = Changes(first), Changes(second)
+@given(some, st.lists(st.sampled_from(((True, False), (False, True), (True, True))), min_size=12))
+def test_two_peers_exchange_what_is_missing(every: list[Change], knowing: list[tuple[bool, bool]]):
+    one, two = (
+        Changes([change for change, known in zip(every, knowing, strict=False) if known[peer]]) for peer in (0, 1)
+    )
     missing = one.missing_in(two)
     for change in two.missing_in(one):
         one.add(change)
