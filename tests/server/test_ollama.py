@@ -6,12 +6,14 @@ import base64
 import json
 
 import httpx
+import msgspec
 import ollama
 import pytest
 
 from tests.media.images_for_tests import encoded, noise
 from tests.mock_checkpoint import make_mock_checkpoint
 from tests.server.live import LiveServer
+from vlmserve.server.routes.ollama import local_model
 from vlmserve.server.schema.ollama import OllamaChatRequest
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -162,6 +164,17 @@ def test_model_is_listed_and_shown(client):
     shown = client.show("tiny")
     assert "vision" in shown.capabilities
     assert shown.modelinfo["vlmserve.context_length"] > 0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "written"),
+    [(4_270_000_000, "4.3B"), (6_290_000, "6.29M"), (0, "")],
+    ids=["large", "small", "unknown"],
+)
+def test_sizes_are_those_of_the_weights(live, parameters, written):
+    abilities = msgspec.structs.replace(live.service.abilities, num_parameters=parameters, weight_bytes=2 * parameters)
+    listed = local_model("tiny", 0, abilities)
+    assert (listed.size, listed.details.parameter_size) == (2 * parameters, written)
 
 
 def test_open_webui_connects_lists_and_chats(live):

@@ -201,6 +201,8 @@ class Service:
             max_request_bytes=self.config.max_body_bytes,
             useful_image_pixels=preparer.media.useful_pixels(),
             defaults={name: getattr(self.defaults, name) for name in _TOLD_DEFAULTS},
+            num_parameters=info.num_parameters,
+            weight_bytes=info.weight_bytes,
         )
 
     def engine_stats(self) -> EngineStats | None:

@@ -257,4 +257,14 @@ def local_model(name: str, created: int, abilities: Abilities | None) -> LocalMo
     listed = card.capabilities if isinstance(card.capabilities, list) else ["completion"]
     digest = hashlib.sha256(name.encode()).hexdigest()
     tagged = name if ":" in name else f"{name}{LATEST}"
-    return LocalModel(tagged, tagged, card.created_at, 0, digest, ModelDetails(), listed)
+    size, details = 0, ModelDetails()
+    if abilities is not None:
+        size, details = abilities.weight_bytes, ModelDetails(parameter_size=_count(abilities.num_parameters))
+    return LocalModel(tagged, tagged, card.created_at, size, digest, details, listed)
+
+
+def _count(parameters: int) -> str:
+    """A number of parameters as Ollama writes it, such as ``4.3B``; empty if it is 0."""
+    if not parameters:
+        return ""
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"

@@ -38,6 +38,10 @@ class Abilities(msgspec.Struct, frozen=True):
     """Area above which a larger image shows the model nothing more; None: unknown."""
     defaults: dict[str, float]
     """Sampling parameters of requests that set none, by OpenRouter's names."""
+    num_parameters: int = 0
+    """0: unknown."""
+    weight_bytes: int = 0
+    """Memory that the weights take; 0: unknown."""
 
 
 class Architecture(msgspec.Struct):
