@@ -101,5 +101,6 @@ def test_many_functions_are_not_described() -> None:
     described, plain = (
         reference.apply_chat_template(messages, tools=tools, tokenize=False) for tools in (functions[:12], functions)
     )
-    assert "Functions: read_0(); read_1()" in described and "read_11()" in described
+    assert "Functions: read_0(); read_1()" in described
+    assert "read_11()" in described
     assert plain == reference.apply_chat_template(messages, tokenize=False)
