@@ -101,8 +101,11 @@ def measure(tests: Sequence[str]) -> dict[str, Any]:
     def run(*command: str, **more: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, *command], cwd=copied, env=environment, text=True, **more)
 
-    environment |= {"VLMSERVE_COVERAGE": "1", "VLMSERVE_ISAS": "here"}
-    build = run("setup.py", "--quiet", "build_ext", "--inplace", "--force")
+    build = subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", "--force"],
+        cwd=copied,
+        env={**environment, "VLMSERVE_COVERAGE": "1", "VLMSERVE_ISAS": "here"},
+    )
     if build.returncode:
         raise SystemExit("the kernels cannot be compiled for gcov")
     workers = ("--numprocesses", str(os.cpu_count() or 1), "--dist", "loadfile")

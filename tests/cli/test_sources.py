@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,14 @@ def test_unknown_keys_suggest_what_was_meant(write, text, words):
 )
 def test_unknown_variables_suggest_what_was_meant(name, words):
     refused(give(**{name: "1"}), name, *words)
+
+
+def test_variables_of_the_build_are_known():
+    """Who exports one to build from source starts the server in the same shell."""
+    text = (Path(__file__).parents[2] / "setup.py").read_text("utf-8")
+    read = set(re.findall(r'environ\.get\("(VLMSERVE_\w+)"\)', text))
+    assert "VLMSERVE_ISAS" in read
+    assert read <= OTHER_VARIABLES.keys()
 
 
 def test_other_variables_are_left_alone():
