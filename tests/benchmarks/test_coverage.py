@@ -42,6 +42,8 @@ def test_tests_that_cannot_run_give_no_report(tmp_path: Path, monkeypatch: pytes
         ran.append((command, env))
         return subprocess.CompletedProcess(command, pytest.ExitCode.USAGE_ERROR if "pytest" in command else 0)
 
+    for name in ("VLMSERVE_COVERAGE", "VLMSERVE_ISAS"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(coverage, "FOLDER", tmp_path / "coverage")
     monkeypatch.setattr(coverage, "copy", lambda folder: folder.mkdir())
     monkeypatch.setattr(coverage.subprocess, "run", run)
