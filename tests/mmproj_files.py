@@ -179,7 +179,7 @@ def _write_language_model(
 
 @functools.cache
 def _names() -> gguf.TensorNameMap:
-    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 64)
 
 
 def _mapped(name: str) -> str:
