@@ -183,9 +183,6 @@ class AdapterStore:
         failures, self.failures = self.failures, {}
         return failures
 
-    def close(self) -> None:
-        self._reader.shutdown(wait=False, cancel_futures=True)
-
     def _read(self, folder: Path, pool: Mapping[str, str]) -> Adapter:
         if pool:
             raise AdapterError(f"{folder} is no X-LoRA checkpoint, so there is nothing that it mixes")

@@ -73,10 +73,6 @@ class LayerByLayer:
         self.states: list[Tensor] = []
         self._features: list[list[LayerFeatures]] = []
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(group.num_tokens for group in self._groups)
-
     def embed(self, images: Mapping[bytes, Tensor]) -> None:
         self._executor.layer = None
         self.states, self._features = [], []

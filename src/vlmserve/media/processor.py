@@ -168,7 +168,8 @@ class RecipeProcessor(PixelProcessor, Generic[R]):
         return min(own / new for own, new in zip(size, self._target(size), strict=True))
 
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:
-        return size
+        """Width and height of the whole image for the model."""
+        raise NotImplementedError
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
         return whole_view(size, *self._target(size))

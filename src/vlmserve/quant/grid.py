@@ -59,10 +59,6 @@ class Grid:
     def highest(self) -> int:
         return (1 << self.bits) - 1
 
-    @property
-    def groups(self) -> int:
-        return self.scales.shape[1]
-
     def columns(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Each ``[out_features, inputs]``."""
         groups = inputs // self.group_size

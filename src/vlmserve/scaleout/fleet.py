@@ -74,10 +74,6 @@ class Fleet:
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
 
-    @property
-    def size(self) -> int:
-        return len(self._slots)
-
     def get(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
 

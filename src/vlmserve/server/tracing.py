@@ -127,9 +127,6 @@ class _LoggingExporter(SpanExporter):
     def shutdown(self) -> None:
         self._exporter.shutdown()
 
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        return self._exporter.force_flush(timeout_millis)
-
 
 def _complete(endpoint: str) -> str:
     url = urlsplit(endpoint)

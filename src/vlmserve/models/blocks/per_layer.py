@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Unpack
 
 import torch
@@ -14,7 +13,6 @@ from vlmserve.layers.linear import Embedding, Linear
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.residual import Unfinished
 from vlmserve.models.blocks.block import Block, make_norm
-from vlmserve.quant.calibration import Fold
 
 
 class PerLayerEmbeddings(nn.Module):
@@ -57,6 +55,3 @@ class PerLayerInput(Block):
         return Unfinished(self.projection, self.gate(x) * inputs)
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None: ...
-
-    def folds(self, name: str) -> Iterator[Fold]:
-        yield from ()
