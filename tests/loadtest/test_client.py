@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
-import subprocess
 
 import pytest
 
+from tests.certificates import make_certificate
 from tests.loadtest.scripted import answer, chunk, event, piece, plain, scripted, stream, writes
 from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.answer import Answer
@@ -161,16 +160,7 @@ async def test_closed_kept_connection_costs_no_request():
 
 
 async def test_tls_is_spoken_and_checked(tmp_path):
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
-    )
-    try:
-        subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("there is no openssl to make a certificate with")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    context, _ = make_certificate(tmp_path)
     async with scripted(tls=context) as server:
         assert (await ask(server.url, insecure=True)).num_tokens == 2
         with pytest.raises(RequestFailedError) as failure:

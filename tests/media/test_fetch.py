@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import gzip
 import http.server
+import ssl
 import threading
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import httpcore
 import pytest
 
+from tests.certificates import make_certificate
 from tests.media.images_for_tests import encoded, noise
 from vlmserve.cancellation import client
 from vlmserve.errors import ImageFetchError, ImageTooLargeError
@@ -26,7 +31,7 @@ Answer = Callable[[http.server.BaseHTTPRequestHandler], None]
 class Site:
     """A web server on this machine that answers as the tests say."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.answers: dict[str, Answer] = {}
         self.asked: list[str] = []
         site = self
@@ -41,19 +46,24 @@ class Site:
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
+        self._scheme = "http" if tls is None else "https"
+        if tls is not None:
+            self.server.socket = tls.wrap_socket(self.server.socket, server_side=True)
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
     def url(self, path: str, answer: Answer, host: str = "127.0.0.1") -> str:
         self.answers[path] = answer
-        return f"http://{host}:{self.server.server_port}{path}"
+        return f"{self._scheme}://{host}:{self.server.server_port}{path}"
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
 
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    site = Site()
-    yield site
-    site.server.shutdown()
-    site.server.server_close()
+    with contextlib.closing(Site()) as site:
+        yield site
 
 
 def limits(**changes: Any) -> MediaConfig:
@@ -285,8 +295,8 @@ def test_host_check_ignores_case(site: Site, host: str) -> None:
     assert len(site.asked) == asked
 
 
-@pytest.mark.parametrize("where", ["head", "body"])
-def test_a_server_that_drips_bytes_gains_no_time(site: Site, where: str) -> None:
+def check_deadline(site: Site, where: str) -> None:
+    """A server that sends single bytes is given up in time."""
     stop = threading.Event()
 
     def drip(request: http.server.BaseHTTPRequestHandler) -> None:
@@ -300,6 +310,27 @@ def test_a_server_that_drips_bytes_gains_no_time(site: Site, where: str) -> None
     with pytest.raises(ImageFetchError, match=r"longer than 0\.3 s"):
         fetch_file(site.url(f"/drip-{where}", drip), limits(fetch_timeout=0.3))
     stop.set()
+
+
+@pytest.mark.parametrize("where", ["head", "body"])
+def test_a_server_that_drips_bytes_gains_no_time(site: Site, where: str) -> None:
+    check_deadline(site, where)
+
+
+def test_https_needs_a_trusted_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, certificate = make_certificate(tmp_path)
+    with contextlib.closing(Site(server)) as site:
+        with pytest.raises(ImageFetchError, match="certificate verify failed"):
+            fetch_file(site.url("/image.png", send()), limits())
+        assert not site.asked
+        pool = httpcore.ConnectionPool
+
+        def trusting(ssl_context: ssl.SSLContext, **options: Any) -> httpcore.ConnectionPool:
+            return pool(ssl_context=ssl.create_default_context(cafile=str(certificate)), **options)
+
+        monkeypatch.setattr(httpcore, "ConnectionPool", trusting)
+        assert fetch_file(site.url("/image.png", send()), limits()) == IMAGE
+        check_deadline(site, "body")
 
 
 def test_slow_name_resolution_gains_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
