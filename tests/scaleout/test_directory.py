@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 pytest.importorskip("ray")
@@ -29,6 +31,21 @@ async def test_no_two_members_have_one_name(now):
     now[0] += 2 * MEMORY
     assert await directory.name("e", "worker") == "worker-0", "the one that had it is silent"
     assert await directory.name("f", "worker") == "worker-2", "the one with 1 may still start"
+
+
+async def test_news_of_members_end_a_wait():
+    directory = Directory("token")
+    await directory.beat("a", "worker", "http://a", "worker-0")
+    assert await directory.next_urls("worker", []) == ["http://a"]
+    waiting = asyncio.ensure_future(directory.next_urls("worker", ["http://a"]))
+    await asyncio.sleep(0)
+    await directory.beat("g", "gateway", "http://g", "")
+    await directory.beat("b", "worker", "http://b", "worker-1")
+    assert await waiting == ["http://a", "http://b"]
+    waiting = asyncio.ensure_future(directory.next_urls("worker", ["http://a", "http://b"]))
+    await asyncio.sleep(0)
+    await directory.leave("a")
+    assert await waiting == ["http://b"]
 
 
 async def test_restarted_directory_hears_the_names_again(now):
