@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,7 +18,16 @@ from vlmserve.engine import create_engine
 from vlmserve.engine.protocol import VLMEngine
 from vlmserve.errors import InvalidRequestError, OverloadedError, PromptTooLongError, TooManyImagesError
 from vlmserve.settings.config import EngineConfig
-from vlmserve.types import EngineOutput, EngineRequest, Grammar, ImageInput, ImageSpan, Prompt, SamplingParams
+from vlmserve.types import (
+    BeamSearch,
+    EngineOutput,
+    EngineRequest,
+    Grammar,
+    ImageInput,
+    ImageSpan,
+    Prompt,
+    SamplingParams,
+)
 
 MakeEngine = Callable[..., VLMEngine]
 
@@ -396,6 +406,27 @@ def test_answers_have_no_bad_words(engine):
         assert not any(other[place : place + len(word)] == word for place in range(len(other)))
     only = request_of(bad_token_ids=[[answer[0]]], allowed_token_ids=[answer[0]], **params)
     assert set(tokens_of(engine, only)) == {answer[0]}
+
+
+def test_answers_without_possible_tokens_say_why(engine):
+    stuck = request_of(allowed_token_ids=[9], stop_token_ids=[9], min_tokens=2)
+    [*_, output] = run(engine, stuck)["a"]
+    assert (output.finish_reason, output.error_param) == ("error", "allowed_token_ids")
+    assert "no token of allowed_token_ids may come next" in output.error
+    assert tokens_of(engine, request_of(max_tokens=2, ignore_eos=True))
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_beam_search_returns_its_best_answers(engine, width):
+    asked = msgspec.structs.replace(request_of(max_tokens=6, ignore_eos=True), beams=BeamSearch(width))
+    (first, again) = (run(engine, asked)["a"][-1] for _ in range(2))
+    answers = [answer.token_ids for answer in first.beams]
+    assert (len(answers), {len(answer) for answer in answers}) == (width, {6})
+    assert len({tuple(answer) for answer in answers}) == width
+    assert (first.finish_reason, first.token_ids) == ("length", answers[0])
+    assert [answer.token_ids for answer in again.beams] == answers
+    other = msgspec.structs.replace(request_of(tokens=(8, 9), max_tokens=6, ignore_eos=True), beams=BeamSearch(width))
+    assert run(engine, other)["a"][-1].token_ids != answers[0]
 
 
 def test_penalties_and_biases_are_accepted(engine):
