@@ -30,6 +30,7 @@ def test_matmul_rounds_inputs_first(kind: str, by_rows: bool) -> None:
     scales = torch.rand(32) / 400 if by_rows else torch.full((32,), 0.002)
     weight, bias = made(scales, kind), torch.randn(32).bfloat16()
     product = Float8LinearKernel(weight, bias.to(kind), Epilogue("silu"), torch.bfloat16, by_rows=by_rows)
+    assert product.num_bytes == 32 * 64 + 4 * (32 if by_rows else 1)
     x = torch.randn(2, 5, 64).bfloat16() * torch.tensor([0.1, 1, 10, 100, 1])[:, None].bfloat16()
     largest = x.double().abs().amax(2, keepdim=True) if by_rows else x.double().abs().amax()
     rounded = (x.float() / (largest / LARGEST).float()).to(FLOAT8).double() * largest / LARGEST

@@ -23,7 +23,7 @@ from vlmserve.models import files, weights
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
-from vlmserve.models.weights import canonical_name
+from vlmserve.models.weights import Checkpoint, canonical_name
 from vlmserve.settings.quantization import QuantizationConfig
 
 
@@ -144,6 +144,8 @@ def test_pickled_tensors_load_the_same(tmp_path: Path, zipped: bool, shards: int
             weight_map |= dict.fromkeys(part, name)
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert torch.equal(logits(load(folder)), expected)
+    checkpoint = Checkpoint(folder, rename=str)
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in tensors)
 
 
 def remove_weights(folder: Path) -> None:

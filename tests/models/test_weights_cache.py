@@ -88,8 +88,9 @@ def llama_in_superblocks(folder: Path) -> Path:
     ("make", "scheme"),
     [(make_llama, "none"), (make_llama, "int4"), (lambda folder: make_llama(folder, attention_bias=True), "int8"),
      (llama_in_blocks, "none"), (llama_in_superblocks, "none"),
-     (lambda folder: make_qwen_vl(folder, "qwen3_vl"), "int8")],
-    ids=["bfloat16", "int4", "int8 with biases", "gguf", "superblocks", "vision"],
+     (lambda folder: make_qwen_vl(folder, "qwen3_vl"), "int8"),
+     (lambda folder: make_llama(folder, tie_word_embeddings=True), "int8")],
+    ids=["bfloat16", "int4", "int8 with biases", "gguf", "superblocks", "vision", "tied embeddings"],
 )  # fmt: skip
 def test_next_start_maps_the_same_model(
     tmp_path: Path, cache: WeightsCache, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Path], scheme: str
