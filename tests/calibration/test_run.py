@@ -113,7 +113,12 @@ def test_factors_cancel_out_in_every_family(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("mixtral", "awq+gptq"), ("mixtral", "smoothquant"), ("qwen3.5 with experts", "awq+gptq")],
+    [
+        ("mixtral", "awq+gptq"),
+        ("mixtral", "smoothquant"),
+        ("qwen3.5 with experts", "awq+gptq"),
+        ("gemma4 with experts", "awq+gptq"),
+    ],
 )
 def test_factors_cancel_out_in_experts(tmp_path: Path, name: str, method: QuantizeMethod) -> None:
     folder = make(tmp_path / "plain", name)
