@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import json
 import threading
 from collections.abc import Iterator
@@ -221,6 +222,31 @@ def test_requests_are_answered_by_the_local_engine(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*arguments, "--prompt", "?"])
     assert result.exit_code != 0
     assert "leave out --prompt" in result.output
+
+
+def test_schema_file_shapes_all_answers(tmp_path: Path) -> None:
+    rows, schema, output = tmp_path / "rows.jsonl", tmp_path / "schema.json", tmp_path / "out.jsonl"
+    rows.write_text('{"number": 1}\n{"number": 2}\n')
+    properties = {"colour": {"enum": ["red", "blue"]}}
+    wanted = {"type": "object", "properties": properties, "required": ["colour"], "additionalProperties": False}
+    schema.write_bytes(codecs.BOM_UTF8 + json.dumps(wanted).encode())
+    arguments = ["batch", str(rows), "--prompt", "Colour {number}?", "--schema", str(schema), "--output", str(output)]
+    result = CliRunner().invoke(app, [*arguments, "--kv-cache-memory", "64MiB"])
+    assert result.exit_code == 0, result.output
+    answers = [json.loads(line)["answer"] for line in output.read_text().splitlines()]
+    assert [answer["colour"] in ("red", "blue") for answer in answers] == [True, True]
+
+
+@pytest.mark.parametrize("content", [b"{'type': 'object'}", b"[1]", b"\xff\xfe{"])
+def test_unreadable_schema_is_named(tmp_path: Path, content: bytes) -> None:
+    rows, schema = tmp_path / "rows.jsonl", tmp_path / "schema.json"
+    rows.write_text('{"number": 1}\n')
+    schema.write_bytes(content)
+    arguments = ["batch", str(rows), "--prompt", "?", "--schema", str(schema), "--output", str(tmp_path / "out.jsonl")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert f"--schema {schema}" in result.stderr
+    assert "must hold a JSON schema" in result.stderr
 
 
 def test_folder_is_captioned_by_the_local_engine(tmp_path: Path) -> None:

@@ -44,6 +44,12 @@ def run(*words: str, width: int = 80):
     return CliRunner(env={"COLUMNS": str(width), "TERM": "dumb"}).invoke(app, list(words), prog_name="vlmserve")
 
 
+def test_shells_complete_choices_of_a_flag():
+    words = {"COMP_WORDS": "vlmserve serve --dtype fl", "COMP_CWORD": "3", "_VLMSERVE_COMPLETE": "complete_bash"}
+    result = CliRunner(env=words).invoke(app, [], prog_name="vlmserve")
+    assert sorted(result.stdout.split()) == ["float16", "float32"]
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_no_flag_is_cut(words, width):
