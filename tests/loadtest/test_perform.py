@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 
 import pytest
 
@@ -229,6 +230,22 @@ async def test_a_test_ends_when_its_duration_is_over():
     assert 0 < report.num_good < 1_000
     assert report.num_unfinished == 0
     assert any("the duration was over" in warning for warning in report.warnings)
+
+
+async def test_interrupted_test_reports_earlier_answers():
+    async def interrupt(head, body, writer):
+        writer.write(answer())
+        if len(server.asked) == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # an unhandled Ctrl-C would end all tests
+    try:
+        async with scripted(interrupt) as server:
+            report = await run(server.url, load={"max_concurrency": 1}, num_prompts=1_000)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert 0 < report.num_good < 1_000
+    assert any("it was interrupted" in warning for warning in report.warnings)
 
 
 async def test_a_search_reports_what_it_tried(monkeypatch):

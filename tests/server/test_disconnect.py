@@ -58,6 +58,19 @@ def test_leaving_before_the_first_token_aborts_it_too(live_waiting):
     assert live_waiting.client.stats.generation_tokens == 0
 
 
+def test_old_client_cannot_wait_silently(live_waiting):
+    """Nothing but an answer can be written to a client of HTTP/1.0, so nothing tells whether it has left."""
+    data = json.dumps(LONG).encode()
+    host, port = urlsplit(live_waiting.url).netloc.split(":")
+    head = f"POST /v1/chat/completions HTTP/1.0\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        connection.shutdown(socket.SHUT_WR)
+        wait_until(lambda: live_waiting.client.stats.num_running == 1)
+        assert connection.recv(1) == b""
+        wait_until(lambda: idle(live_waiting))
+
+
 def test_leaving_mid_body_leaves_nothing_behind(slow):
     with sent(slow, LONG, missing=10):
         pass
