@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.frontend.test_tools import follow, preparer_for, read
 from tests.frontend.test_xml_tools import ARGUMENTS, PARAMETERS, checked_grammar, in_order
 from tests.prompt.tokenizers_for_tests import byte_level
+from tests.server.live import QUESTION
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.frontend.tool_forms import choose_form
@@ -106,6 +107,15 @@ def test_quoted_keys_and_python_words_are_read(preparer):
     assert read(parser(preparer), [text])[1] == [("free", '{"a b": null, "c": true, "d": "plain"}')]
 
 
+def test_instructions_show_a_readable_call(tmp_path):
+    plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    told = preparer_for(tmp_path, plain, parser="gemma4")
+    text = told.decode(told.chat(QUESTION, tools=USE).token_ids)
+    shown = text[text.index("<|tool_call>") : text.index("<tool_call|>") + len("<tool_call|>")]
+    call = shown.replace("NAME", "free").replace("ARGUMENT", "a", 1).replace("ARGUMENT", "b").replace("NUMBER", "5")
+    assert read(parser(told), [call])[1] == [("free", '{"a": 5, "b": "TEXT"}')]
+
+
 def schema_of(**parameter: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": parameter}}
 
@@ -124,6 +134,7 @@ def nested(depth: int) -> Any:
         (schema_of(type="integer", minimum=0, exclusiveMinimum=True), {"a": 1}, {"a": 0}),
         (schema_of(type="integer"), {"a": 9}, {"a": 10**30}),
         (schema_of(type="array"), {"a": [1] * 1000}, {"a": [1] * 1001}),
+        (schema_of(allOf=[{"type": "object"}, {"required": ["x"]}]), {"a": {"x": [1.5, None, "t", True]}}, {"b": 1}),
     ],
 )
 def test_grammar_obeys_schemas_and_bounds(preparer, schema, good, bad):

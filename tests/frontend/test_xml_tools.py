@@ -141,6 +141,21 @@ def test_values_may_be_written_as_python_does(preparer):
     assert json.loads(read_back) == arguments
 
 
+@pytest.mark.parametrize("word", ["NaN", "-Infinity"])
+def test_numbers_outside_json_stay_strings(preparer, word):
+    text = preparer.answers.tool_form.written("free", {"a": word})
+    assert read(parser(preparer), [text])[1] == [("free", json.dumps({"a": word}))]
+
+
+def test_instructions_show_a_readable_call(tmp_path):
+    plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    told = preparer_for(tmp_path, plain, parser="qwen3_coder")
+    text = told.decode(told.chat(QUESTION, tools=USE).token_ids)
+    shown = text[text.index("<tool_call>") : text.index("</tool_call>") + len("</tool_call>")]
+    call = shown.replace("NAME", "write_file").replace("ARGUMENT", "text")
+    assert read(parser(told), [call])[1] == [("write_file", '{"text": "VALUE"}')]
+
+
 def test_long_strings_are_streamed(preparer):
     text = preparer.answers.tool_form.written("write_file", {"text": "line\n" * 50, "count": 1})
     shown = parser(preparer)
