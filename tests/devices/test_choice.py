@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vlmserve.devices.choice import find_device, open_device
+from vlmserve.devices.mps import MpsDevice
 from vlmserve.errors import ConfigurationError
 
 
@@ -30,3 +31,11 @@ def test_unknown_kinds_and_kernels_are_rejected() -> None:
         open_device(torch.device("meta"), "auto", torch.float32, automatic=True)
     with pytest.raises(ConfigurationError, match="--kernels sse9: not available"):
         open_device(torch.device("cpu"), "sse9", torch.float32, automatic=True)
+
+
+def test_metal_keeps_the_checkpoints_type() -> None:
+    device, dtype = open_device(torch.device("mps"), "auto", torch.bfloat16, automatic=True)
+    assert isinstance(device, MpsDevice)
+    assert dtype == torch.bfloat16
+    with pytest.raises(ConfigurationError, match="--kv-cache-dtype fp8: Metal has no 8-bit floats; use int8"):
+        device.attention([], dtype, cache_type="fp8")

@@ -26,6 +26,7 @@ from vlmserve import LLM, SamplingParams
 from vlmserve.engine.messages import Add, decode_to_engine, encode
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.kernels.choice import VARIABLE
+from vlmserve.layers.stages import StageBudget
 from vlmserve.models.transformers_vision import TransformersVision
 from vlmserve.types import EngineRequest, FurtherInputs
 
@@ -332,6 +333,23 @@ def test_extra_tower_inputs_cross_to_the_engine(tmp_path: Path) -> None:
     further = [TransformersVision.further(image.tiling, torch.device("cpu")) for image in (before, after)]
     assert further[0].keys() == further[1].keys()
     assert all(torch.equal(value, further[1][name]) for name, value in further[0].items())
+
+
+@torch.inference_mode()
+def test_image_waits_for_its_whole_budget(tmp_path: Path) -> None:
+    llm = LLM(str(make_vip_llava(tmp_path)), dtype="float32", kv_cache_memory="8MiB")
+    [image] = [span.image for span in llm.preparer.chat(conversation(IMAGES[0]), allow_local=True).images]
+    pixels, vision = torch.tensor(image.pixels), llm.engine.runner.model.vision  # type: ignore[attr-defined]
+    products = vision.products(image.pixels.shape, image.tiling)
+    budget = StageBudget(products - 1)
+    stages = vision.in_stages([pixels], [image.tiling], budget)
+    next(stages)
+    assert budget.made == 0
+    budget.left += 1
+    with pytest.raises(StopIteration) as end:
+        next(stages)
+    assert budget.made == products
+    assert torch.equal(end.value.value[0], vision.encode([pixels], [image.tiling])[0])
 
 
 def test_pixels_for_another_implementation_are_rejected(tmp_path: Path) -> None:

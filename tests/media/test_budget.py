@@ -44,7 +44,7 @@ from vlmserve.media.budget import ImageBudget
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.crops import CropProcessor
 from vlmserve.media.dynamic_resolution import DynamicResolutionProcessor
-from vlmserve.media.images import DecodedImage
+from vlmserve.media.images import DecodedImage, decode_image
 from vlmserve.media.processor import FixedSizeProcessor, ImageProcessor
 from vlmserve.media.sources import prepare_image, process_image
 from vlmserve.media.transformers_budget import low_detail, settings_within
@@ -354,6 +354,11 @@ def of_transformers(folder: Path) -> TransformersProcessor:
 @pytest.fixture(scope="module")
 def paddleocr(tmp_path_factory: pytest.TempPathFactory) -> TransformersProcessor:
     return of_transformers(make_paddleocr(tmp_path_factory.mktemp("paddleocr")))
+
+
+def test_transformers_processors_get_every_pixel(paddleocr: TransformersProcessor) -> None:
+    decoded = decode_image(encoded(noise(400, 300), "JPEG"), MediaConfig(), paddleocr.reduction)
+    assert decoded.image.size == (400, 300)
 
 
 @pytest.fixture(scope="module")
