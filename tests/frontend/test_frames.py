@@ -122,6 +122,8 @@ def test_times_stay_at_frames_in_images_first_templates(llava: Path, film: bytes
     kept = RequestPreparer(llava, MediaConfig())
     text = kept.prompt_text(kept.chat([user("See", LISTED, "So?")]))
     assert "SeeFrame at 0.0 s: <image>\nFrame at 0.5 s: <image>\nFrame at 1.0 s: <image>\nSo?" in text
+    text = kept.prompt_text(kept.chat([user({"type": "video", "video": LISTED["video"]})]))
+    assert "Frame at 0.0 s: <image>\nFrame at 1.0 s: <image>\nFrame at 2.0 s: <image>" in text
 
 
 def test_frames_are_images_that_are_prepared_once(llava: Path, film: bytes) -> None:

@@ -87,6 +87,16 @@ def test_vectors_are_dropped_once_they_are_compared(folder):
     assert scorer.scores(results(), 1) == [0.0] * 4
 
 
+def test_bounded_scores_lie_between_0_and_1(folder):
+    query, opposite = np.array([3, 4], np.float32) / 5, np.array([-3, -4], np.float32) / 5
+    scorer = make_scorer(LLM(str(folder), engine="mock", pooling="mean").preparer)
+    results = [query, query, opposite, np.array([0.8, 0], np.float32)]
+    np.testing.assert_allclose(scorer.scores(results, 1, bounded=True), [1, 0, 0.48], rtol=1e-6)
+    late = make_scorer(LLM(str(folder), engine="mock", pooling="all").preparer)
+    pair = np.stack([query, opposite])
+    np.testing.assert_allclose(late.scores([pair, pair, pair[:1]], 1, bounded=True), [1, 0], atol=1e-6)
+
+
 def test_wrong_pairs_are_explained(folder):
     llm = LLM(str(folder), engine="mock")
     assert llm.score("a", [], use_tqdm=False) == []

@@ -81,6 +81,11 @@ def test_few_frames_are_the_default(
     assert form.sample(num_frames, 10.0, fps, most) == expected
 
 
+def test_frame_lists_have_the_servers_rate() -> None:
+    for own, rate in ((None, 1.0), (0.5, 0.5)):
+        assert TimedFrames(own).fps == ClockedFrames.from_settings({}, own).fps == rate
+
+
 def test_times_stand_before_frames() -> None:
     assert "#".join(TimedFrames().words([0.0, 1.25], 2.0)) == "Frame at 0.0 s: #\nFrame at 1.2 s: #\n"
 

@@ -32,6 +32,11 @@ def mock_llm(folder) -> LLM:
     return LLM(str(folder), engine="mock")
 
 
+def test_embedding_repr_shows_no_values(mock_llm):
+    [result] = mock_llm.embed("hello", use_tqdm=False)
+    assert repr(result.outputs) == f"PoolingOutput(shape=({len(result.outputs.embedding)},))"
+
+
 def vectors(llm: LLM, prompts: object, **options) -> np.ndarray:
     return np.stack([result.outputs.data for result in llm.embed(prompts, use_tqdm=False, **options)])
 

@@ -82,6 +82,13 @@ def test_a_checkpoint_that_sees_agrees_with_transformers(tmp_path: Path, capsys:
     assert "red.png" in capsys.readouterr().out
 
 
+def test_model_without_chat_template_gets_plain_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_text_model(tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    assert run_verify(settings(folder), None, 3)
+    assert "the same tokens" in capsys.readouterr().out
+
+
 def test_images_of_all_formats_are_read_upright(tmp_path: Path) -> None:
     wide = Image.new("RGB", (40, 30), "red")
     wide.save(tmp_path / "a.png")
