@@ -138,6 +138,14 @@ def test_factors_cancel_out_in_experts(tmp_path: Path, name: str, method: Quanti
     assert max(result.errors.values()) < 1e-3
 
 
+def test_folds_name_the_experts_own_layers(tmp_path: Path) -> None:
+    folder = make(tmp_path, "gemma4 with experts")
+    layer = load_model(folder, LoadSettings(device=CPU, dtype=torch.float32)).language_model.layers[0]
+    consumers = [name for fold in layer.folds() for name in fold.consumers if ".experts." in name]
+    assert len(consumers) == 8
+    assert all(isinstance(layer.get_submodule(name), Linear) for name in consumers)
+
+
 def test_awq_puts_factors_into_norms_and_layers(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "plain", **GROUPS_FIT)
     calibrate(folder, tmp_path / "out", QuantizationConfig(scheme="int8", method="awq"))
