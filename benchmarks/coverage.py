@@ -55,13 +55,12 @@ class Counts(NamedTuple):
 
 
 NONE = Counts(0, 0, 0, 0)
-TOP = "modules in no package"
+TOP = "top-level modules"
 COLUMNS = ("Package", "Lines", "Lines, percent", "Branches", "Branches, percent")
 NOTES = (
-    "Processes that decode media and compile grammars run isolated and are not counted (`media/isolated_*.py`, "
-    "`sampling/isolated_grammar.py`), nor is code for GPUs, except that an interpreter runs the kernels in Triton. Of "
-    "native kernels, those of this machine's instruction sets are counted; a branch of C++ is also one that only an "
-    "exception takes."
+    "Not counted: isolated processes, which decode media and compile grammars (`media/isolated_*.py`, "
+    "`sampling/isolated_grammar.py`), and GPU code other than Triton kernels, which run in an interpreter. Native "
+    "kernels: only this machine's instruction sets. Branches of C++ include those of exceptions."
 )
 
 

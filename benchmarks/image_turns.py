@@ -34,7 +34,7 @@ from blake3 import blake3
 from PIL import Image
 
 from benchmarks.command import keep, show_rows
-from benchmarks.peers import version
+from benchmarks.peers import is_installed, version
 from benchmarks.state_reuse import SIZES, messages, write_model
 from tests.mmproj_files import Files, write_pair
 
@@ -42,11 +42,11 @@ TURNS, REPEATS = 6, 1
 NOTES = "Time to the first token, in medians, and share of the prompts' tokens found in the cache."
 NOTES_ON = {
     "vLLM": "vLLM's times are long on CPUs without instructions for bfloat16.",
-    "llama.cpp": "llama-cpp-python computes a prompt with images from its beginning.",
+    "llama.cpp": "llama-cpp-python computes a prompt with images from its beginning. It reads images from PNG files.",
 }
 CONTEXT = 8192
 TYPE = "Q8_0"
-"""Of matrices in GGUF files."""
+"""Type of the matrices in GGUF files."""
 
 
 class Asked(NamedTuple):
@@ -54,7 +54,8 @@ class Asked(NamedTuple):
     """To the first token."""
     tokens: int
     """Tokens of the prompt."""
-    cached: int
+    cached: int | None
+    """None: the system has no cache for prompts with images."""
 
 
 Ask = Callable[[list[dict[str, Any]]], Asked]
@@ -90,7 +91,7 @@ def llama_asks(files: Files, threads: int) -> Ask:
         sent = [{**message, "content": [*map(_as_url, _parts(message))]} for message in told]
         started = time.perf_counter()
         result: Any = llama.create_chat_completion(sent, temperature=0.0, max_tokens=1)
-        return Asked(time.perf_counter() - started, result["usage"]["prompt_tokens"], 0)
+        return Asked(time.perf_counter() - started, result["usage"]["prompt_tokens"], None)
 
     return ask
 
@@ -172,10 +173,16 @@ def rows(conversations: Sequence[list[list[Asked]]]) -> list[list[Any]]:
     for name, numbers in kinds.items():
         taken = [one[number] for one in conversations for number in numbers]
         own, other = (round(1000 * statistics.median(one[system].seconds for one in taken), 1) for system in (0, 1))
-        shares = [sum(one[s].cached for one in taken) / sum(one[s].tokens for one in taken) for s in (0, 1)]
+        shares = [_share([one[system] for one in taken]) for system in (0, 1)]
         length = round(statistics.median(one[0].tokens for one in taken))
-        made.append([name, length, own, other, round(other / own, 2), *(f"{share:.1%}" for share in shares)])
+        made.append([name, length, own, other, round(other / own, 2), *shares])
     return made
+
+
+def _share(taken: Sequence[Asked]) -> str:
+    """The share of the prompts' tokens found in the cache."""
+    cached = [one.cached for one in taken if one.cached is not None]
+    return f"{sum(cached) / sum(one.tokens for one in taken):.1%}" if cached else "none"
 
 
 def with_files(told: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
@@ -200,17 +207,16 @@ def _saved(image: Image.Image, folder: Path) -> str:
 
 class Peer(NamedTuple):
     name: str
-    own: Ask
-    """Asks vlmserve."""
+    ask_vlmserve: Ask
     ask: Ask
     weights: str
-    """Their format in both systems."""
+    """Weight format in both systems."""
     versions: dict[str, str]
 
 
 @contextlib.contextmanager
 def with_vllm(python: Path, folder: Path, threads: int) -> Iterator[Peer]:
-    """folder: of the checkpoint, which may take further files."""
+    """folder: of the checkpoint. Images are written to it."""
     vllm = VllmProcess(python, folder, threads)
     try:
         own = vlmserve_asks(folder, threads, dtype="bfloat16")
@@ -221,7 +227,7 @@ def with_vllm(python: Path, folder: Path, threads: int) -> Iterator[Peer]:
 
 @contextlib.contextmanager
 def with_llama(folder: Path, threads: int) -> Iterator[Peer]:
-    """folder: of the checkpoint. GGUF files are written beside it."""
+    """folder: of the checkpoint. GGUF files are written next to it."""
     files = write_pair(folder, folder.with_name("pair"), "qwen3_5", types=TYPE, text_types=TYPE)
     own, ask = vlmserve_asks(files.model, threads, mmproj=str(files.mmproj)), llama_asks(files, threads)
     yield Peer("llama.cpp", own, ask, TYPE, {"llama-cpp-python": version("llama-cpp-python")})
@@ -238,26 +244,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--size",
         choices=SIZES,
         default="larger heads",
-        help="vLLM takes no heads smaller than 64 (default 'larger heads')",
+        help="of the model (default 'larger heads': vLLM takes no heads smaller than 64)",
     )
-    parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--repeats", type=int, default=REPEATS, help="conversations, each with images of its own")
+    parser.add_argument("--turns", type=int, default=TURNS, help=f"of a conversation (default {TURNS})")
+    parser.add_argument(
+        "--repeats", type=int, default=REPEATS, help="conversations, each about other images (default 1)"
+    )
     parser.add_argument("--image-side", type=int, default=512, help="pixels of an image's side (default 512)")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of each system (default 2)")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     options = parser.parse_args(arguments)
+    if options.llama and not is_installed("llama-cpp-python"):
+        parser.error("llama-cpp-python is not installed: pip install llama-cpp-python")
     with tempfile.TemporaryDirectory(prefix="vlmserve-turns-") as place:
         folder = write_model(Path(place) / "model", "Qwen3_5", SIZES[options.size])
         compared = (
             with_llama(folder, options.threads) if options.llama else with_vllm(options.vllm, folder, options.threads)
         )
         with compared as peer:
-            for ask in (peer.own, peer.ask):
+            for ask in (peer.ask_vlmserve, peer.ask):
                 ask(messages(options.repeats, 0, options.image_side))
             conversations = []
             for person in range(options.repeats):
                 told = [messages(person, turn, options.image_side) for turn in range(options.turns)]
-                conversations.append(converse([peer.own, peer.ask], told))
+                conversations.append(converse([peer.ask_vlmserve, peer.ask], told))
     name = peer.name
     report = {
         "title": f"Turns about four images, compared with {name}",
@@ -270,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"Cached by {name}",
         ],
         "rows": rows(conversations),
-        "notes": f"{NOTES} {NOTES_ON[name]}",
+        "notes": f"{options.repeats} conversation{'s' * (options.repeats != 1)}. {NOTES} {NOTES_ON[name]}",
     }  # fmt: skip
     show_rows(report)
     keep(report, options)

@@ -100,7 +100,8 @@ def write_pair(
 
 
 def _is_rounded(name: str, tensor: Tensor) -> bool:
-    """llama.cpp resizes position embeddings, which it only does in float32."""
+    """Whether to quantize a tensor."""
+    # llama.cpp resizes position embeddings, and only those in float32.
     return (
         tensor.ndim == 2
         and re.search("pos(ition)?_emb", name) is None

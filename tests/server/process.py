@@ -29,8 +29,11 @@ class ServerProcess:
     def __init__(self, folder: Path, *flags: str) -> None:
         self._arguments = ["serve", str(folder), "--engine", "mock", "--port", "0", "--storage-url", "none", *flags]
 
+    def _start(self) -> ForkedProcess:
+        return ForkedProcess(program.command, self._arguments)
+
     def __enter__(self) -> ServerProcess:
-        self._process = ForkedProcess(program.command, self._arguments)
+        self._process = self._start()
         line = self._process.stdout.readline()
         self.url = line.split()[3]
         assert self.url.startswith("http://"), line
@@ -75,18 +78,15 @@ class ServerProcess:
 
     @property
     def seconds_without_core(self) -> float:
-        """Time in which threads of the server's process, and the calling thread, could run but had no core.
+        """Time in which the server's event loop and the calling thread could run but had no core.
 
         Linux counts it; elsewhere it is 0.
         """
-        threads = [
-            *Path(f"/proc/{self._process.pid}/task").glob("*"),
-            Path(f"/proc/self/task/{threading.get_native_id()}"),
-        ]
+        pid = self._process.pid
         waited = 0
-        for thread in threads:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
-                waited += int((thread / "schedstat").read_text().split()[1])
+        for thread in (f"/proc/{pid}/task/{pid}", f"/proc/self/task/{threading.get_native_id()}"):
+            with contextlib.suppress(FileNotFoundError):
+                waited += int(Path(thread, "schedstat").read_text().split()[1])
         return waited / 1e9
 
     @contextlib.contextmanager
@@ -103,12 +103,14 @@ class ServerProcess:
             nonlocal largest
             # Each probe has a connection of its own, as those of load balancers do.
             with httpx.Client(timeout=60, headers={"connection": "close"}) as client:
-                while not over.wait(0.02):
+                while True:
                     began, used, waited = time.monotonic(), self.cpu_seconds, self.seconds_without_core
                     client.get(f"{self.url}/health")
                     waited = max(self.seconds_without_core - waited, 0)
                     pauses.append(min(time.monotonic() - began - waited, self.cpu_seconds - used))
                     largest = max(largest, self.memory)
+                    if over.wait(0.02):
+                        return
 
         watcher = threading.Thread(target=watch)
         watcher.start()

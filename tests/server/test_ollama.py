@@ -13,7 +13,6 @@ import pytest
 from tests.media.images_for_tests import encoded, noise
 from tests.mock_checkpoint import make_mock_checkpoint
 from tests.server.live import LiveServer
-from vlmserve.server.routes.ollama import local_model
 from vlmserve.server.schema.ollama import OllamaChatRequest
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -168,12 +167,13 @@ def test_model_is_listed_and_shown(client):
 
 @pytest.mark.parametrize(
     ("parameters", "written"),
-    [(4_270_000_000, "4.3B"), (6_290_000, "6.29M"), (0, "")],
-    ids=["large", "small", "unknown"],
+    [(4_270_000_000, "4.3B"), (135_000_000, "135M"), (6_290_000, "6.29M"), (50_000, "50K"), (0, "")],
+    ids=["large", "whole", "small", "tiny", "unknown"],
 )
-def test_sizes_are_those_of_the_weights(live, parameters, written):
-    abilities = msgspec.structs.replace(live.service.abilities, num_parameters=parameters, weight_bytes=2 * parameters)
-    listed = local_model("tiny", 0, abilities)
+def test_sizes_are_those_of_the_weights(live, client, monkeypatch, parameters, written):
+    info = msgspec.structs.replace(live.service.info, num_parameters=parameters, weight_bytes=2 * parameters)
+    monkeypatch.setattr(type(live.service), "info", info)
+    [listed] = client.list().models
     assert (listed.size, listed.details.parameter_size) == (2 * parameters, written)
 
 

@@ -20,9 +20,9 @@ WORKER = "VLMSERVE_WORKER"
 OTHER_VARIABLES: Mapping[str, str] = {
     CONFIG: "Path of the file with settings, like `--config`.",
     WORKER: "Worker section to apply, like `--worker`.",
-    "VLMSERVE_ISAS": "Builds the native kernels for these instruction sets: `best` (default), `here`, `all` or names.",
-    "VLMSERVE_COVERAGE": "Builds the native kernels for gcov.",
-    "VLMSERVE_SANITIZE": "Builds the native kernels with AddressSanitizer and UBSan.",
+    "VLMSERVE_ISAS": "For `setup.py`: instruction sets of native kernels: `best` (default), `here`, `all` or names.",
+    "VLMSERVE_COVERAGE": "For `setup.py`: builds the native kernels for gcov.",
+    "VLMSERVE_SANITIZE": "For `setup.py`: builds the native kernels with AddressSanitizer and UBSan.",
 }
 """Variables that are not settings, by purpose."""
 

@@ -252,7 +252,10 @@ def _local(service: Service, name: str) -> LocalModel:
 
 
 def local_model(name: str, created: int, abilities: Abilities | None) -> LocalModel:
-    """Make an entry of ``/api/tags``. abilities: None while the model is not loaded."""
+    """Make an entry of ``/api/tags``. abilities: None while the model is not loaded.
+
+    An adapter's entry has the size of its model.
+    """
     card = model_card(name, created, abilities)
     listed = card.capabilities if isinstance(card.capabilities, list) else ["completion"]
     digest = hashlib.sha256(name.encode()).hexdigest()
@@ -264,7 +267,8 @@ def local_model(name: str, created: int, abilities: Abilities | None) -> LocalMo
 
 
 def _count(parameters: int) -> str:
-    """A number of parameters as Ollama writes it, such as ``4.3B``; empty if it is 0."""
-    if not parameters:
-        return ""
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"
+    """A number of parameters in Ollama's form, such as ``4.3B``, ``135M`` or ``6.29M``; empty if it is 0."""
+    for unit, letter, digits in ((10**9, "B", 1), (10**6, "M", 2)):
+        if parameters >= unit:
+            return f"{parameters / unit:.{digits if parameters % unit else 0}f}{letter}"
+    return f"{parameters / 1000:.0f}K" if parameters else ""
