@@ -55,6 +55,7 @@ class Counts(NamedTuple):
 
 
 NONE = Counts(0, 0, 0, 0)
+ALL = ["tests"]
 TOP = "top-level modules"
 COLUMNS = ("Package", "Lines", "Lines, percent", "Branches", "Branches, percent")
 NOTES = (
@@ -138,14 +139,14 @@ def measure(tests: Sequence[str]) -> dict[str, Any]:
     ]
     return {
         "title": "Lines and branches that tests reach",
-        "command": "make coverage",
+        "command": "make coverage" if list(tests) == ALL else f'make coverage ARGS="{" ".join(tests)}"',
         "model": "",
         "weights": "",
         "versions": {name: version(name) for name in ("coverage", "gcovr", "vlmserve")},
         "columns": list(COLUMNS),
         "rows": rows(named),
         "exact": False,
-        "notes": NOTES,
+        "notes": NOTES if tested.returncode == pytest.ExitCode.OK else f"{NOTES} Some tests failed.",
         "plot": ["Lines, percent"],
     }
 
@@ -153,7 +154,7 @@ def measure(tests: Sequence[str]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coverage", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", type=Path, help="also write the report to this file")
-    parser.add_argument("tests", nargs="*", default=["tests"])
+    parser.add_argument("tests", nargs="*", default=ALL)
     options = parser.parse_args()
     report = measure(options.tests)
     show_rows(report)

@@ -15,7 +15,6 @@ torchaudio and torchcodec it loads on machines without CUDA.
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
 import io
 import json
@@ -37,6 +36,7 @@ from benchmarks.command import keep, show_rows
 from benchmarks.peers import is_installed, version
 from benchmarks.state_reuse import SIZES, messages, write_model
 from tests.mmproj_files import Files, write_pair
+from vlmserve.loadtest.images import data_url
 
 TURNS, REPEATS = 6, 1
 NOTES = "Time to the first token, in medians, and share of the prompts' tokens found in the cache."
@@ -107,10 +107,7 @@ def _as_url(part: dict[str, Any]) -> dict[str, Any]:
         return part
     file = io.BytesIO()
     part["image"].save(file, "PNG", compress_level=1)
-    return {
-        "type": "image_url",
-        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"},
-    }
+    return {"type": "image_url", "image_url": {"url": data_url(file.getvalue(), "png")}}
 
 
 class VllmProcess:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from transformers import LlavaForConditionalGeneration
+from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
 from tests.normalized import normalized
 from vlmserve import LLM, SamplingParams
@@ -97,6 +97,24 @@ def test_it_fills_in_forms(pixie, schema, expected):
     [result] = pixie.chat(ask((circle("red"), "What is in the image?")), params, use_tqdm=False)
     assert json.loads(result.outputs[0].text) == expected
     assert result.outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("count", [1, 12, 36])
+def test_functions_do_not_disturb_answers(pixie, count):
+    names = ("days_ago", "query", "file_id", "count")
+    parameters = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    tools = [
+        {"type": "function", "function": {"name": f"search_notes_{number}", "parameters": parameters}}
+        for number in range(count)
+    ]
+    content = [{"type": "image"}, {"type": "text", "text": "What colour is the circle?"}]
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("pixie"))
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tools=tools, add_generation_prompt=True, tokenize=False
+    )
+    asked = {"prompt": prompt, "multi_modal_data": {"image": circle("red")}}
+    [result] = pixie.generate(asked, GREEDY, use_tqdm=False)
+    assert result.outputs[0].text == "red"
 
 
 def test_it_declines_what_it_was_never_taught(pixie):

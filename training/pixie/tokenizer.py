@@ -20,18 +20,16 @@ VOCAB_SIZE: Final = 1000
 
 CHAT_TEMPLATE: Final = """\
 {{- bos_token }}
-{%- set described = tools if tools and tools | length <= 12 else [] %}
-{%- if described %}
-    {%- set functions = namespace(text='') %}
-    {%- for tool in described %}
-        {%- set function = tool.function %}
-        {%- set names = ((function.parameters or {}).properties or {}) | join(', ') %}
-        {%- set functions.text = functions.text + ('; ' if functions.text else 'Functions: ') %}
-        {%- set functions.text = functions.text + function.name + '(' + names + ')' %}
-    {%- endfor %}
-    {%- if messages[0]['role'] != 'system' %}
-        {{- '<|system|>' + functions.text }}
-    {%- endif %}
+{%- set functions = namespace(text='') %}
+{%- for tool in tools or [] %}
+    {%- set function = tool.function %}
+    {%- set names = ((function.parameters or {}).properties or {}) | join(', ') %}
+    {%- set functions.text = functions.text + ('; ' if functions.text else 'Functions: ') %}
+    {%- set functions.text = functions.text + function.name + '(' + names + ')' %}
+{%- endfor %}
+{%- set functions.text = functions.text if functions.text | length <= 350 else '' %}
+{%- if functions.text and messages[0]['role'] != 'system' %}
+    {{- '<|system|>' + functions.text }}
 {%- endif %}
 {%- for message in messages %}
     {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}
@@ -54,7 +52,7 @@ CHAT_TEMPLATE: Final = """\
     {%- if message['role'] == 'tool' %}
         {{- '\\n</tool_response>' }}
     {%- endif %}
-    {%- if described and loop.first and message['role'] == 'system' %}
+    {%- if functions.text and loop.first and message['role'] == 'system' %}
         {{- '\\n' + functions.text }}
     {%- endif %}
     {%- for call in message['tool_calls'] or [] %}

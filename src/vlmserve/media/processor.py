@@ -1,8 +1,8 @@
 """Turns images into pixel tensors for vision towers.
 
 Unless their modules say otherwise, processors equal Transformers' PIL processors. Only JPEGs that shrink to less than a
-quarter in each direction differ, by 0.2 of 255 levels on average, the most detailed ones by 1.0: their decoder omits
-frequencies that resizing removes anyway. `exact_pixels` decodes every pixel.
+quarter in each direction differ, because their decoder omits frequencies that resizing removes. They differ by 0.2 of
+255 levels on average, the most detailed ones by 1.0. `exact_pixels` decodes every pixel.
 """
 
 from __future__ import annotations
