@@ -7,8 +7,8 @@
 // element of a token's head at 127.
 //
 // Query heads that share a KV head are rows of one matrix, row = token * group + head of the group, so decodes and prompts are
-// the same work: rows against a range of tiles. Scores are kept for CHUNK tokens at a time, with a running maximum and sum
-// (https://arxiv.org/abs/2205.14135). Ranges too long for one thread are split; the splits are merged by their maxima and sums.
+// the same work: rows against a range of tiles. Scores are kept for CHUNK tokens at a time, with a maximum and a sum for each
+// chunk (https://arxiv.org/abs/2205.14135). Chunks are added in order. Ranges too long for one thread are split between chunks.
 // Scores include the factor log2(e), so that weights are powers of two.
 #pragma once
 
@@ -33,6 +33,7 @@ struct MetRows {
 // One thread's part of the scratch.
 template <class Format>
 struct Workspace : MetRows<typename Format::Met> {
+    float *all_totals, *all_weights, *all_highest;  // of all chunks before: [rows][columns], [rows], [rows]
     float* expanded;  // keys and values of a chunk, if the format differs from the cache's
 
     static long expanded_floats(const Geometry& at) {
@@ -41,7 +42,7 @@ struct Workspace : MetRows<typename Format::Met> {
 
     static long bytes(const AttentionArgs& args) {
         Geometry at(args);
-        long floats = ITEM_ROWS * (at.columns + LANES + 2) + expanded_floats(at);
+        long floats = ITEM_ROWS * (2 * at.columns + LANES + 4) + expanded_floats(at);
         long inputs = ITEM_ROWS * (args.head_size / Format::PAIR);
         return inputs * static_cast<long>(sizeof(typename Format::Input)) + floats * static_cast<long>(sizeof(float));
     }
@@ -51,7 +52,10 @@ struct Workspace : MetRows<typename Format::Met> {
         this->sums = this->totals + ITEM_ROWS * at.columns;
         this->highest = this->sums + ITEM_ROWS * LANES;
         this->query_scales = this->highest + ITEM_ROWS;
-        expanded = this->query_scales + ITEM_ROWS;
+        all_totals = this->query_scales + ITEM_ROWS;
+        all_weights = all_totals + ITEM_ROWS * at.columns;
+        all_highest = all_weights + ITEM_ROWS;
+        expanded = all_highest + ITEM_ROWS;
         this->query = reinterpret_cast<typename Format::Input*>(expanded + expanded_floats(at));
     }
 };
@@ -181,66 +185,83 @@ INLINE void attend_chunk(const AttentionArgs& args, const Geometry& at, const It
     }
 }
 
+// partial: where the chunks' results go; null: write the output.
 template <class Format>
 void attend_item(const AttentionArgs& args, const Geometry& at, const Item& item, Workspace<Format> space, float* partial) {
     typedef typename Format::Element Element;
-    if (partial) space.totals = partial;
     long all_rows = item.all_rows(), units = args.head_size / Format::PAIR;
     for (long head = 0; head < item.heads; ++head)
         arrange_queries<Format>(args, at, item, item.kv_head + head, space.query + head * item.rows * units,
                                 space.query_scales + head * item.rows);
-    __builtin_memset(space.totals, 0, static_cast<std::size_t>(all_rows * at.columns) * sizeof(float));
-    __builtin_memset(space.sums, 0, static_cast<std::size_t>(all_rows * LANES) * sizeof(float));
-    for (long row = 0; row < all_rows; ++row) space.highest[row] = LOWEST;
+    bool adds = !partial && item.chunks() > 1;
+    if (adds) {
+        __builtin_memset(space.all_totals, 0, static_cast<std::size_t>(all_rows * at.columns) * sizeof(float));
+        for (long row = 0; row < all_rows; ++row) {
+            space.all_weights[row] = 0;
+            space.all_highest[row] = LOWEST;
+        }
+    }
+    if (partial) space.totals = partial;
+
+    auto begin_chunk = [&]() {
+        __builtin_memset(space.totals, 0, static_cast<std::size_t>(all_rows * at.columns) * sizeof(float));
+        __builtin_memset(space.sums, 0, static_cast<std::size_t>(all_rows * LANES) * sizeof(float));
+        for (long row = 0; row < all_rows; ++row) space.highest[row] = LOWEST;
+    };
+    auto end_chunk = [&]() {
+        for (long row = 0; row < all_rows; ++row) {
+            float weight = sum(load(space.sums + row * LANES));
+            float* totals = space.totals + row * at.columns;
+            if (partial) {
+                space.totals[all_rows * at.columns + row] = space.highest[row];
+                space.totals[all_rows * (at.columns + 1) + row] = weight;
+            } else if (adds) {
+                add_chunk(at, space.all_totals + row * at.columns, space.all_highest[row], space.all_weights[row], totals,
+                          space.highest[row], weight);
+            } else {
+                write_row<Element>(args, at, item, row, totals, 1.0f / weight);
+            }
+        }
+        if (partial) space.totals += partial_floats(at, all_rows);
+    };
 
     Tile<typename Format::Storage> tiles[2][CHUNK_TILES];
     int now = 0;
-    long end = smaller(item.high, item.low + CHUNK_TILES);
+    long end = item.end_of_chunk(item.low);
     find_tiles(args, at, item.sequence, item.kv_head, item.low, end, tiles[now]);
     for (long chunk = item.low, head = 0; chunk < item.high; now = 1 - now) {
         // The next head's part of this chunk, or the first head's part of the next.
         bool last_head = head + 1 == item.heads;
         long next_head = last_head ? 0 : head + 1, next = last_head ? end : chunk;
-        long next_end = smaller(item.high, next + CHUNK_TILES), num_later = next_end - next;
+        long next_end = item.end_of_chunk(next), num_later = next_end - next;
         find_tiles(args, at, item.sequence, item.kv_head + next_head, next, next_end, tiles[1 - now]);
         // At the end, prefetch something already loaded.
         const auto* later = num_later > 0 ? tiles[1 - now] : tiles[now];
+        if (head == 0) begin_chunk();
         attend_chunk<Format>(args, at, item, space, head * item.rows, chunk, end, tiles[now], later, larger(num_later, 1));
+        if (last_head) end_chunk();
         head = next_head;
         chunk = next;
         end = next_end;
     }
-    for (long row = 0; row < all_rows; ++row) {
-        float total = sum(load(space.sums + row * LANES));
-        if (partial) {
-            partial[all_rows * at.columns + row] = space.highest[row];
-            partial[all_rows * (at.columns + 1) + row] = total;
-        } else {
-            write_row<Element>(args, at, item, row, space.totals + row * at.columns, 1.0f / total);
-        }
-    }
+    if (!adds) return;
+    for (long row = 0; row < all_rows; ++row)
+        write_row<Element>(args, at, item, row, space.all_totals + row * at.columns, 1.0f / space.all_weights[row]);
 }
 
-// Merges the splits of an item. item: the first split.
+// Adds the results of all chunks of an item. splits: the first of its splits.
 template <class Element>
-void merge_splits(const AttentionArgs& args, const Geometry& at, const Item& item, float* partials) {
-    long size = partial_floats(at, item.all_rows());
-    float* totals = partials + item.partial;
+void merge_splits(const AttentionArgs& args, const Geometry& at, const Item* splits, float* partials) {
+    const Item& item = splits[0];
+    long size = partial_floats(at, item.all_rows()), chunks = 0;
+    for (long split = 0; split < item.splits; ++split) chunks += splits[split].chunks();
+    float* first = partials + item.partial;
     for (long row = 0; row < item.all_rows(); ++row) {
         long place = item.all_rows() * at.columns + row;
-        float highest = totals[place], weight = 0;
-        for (long split = 1; split < item.splits; ++split)
-            if (totals[split * size + place] > highest) highest = totals[split * size + place];
-        for (long split = 0; split < item.splits; ++split) {
-            const float* other = totals + split * size;
-            float share = power_of_two(other[place] - highest);
-            weight += share * other[place + item.all_rows()];
-            for (long column = row * at.columns; column < (row + 1) * at.columns; column += LANES) {
-                f32v added = load(other + column) * share;
-                store(totals + column, split ? load(totals + column) + added : added);
-            }
-        }
-        write_row<Element>(args, at, item, row, totals + row * at.columns, 1.0f / weight);
+        float highest = first[place], weight = first[place + item.all_rows()], *totals = first + row * at.columns;
+        for (const float* other = first + size; other < first + chunks * size; other += size)
+            add_chunk(at, totals, highest, weight, other + row * at.columns, other[place], other[place + item.all_rows()]);
+        write_row<Element>(args, at, item, row, totals, 1.0f / weight);
     }
 }
 
@@ -272,7 +293,7 @@ void attend_with(const AttentionArgs& args, const Plan& plan, const Item* items,
         const Item &item = items[i], &other = items[i > 0 ? i - 1 : 0];
         bool first = i == 0 || item.sequence != other.sequence || item.kv_head != other.kv_head ||
                      item.first_row != other.first_row;
-        if (item.splits > 1 && first) merge_splits<typename Format::Element>(args, at, item, partials);
+        if (item.splits > 1 && first) merge_splits<typename Format::Element>(args, at, &item, partials);
     };
     each_in_turn(args.threads, plan.items, merge);
 }

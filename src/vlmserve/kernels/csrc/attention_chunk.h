@@ -7,7 +7,6 @@
 
 namespace {
 
-constexpr long CHUNK_TILES = 16;
 constexpr long CHUNK = CHUNK_TILES * TOKENS;
 constexpr float LOWEST = -3.0e38f;
 

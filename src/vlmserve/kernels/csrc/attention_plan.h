@@ -11,6 +11,9 @@ namespace {
 // Tokens of a tile.
 constexpr long TOKENS = 16;
 constexpr int TOKEN_VECTORS = TOKENS / LANES;
+// Tiles of a chunk. Chunks start at multiples of this in a sequence. Each has a result of its own, and results are added in
+// order, so that a row's result depends neither on the rows beside it nor on splits.
+constexpr long CHUNK_TILES = 16;
 
 // Rows of an item: several blocks of rows read a chunk of keys and values while it is cached. Expanded chunks serve more rows.
 constexpr long ITEM_ROWS = EXPANDS_BFLOAT16 ? 96 : 48;
@@ -49,11 +52,14 @@ struct Geometry {
 };
 
 // Rows `first_row <= row < first_row + rows` of a sequence, for each of some KV heads, against tiles `low <= tile < high`. It
-// is one of `splits` adjacent splits; if there are several, `partial` is the place of its result in the scratch, in floats.
+// is one of `splits` adjacent splits; if there are several, `partial` is the place of its chunks' results in the scratch, in
+// floats.
 struct Item {
     long sequence, kv_head, heads, first_row, rows, low, high, splits, partial;
 
     long all_rows() const { return heads * rows; }
+    long chunks() const { return (high - 1) / CHUNK_TILES - low / CHUNK_TILES + 1; }
+    long end_of_chunk(long tile) const { return smaller(high, (tile / CHUNK_TILES + 1) * CHUNK_TILES); }
 };
 
 struct Plan {
@@ -78,13 +84,16 @@ INLINE long first_visible(const AttentionArgs& args, long sequence, long positio
 }
 
 // Visits all items before splitting, roughly the largest first: prompts come last in a batch, and their last rows see most.
+// parts_wanted: minimum of chunks and groups of heads that threads can share, for each sequence.
 template <class Visit>
-INLINE void each_item(const AttentionArgs& args, const Geometry& at, Visit visit) {
+INLINE void each_item(const AttentionArgs& args, const Geometry& at, long parts_wanted, Visit visit) {
     const long most_rows = is_tiled(args) ? TILED_ITEM_ROWS : ITEM_ROWS;
     for (long sequence = args.sequences - 1; sequence >= 0; --sequence) {
         long rows = new_tokens(args, sequence) * at.group, parts = (rows + most_rows - 1) / most_rows;
         long most_heads = rows <= FEW_ROWS ? ITEM_ROWS / rows : 1;
-        long head_groups = (args.kv_heads + most_heads - 1) / most_heads;
+        long chunks = (args.context_lens[sequence] + CHUNK_TILES * TOKENS - 1) / (CHUNK_TILES * TOKENS);
+        long wanted = smaller(args.kv_heads, (parts_wanted + chunks - 1) / chunks);
+        long head_groups = larger((args.kv_heads + most_heads - 1) / most_heads, wanted);
         for (long group = 0; group < head_groups; ++group) {
             long kv_head = args.kv_heads * group / head_groups;
             long heads = args.kv_heads * (group + 1) / head_groups - kv_head;
@@ -105,21 +114,22 @@ INLINE long partial_floats(const Geometry& at, long rows) { return (rows * (at.c
 // Splits items that are too long for one thread. Writes them to `items` unless that is null.
 INLINE Plan plan_items(const AttentionArgs& args, const Geometry& at, Item* items) {
     Plan plan;
-    each_item(args, at, [&](const Item& item) { plan.cost += cost_of(item); });
+    each_item(args, at, 1, [&](const Item& item) { plan.cost += cost_of(item); });
     long most = larger(SPLIT_COST, plan.cost / (args.threads * ITEMS_PER_THREAD));
-    each_item(args, at, [&](Item item) {
-        long low = item.low, tiles = item.high - item.low;
-        item.splits = smaller(tiles, (cost_of(item) + most - 1) / most);
+    long wanted = plan.cost < 2 * SPLIT_COST ? 1 : (args.threads + args.sequences - 1) / args.sequences;
+    each_item(args, at, wanted, [&](Item item) {
+        long low = item.low, high = item.high, start = low / CHUNK_TILES, chunks = item.chunks();
+        item.splits = smaller(chunks, (cost_of(item) + most - 1) / most);
         // Hardly longer items stay whole.
         if (cost_of(item) < 2 * most) item.splits = 1;
         for (long split = 0; split < item.splits; ++split) {
-            item.low = low + tiles * split / item.splits;
-            item.high = low + tiles * (split + 1) / item.splits;
+            item.low = larger(low, (start + chunks * split / item.splits) * CHUNK_TILES);
+            item.high = smaller(high, (start + chunks * (split + 1) / item.splits) * CHUNK_TILES);
             item.partial = plan.partials;
             if (items) items[plan.items] = item;
             ++plan.items;
             if (item.splits > 1) {
-                plan.partials += partial_floats(at, item.all_rows());
+                plan.partials += item.chunks() * partial_floats(at, item.all_rows());
                 plan.split = true;
             }
         }

@@ -21,6 +21,17 @@ INLINE const Element* rotated(const AttentionArgs& args, const Element* row, lon
     return buffer;
 }
 
+// Adds a chunk's result to a row's: totals, their sum of weights, and the maximum that both are relative to. Not inlined, so
+// that the same operations give the same bits everywhere.
+__attribute__((noinline)) inline void add_chunk(const Geometry& at, float* totals, float& highest, float& weight,
+                                                const float* added, float added_highest, float added_weight) {
+    float most = added_highest > highest ? added_highest : highest;
+    float share = power_of_two(highest - most), added_share = power_of_two(added_highest - most);
+    weight = weight * share + added_weight * added_share;
+    for (long i = 0; i < at.columns; i += LANES) store(totals + i, load(totals + i) * share + load(added + i) * added_share);
+    highest = most;
+}
+
 // Writes one row's result, `scale` times the totals.
 template <class Element>
 INLINE void write_row(const AttentionArgs& args, const Geometry& at, const Item& item, long row, const float* totals,

@@ -193,7 +193,7 @@ private:
     }
 };
 
-// partial: the place of a split's result; null: write the output.
+// partial: where the chunks' results go, all of them into the first; null: write the output.
 template <class Format>
 void attend_tiled_item(const AttentionArgs& args, const Geometry& at, const Item& item, char* memory, float* partial) {
     const TiledWorkspace own(args, memory);
@@ -201,7 +201,14 @@ void attend_tiled_item(const AttentionArgs& args, const Geometry& at, const Item
         const Tiles configured;
         TiledItem<Format>{args, at, item, own}.attend();
     }
-    if (partial) __builtin_memcpy(partial, own.totals, static_cast<std::size_t>(item.rows * at.columns) * sizeof(float));
+    if (partial) {
+        __builtin_memcpy(partial, own.totals, static_cast<std::size_t>(item.rows * at.columns) * sizeof(float));
+        const long size = partial_floats(at, item.rows);
+        for (float* other = partial + size; other < partial + item.chunks() * size; other += size) {
+            __builtin_memset(other, 0, static_cast<std::size_t>(size) * sizeof(float));
+            for (long row = 0; row < item.rows; ++row) other[item.rows * at.columns + row] = LOWEST;
+        }
+    }
     for (long row = 0; row < item.rows; ++row) {
         const float total = sum(load(own.sums + row * LANES));
         if (partial) {
