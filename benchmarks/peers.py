@@ -242,6 +242,11 @@ def version(package: str) -> str:
         return str(importlib.import_module(MODULES.get(package, package)).__version__)
 
 
+def versions(*peers: str) -> dict[str, str]:
+    """Return the versions of vlmserve, torch, and those peers that are installed."""
+    return {package: version(package) for package in ("vlmserve", "torch", *filter(is_installed, peers))}
+
+
 def prepare(files: Files, source: Path, console: Console) -> None:
     """Bring the GGUF file into all forms, as far as they are not there yet."""
     import torch

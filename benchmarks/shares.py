@@ -25,10 +25,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.command import keep, show_rows
-from benchmarks.peers import is_installed, version
-from benchmarks.random_models import RANDOM_MODELS
-from benchmarks.sizes import SHAPES, SHORT_PROMPT
-from benchmarks.sizes_files import write_checkpoint, write_gguf
+from benchmarks.peers import is_installed, versions
+from benchmarks.sizes import SHAPES, SHORT_PROMPT, gguf_file
 
 MAX_CONTEXT: Final = 2048
 COLUMNS: Final = (
@@ -243,26 +241,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, help="keep files here and use those that are there")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     options = parser.parse_args(arguments)
-    shape = SHAPES[options.shape]
     rows: list[list[Any]] = []
     with tempfile.TemporaryDirectory(prefix="vlmserve-shares-") as temporary:
         place = options.folder or Path(temporary)
-        shapes = place / f"{options.shape}-shapes"
-        if not shapes.exists():
-            tokens = RANDOM_MODELS["qwen3-vl"]
-            write_checkpoint(shapes, shape.model_class, shape.text, None, tokens, with_weights=False)
         for kind in options.kinds:
-            file = place / f"{options.shape}-{kind}.gguf"
-            if not file.exists():
-                write_gguf(file, shapes, kind)
+            file = gguf_file(place, options.shape, kind)
             rows += rows_of(file, kind, options)
-    packages = ["vlmserve", "torch", *(["llama-cpp-python"] if is_installed("llama-cpp-python") else [])]
     report = {
         "title": "Shares of the machine, and llama.cpp",
         "command": " ".join(["python -m benchmarks.shares", *(sys.argv[1:] if arguments is None else arguments)]),
         "model": options.shape,
         "weights": "random",
-        "versions": {package: version(package) for package in packages},
+        "versions": versions("llama-cpp-python"),
         "columns": list(COLUMNS),
         "rows": rows,
     }

@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import keep
-from benchmarks.peers import is_installed, version
+from benchmarks.peers import is_installed, versions
 from benchmarks.random_models import RANDOM_MODELS
 from benchmarks.sizes_files import write_checkpoint, write_gguf
 
@@ -282,6 +282,18 @@ def run_job(job: Job) -> dict[str, Any]:
     return {"ready": ready, **json.loads(answer)}
 
 
+def gguf_file(folder: Path, name: str, kind: str) -> Path:
+    """Return the GGUF file of a shape without a vision tower. It is written if it is not in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file, shape = folder / f"{name}-{kind}.gguf", SHAPES[name]
+    shapes = folder / f"{name}-shapes"
+    if not shapes.exists():
+        write_checkpoint(shapes, shape.model_class, shape.text, None, RANDOM_MODELS["qwen3-vl"], with_weights=False)
+    if not file.exists():
+        write_gguf(file, shapes, kind)
+    return file
+
+
 def rows(name: str, options: argparse.Namespace, folder: Path, cache: Mapping[str, Any]) -> Iterator[list[Any]]:
     """A row of the report for each system on one shape. cache: vlmserve's options for packed weights."""
     shape = SHAPES[name]
@@ -359,6 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.keep and options.folder is None:
         parser.error("--keep needs --folder")
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="vlmserve-sizes-", dir=options.folder) as temporary:
         place = Path(temporary)
         folder = options.folder if options.keep else place
@@ -368,13 +382,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in found:
         table.add_row(*("" if value is None else str(value) for value in row))
     Console().print(table)
-    packages = ["vlmserve", "torch", *(["llama-cpp-python"] if is_installed("llama-cpp-python") else [])]
     report = {
         "title": "Models of published sizes",
         "command": " ".join(["python -m benchmarks.sizes", *(arguments or sys.argv[1:])]),
         "model": ", ".join(options.shapes),
         "weights": "random",
-        "versions": {package: version(package) for package in packages},
+        "versions": versions("llama-cpp-python"),
         "columns": list(COLUMNS),
         "rows": found,
         "plot": ["Decode, tokens/s"],
