@@ -135,7 +135,7 @@ def test_a_published_model_gives_transformers_tokens(exact: LLM, monkeypatch: py
 @needs_published
 @built
 def test_a_published_model_keeps_knowledge_in_int4(exact: LLM) -> None:
-    """Its logits are within a tenth of their spread of those by the file's own numbers."""
+    """Its next tokens are about as likely as by the file's own numbers."""
     packed = LLM(str(PUBLISHED), dtype="auto", kv_cache_memory="64MiB", max_model_len=512)
     scores = []
     for llm in (packed, exact):
@@ -143,9 +143,9 @@ def test_a_published_model_keeps_knowledge_in_int4(exact: LLM) -> None:
         scores.append(torch.stack([logits_after(llm, conversation) for conversation in CAPITALS]))
         [_, japan] = llm.chat(CAPITALS, GREEDY, False)
         assert japan.outputs[0].text == "The capital of Japan is Tokyo."
-    ours, by_its_own = scores
-    # Processors without products of bfloat16 round inputs to 8 bits beside weights of 4.
-    assert (ours - by_its_own).square().mean().sqrt() < 0.1 * by_its_own.std()
+    ours, by_its_own = (logits.log_softmax(-1) for logits in scores)
+    divergence = (by_its_own.exp() * (by_its_own - ours)).sum(-1)
+    assert divergence.max() < 0.02, "inputs are rounded to 8 bits, as in llama.cpp"
 
 
 @needs_published

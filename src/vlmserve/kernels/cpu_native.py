@@ -16,7 +16,7 @@ from vlmserve.kernels.gguf_weight import GGUFWeight
 from vlmserve.kernels.isas import GROUP
 from vlmserve.kernels.operations import NormedHeads
 from vlmserve.kernels.pages import allocate
-from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.quantized import QuantizedWeight, usual_input_bits
 
 ACTIVATIONS = {
     "silu": 1,
@@ -306,7 +306,7 @@ def _settings_of_blocks(weight: GGUFWeight) -> dict[str, int]:
         return {"bits": _SUPERBLOCKS, "input_bits": 8}
     return {
         "bits": _CODED_GROUPS if blocks.is_coded else blocks.bits,
-        "input_bits": weight.input_bits or 16,
+        "input_bits": weight.input_bits or usual_input_bits(blocks.bits, is_coded=blocks.is_coded),
         "group_size": GROUP,
         "minimums": int(blocks.minimums),
     }

@@ -69,7 +69,7 @@ def _try_superblocks() -> bool:
         values = torch.zeros(SIZE, SIZE, dtype=torch.uint8)
         forms = (
             GGUFWeight((GGUFRows(kind, blocks),)),
-            QuantizedWeight(bits, group_size, values, scales, middle * scales, input_bits=16),
+            QuantizedWeight(bits, group_size, values, scales, middle * scales),
         )
         times = []
         for weight in forms:

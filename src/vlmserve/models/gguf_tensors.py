@@ -175,7 +175,7 @@ def _quantized(source: _Source) -> QuantizedWeight | None:
             *(part[:, columns[::size] // size] for part in (scales, minimums)),
         )
     is_coded = _type_of(source.info).name == "IQ4_NL"
-    return QuantizedWeight(bits, size, values, scales, minimums, input_bits=16, is_coded=is_coded)
+    return QuantizedWeight(bits, size, values, scales, minimums, is_coded=is_coded)
 
 
 def _moves_groups(columns: NDArray[np.int64], size: int) -> bool:
