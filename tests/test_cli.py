@@ -198,6 +198,14 @@ def test_ask_names_an_image_that_is_not_there():
     assert (result.exit_code, "nowhere.png" in result.stderr) == (1, True)
 
 
+@pytest.mark.parametrize(
+    "words", [("ask", "Hi"), ("chat",), ("run", "pixie", "Hi"), ("batch", "{image}", "--prompt", "Hi", "-o", "a.csv")]
+)
+def test_answering_commands_take_a_draft_model(words, image, tmp_path):
+    result = run(*(word.format(image=image) for word in words), "--draft-model", tmp_path / "small")
+    assert f"there is no folder or file {tmp_path / 'small'}" in result.stderr
+
+
 def test_ask_stops_after_max_tokens(folder):
     whole = answer(folder, "Well?")
     result = run("ask", "--engine", "mock", "--model", folder, "--max-tokens", "2", "Well?")

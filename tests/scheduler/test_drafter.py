@@ -15,7 +15,7 @@ from vlmserve.scheduler.drafts.costs import MAX_DRAFTS, Account, StepCosts
 from vlmserve.scheduler.drafts.curve import Curve
 from vlmserve.scheduler.drafts.drafter import Drafter
 from vlmserve.scheduler.drafts.layer import Layer, LayerCosts, LayerUse
-from vlmserve.scheduler.drafts.reader import BACK, Reader
+from vlmserve.scheduler.drafts.reader import BACK, Reader, Source
 from vlmserve.scheduler.request import Request
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 from vlmserve.types import Grammar
@@ -49,6 +49,26 @@ def test_own_text_goes_round() -> None:
     reader = Reader("own", Corpus(text), 1)
     reader.read(text)
     assert reader.tokens(5) == [1, 2, 3, 1, 2]
+
+
+FORM = [token for value in (40, 41, 42, 43) for token in (9, 10, 11, value, 12, 13)]
+"""A form with four values."""
+
+
+def test_values_of_forms_are_rated_low() -> None:
+    rates = Corpus([*FORM, SEPARATOR]).rates_from(len(FORM) - 6, FORM[-6:], 0.5)
+    name, value, following = rates[1:3], rates[3], rates[4:]
+    assert min(name) > 0.8
+    assert value < 0.2
+    assert following == [0.5, 0.5], "each of these contexts has a value, so it occurs once"
+    assert Corpus([1, 2]).rates_from(0, [1, 2], 0.7) == [0.7, 0.7]
+
+
+@pytest.mark.parametrize(("source", "is_low"), [("own", True), ("schema", True), ("repeat", False), ("image", False)])
+def test_repeated_answers_keep_their_values(source: Source, is_low: bool) -> None:
+    reader = Reader(source, Corpus([*FORM, SEPARATOR]), 0, 0, 16)
+    rates = reader.rates(reader.tokens(6), 0.9)
+    assert (rates[3] < 0.9) == is_low
 
 
 def test_reader_goes_on_after_another_value() -> None:
@@ -217,8 +237,8 @@ def test_waits_in_vain_cost_two_percent(num_decodes: int) -> None:
     assert (lost > 0) == (num_decodes == 1), "a crowd's wait costs more than one request's drafts save"
 
 
-def decoding(name: str, *token_ids: int, **params: Any) -> Request:
-    one = request(name, 4, token=50, max_tokens=200, **params)
+def decoding(name: str, *token_ids: int, prompt: int = 50, **params: Any) -> Request:
+    one = request(name, 4, token=prompt, max_tokens=200, **params)
     one.token_ids += token_ids
     one.num_computed = len(one.token_ids) - 1
     return one
@@ -272,3 +292,10 @@ def test_engine_waits_for_tokens_of_repeats() -> None:
     drafter.begin_step([one], is_ahead=True)
     assert [*drafter.propose(one)] == answer[5:]
     assert not Drafter(StepCosts(ALONE, AHEAD)).awaits_tokens([decoding("c", 90, 91, 92, 93)], 0.0)
+
+
+def test_drafts_end_before_values() -> None:
+    drafter = Drafter(StepCosts([(1, 1.0), (32, 5.0)]))
+    grammar = Grammar.json({"type": "array"})
+    drafter.learn([decoding("a", *FORM, grammar=grammar)])
+    assert proposed(drafter, decoding("b", 9, prompt=60, grammar=grammar)) == [10, 11]

@@ -10,7 +10,7 @@ import typer
 from vlmserve.cli.cluster import cluster, gateway, worker
 from vlmserve.cli.embed import embed
 from vlmserve.cli.evaluations import evaluations
-from vlmserve.cli.fields import LOCAL_FIELDS, QUANTIZATION_FIELDS, flag
+from vlmserve.cli.fields import ANSWER_FIELDS, QUANTIZATION_FIELDS, flag
 from vlmserve.cli.help import HelpfulCommand, group
 from vlmserve.cli.keys import keys
 from vlmserve.cli.options import command, schemes
@@ -68,7 +68,7 @@ app.command(cls=SettingsCommand, rich_help_panel=USE)(serve)
 
 
 @app.command(cls=SettingsCommand, rich_help_panel=USE)
-@command(LOCAL_FIELDS)
+@command(ANSWER_FIELDS)
 def ask(
     engine: EngineConfig,
     media: MediaConfig,
@@ -95,7 +95,7 @@ def ask(
 
 
 @app.command(cls=SettingsCommand, rich_help_panel=USE)
-@command(LOCAL_FIELDS)
+@command(ANSWER_FIELDS)
 def chat(
     engine: EngineConfig,
     media: MediaConfig,
@@ -114,7 +114,7 @@ def chat(
 
 
 @app.command(cls=SettingsCommand, rich_help_panel=USE)
-@command(LOCAL_FIELDS)
+@command(ANSWER_FIELDS)
 def run(
     engine: EngineConfig,
     media: MediaConfig,
@@ -182,7 +182,7 @@ def rm(
 
 
 @app.command(cls=SettingsCommand, rich_help_panel=USE)
-@command(LOCAL_FIELDS)
+@command(ANSWER_FIELDS)
 def batch(
     engine: EngineConfig,
     media: MediaConfig,

@@ -22,7 +22,8 @@ LOCAL_FIELDS = (
     "max_model_len", "kv_cache_memory", "kv_cache_dtype", "num_threads",
 )  # fmt: skip
 """Settings for commands where one person asks one question at a time."""
-
+ANSWER_FIELDS = (*LOCAL_FIELDS, "draft_model")
+"""Settings for commands where one person gets generated answers."""
 
 QUANTIZATION_FIELDS = tuple(name for name in QuantizationConfig.model_fields if name != "scheme")
 QUANTIZATION_DETAILS = tuple(name for name in map(engine_name, QUANTIZATION_FIELDS) if name.startswith("quantize_"))

@@ -9,13 +9,30 @@ from typing import NamedTuple
 
 GRAM = 3
 """Tokens in an index key."""
+CONTEXT = 2
+"""Tokens whose followers are counted."""
 LONGEST_MATCH = 16
 """Maximum tokens of a match."""
 SEPARATOR = -1
 """Separates answers. It is no token, so drafts end there."""
+_TRUSTED = 1.0
+"""Followers that count as much as the usual rate."""
 _BITS = 21
 """Bits of a token id in an index key. Vocabularies have up to about 2**18 tokens."""
 _MASK = (1 << _BITS) - 1
+
+
+class Follower:
+    """A token after some context, and how often it was the same as the time before."""
+
+    __slots__ = ("right", "token", "wrong")
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+        self.right = self.wrong = 0
+
+    def rate(self, usual: float) -> float:
+        return (self.right + _TRUSTED * usual) / (self.right + self.wrong + _TRUSTED)
 
 
 class Match(NamedTuple):
@@ -25,13 +42,19 @@ class Match(NamedTuple):
 
 
 class Corpus:
-    """Tokens with an n-gram index, built on first use."""
+    """Tokens with an n-gram index, built on first use.
+
+    It can also count how often the same token followed the same `CONTEXT` tokens. In forms, names of fields stay the
+    same, and values differ.
+    """
 
     def __init__(self, token_ids: list[int], *, first: int = 0) -> None:
         """token_ids: shared with the caller; may grow. first: tokens before it are not indexed."""
         self.token_ids = token_ids
         self._index: dict[int, int] = {}
         self._indexed = first + GRAM
+        self._followers: dict[int, Follower] = {}
+        self._counted = first + GRAM
 
     def find(self, token_ids: Sequence[int]) -> Match | None:
         """Return the latest place after the same tokens."""
@@ -52,6 +75,35 @@ class Corpus:
         for place in range(self._indexed, len(own)):
             index[_key(*own[place - GRAM : place])] = place
         self._indexed = max(self._indexed, len(own))
+
+    def _count_followers(self) -> None:
+        own, followers = self.token_ids, self._followers
+        for place in range(self._counted, len(own)):
+            token, key = own[place], _key(0, own[place - 2], own[place - 1])
+            known = followers.get(key)
+            if known is None:
+                followers[key] = Follower(token)
+            elif known.token == token:
+                known.right += 1
+            else:
+                known.wrong += 1
+                known.token = token
+        self._counted = max(self._counted, len(own))
+
+    def rates_from(self, place: int, token_ids: Sequence[int], usual: float) -> list[float]:
+        """Return the probability that each token is right if all earlier ones are.
+
+        token_ids: the tokens that `tokens_from` returns for the place. usual: probability of a token whose context is
+        new.
+        """
+        self._count_followers()
+        followers, rates = self._followers, []
+        first, second = self.token_ids[place - 2 : place] if place >= CONTEXT else (SEPARATOR, SEPARATOR)
+        for token in token_ids:
+            known = followers.get(_key(0, first, second))
+            rates.append(usual if known is None else known.rate(usual))
+            first, second = second, token
+        return rates
 
     def tokens_from(self, place: int, count: int, *, repeats: bool = False) -> list[int]:
         """Stop at the next separator. repeats: wrap around at the end."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from vlmserve.cache.keys import answers_key, block_key, touched_images
@@ -17,7 +20,7 @@ from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 from vlmserve.tasks import GENERATE
 
 MAX_KEPT_TOKENS = 1 << 18
-"""Maximum tokens of earlier answers, about 60 MB."""
+"""Maximum tokens of earlier answers, about 70 MB."""
 _ORDER: tuple[Source, ...] = ("repeat", "grammar", "prediction", "own", "image", "schema", "mtp")
 _FORCED: Kind = "grammar", NUM_CLASSES - 1
 _MAX_KEPT_OF_KEY = 1 << 13
@@ -42,11 +45,16 @@ _TRUSTED = 3.0
 
 
 class _Found(NamedTuple):
-    """rate: probability of each token to be right if all earlier ones are."""
+    """rates: probability that each token is right if all earlier ones are."""
 
     kind: Kind
-    rate: float
+    rates: list[float]
     token_ids: list[int]
+
+    @property
+    def num_expected(self) -> float:
+        """Tokens that are probably right."""
+        return math.fsum(accumulate(self.rates, mul))
 
 
 class Drafter:
@@ -105,7 +113,7 @@ class Drafter:
             reader.read(request.token_ids)
         most = min(_IN_FLIGHT + MAX_DRAFTS, request.max_len - len(request.token_ids) - 1)
         found = self._best(drafting, drafting.readers, max(0, most))
-        return [] if found is None else [found.rate] * len(found.token_ids)
+        return [] if found is None else found.rates
 
     def propose(self, request: Request) -> Sequence[int]:
         """Empty if drafts would cost more than they save."""
@@ -140,26 +148,27 @@ class Drafter:
         """Find tokens of a reader, or forced tokens and what a reader has after them."""
         best = self._best(drafting, drafting.readers, most)
         rate, forced = self._rate(drafting, _FORCED), forced[:most]
-        if not forced or (best is not None and best.rate >= rate):
+        if not forced or (best is not None and best.rates[0] >= rate):
             return [] if best is None else [best]
         ahead = [copy.copy(reader) for reader in drafting.readers]  # forced tokens may be wrong
         for reader in ahead:
             reader.read([*token_ids, *forced])
         following = self._best(drafting, ahead, most - len(forced))
-        return [_Found(_FORCED, rate, forced), *([] if following is None else [following])]
+        return [_Found(_FORCED, [rate] * len(forced), forced), *([] if following is None else [following])]
 
     def _best(self, drafting: Drafting, readers: Iterable[Reader], most: int) -> _Found | None:
         best: _Found | None = None
         for reader in readers:
             if token_ids := reader.tokens(most):
                 kind = reader.source, reader.match_class
-                rate = self._rate(drafting, kind)
-                best = _Found(kind, rate, token_ids) if best is None or rate > best.rate else best
+                found = _Found(kind, reader.rates(token_ids, self._rate(drafting, kind)), token_ids)
+                best = found if best is None or found.num_expected > best.num_expected else best
         return best
 
     def _predicted(self, drafting: Drafting, token_ids: Sequence[int]) -> list[_Found]:
         kinds = [_kind_of_model(number) for number in range(len(token_ids))]
-        return [_Found(kind, self._rate(drafting, kind), [token]) for kind, token in zip(kinds, token_ids, strict=True)]
+        rates = [self._rate(drafting, kind) for kind in kinds]
+        return [_Found(kind, [rate], [token]) for kind, rate, token in zip(kinds, rates, token_ids, strict=True)]
 
     def predict(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> None:
         """Let requests of a planned step run through the model's own layer, and make drafts. requests: the running
@@ -303,7 +312,7 @@ def _kind_of_model(number: int) -> Kind:
 
 
 def _rates_of(found: Iterable[_Found]) -> list[float]:
-    return [rate for part in found for rate in [part.rate] * len(part.token_ids)]
+    return [rate for part in found for rate in part.rates]
 
 
 def _keys_of(request: Request) -> dict[Source, bytes]:

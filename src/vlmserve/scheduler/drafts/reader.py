@@ -20,6 +20,8 @@ NEAR = 16
 """Tokens to search after a wrong draft."""
 BACK = 256
 """Tokens to search before a wrong draft."""
+_FORMS: tuple[Source, ...] = ("own", "schema")
+"""Sources that repeat forms with other values."""
 _LENGTHS = (0, 2, 5, 11)
 """Longest match of each class except the last."""
 NUM_CLASSES = len(_LENGTHS) + 1
@@ -75,6 +77,16 @@ class Reader:
         if self._place is None:
             return []
         return self._corpus.tokens_from(self._place, count, repeats=self.source == "own")
+
+    def rates(self, token_ids: Sequence[int], usual: float) -> list[float]:
+        """Return the probability that each of `tokens` is right if all earlier ones are.
+
+        usual: probability for the source and match class. Sources that are no forms repeat whole answers, so all their
+        tokens have it.
+        """
+        if self._place is None or self.source not in _FORMS:
+            return [usual] * len(token_ids)
+        return self._corpus.rates_from(self._place, token_ids, usual)
 
 
 class Rate:
