@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.rendering import fork_servers
+from tests.waiting import wait_until
 from vlmserve.errors import UnavailableError
 from vlmserve.media import fork_server
 from vlmserve.media.fork_server import ForkServer
@@ -45,6 +46,16 @@ def test_late_answer_is_never_read_as_the_next(monkeypatch: pytest.MonkeyPatch) 
         os.close(writing)
     finally:
         server.close()
+
+
+def test_starting_server_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, ended = tmp_path / "began", tmp_path / "ended"
+    script = "import pathlib, sys, time; began, ended = map(pathlib.Path, sys.argv[1:]); began.touch(); time.sleep(1)"
+    monkeypatch.setattr(fork_server, "COMMAND", [sys.executable, "-c", f"{script}; ended.touch()", began, ended])
+    server = ForkServer("pdf")
+    wait_until(began.exists)
+    server.close()
+    assert not ended.exists()
 
 
 def test_last_owner_ends_a_server_without_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
-from tests.rendering import rendering
+from tests.rendering import fork_servers, rendering
 from tests.waiting import until, wait_until
 from vlmserve.cancellation import run_in_thread
 from vlmserve.engine.compiling import CompilingRequests
 from vlmserve.errors import InvalidRequestError
-from vlmserve.media.fork_server import ForkServer
+from vlmserve.media.fork_server import ForkServer, end_servers
 from vlmserve.media.isolated import IsolatedProcess
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.deep_stack import in_deep_stack, stack_size
@@ -106,6 +106,16 @@ async def test_cancelled_caller_frees_its_thread(folder, monkeypatch):
         await until(begun.is_set)
         check.cancel()
         await asyncio.wait_for(run_in_thread(pool, lambda: None), 10)
+
+
+def test_process_starts_before_the_first_grammar(folder):
+    end_servers()
+    tried = trials(folder)
+    assert fork_servers() == []
+    tried.start()
+    [started] = fork_servers()
+    tried.check(Grammar.regex("a+"))
+    assert fork_servers() == [started]
 
 
 def test_verdict_is_kept_without_its_source(folder, monkeypatch):

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import httpx
-import psutil
 import pytest
 
 from tests.scaleout.processes import Cluster
+from tests.server.process import engines_of
 from tests.waiting import until
 from vlmserve.scaleout.fleet import TAG_LENGTH, tag_of
 
@@ -231,7 +231,7 @@ async def test_a_restarted_engine_is_another_epoch(folder):
     with Cluster(folder, 1, server={"restart_backoff": 0}, in_threads=False) as cluster:
         assert httpx.post(f"{cluster.url}/v1/chat/completions", json=body).status_code == 200
         [(process, _)] = cluster.workers.values()
-        [engine] = psutil.Process(process.pid).children()
+        [engine] = engines_of(process.pid)
         engine.kill()
         await until(
             lambda: asyncio.to_thread(lambda: httpx.post(f"{cluster.url}/v1/chat/completions", json=body).is_success)

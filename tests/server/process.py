@@ -23,6 +23,15 @@ MAX_PAUSE = 0.5
 and its threads have cores, which other processes of the machine may take."""
 
 
+def is_fork_server(process: psutil.Process) -> bool:
+    return "isolated_worker" in " ".join(process.cmdline())
+
+
+def engines_of(pid: int) -> list[psutil.Process]:
+    """Processes of a server's engine. A process that just starts looks like one of them."""
+    return [child for child in psutil.Process(pid).children() if not is_fork_server(child)]
+
+
 class ServerProcess:
     """The command ``vlmserve serve`` with a mock engine. Use as a context manager."""
 
@@ -53,6 +62,10 @@ class ServerProcess:
             head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
             yield connection
+
+    def fork_servers(self) -> list[psutil.Process]:
+        """The server's processes that fork those in `decoders`."""
+        return [child for child in psutil.Process(self._process.pid).children() if is_fork_server(child)]
 
     def decoders(self) -> list[psutil.Process]:
         """Processes in which the server has a file open."""

@@ -11,6 +11,7 @@ import pytest
 
 from tests.forking import ForkedProcess
 from tests.server.process import MAX_PAUSE, ServerProcess
+from tests.waiting import wait_until
 
 
 class Busy(BaseHTTPRequestHandler):
@@ -36,6 +37,11 @@ def serve_busily() -> None:
 class BusyServer(ServerProcess):
     def _start(self) -> ForkedProcess:
         return ForkedProcess(serve_busily)
+
+
+def test_process_of_grammars_starts_with_the_server(folder: Path) -> None:
+    with ServerProcess(folder) as server:
+        wait_until(server.fork_servers)
 
 
 def test_pauses_of_a_busy_loop_count(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from tests.checkpoints import make_llama
 from tests.forking import ForkedProcess
 from tests.server import program
 from tests.server.live import QUESTION, stream_lines
+from tests.server.process import engines_of
 from tests.waiting import wait_until
 from vlmserve.server.run import SIGNAL_ECHO
 
@@ -72,8 +73,8 @@ class ServerProcess:
         return line
 
     def engine(self) -> psutil.Process:
-        [engine] = psutil.Process(self.process.pid).children()
-        return engine
+        wait_until(lambda: len(engines_of(self.process.pid)) == 1)
+        return engines_of(self.process.pid)[0]
 
     def metrics(self) -> str:
         return httpx.get(f"{self.url}/metrics", timeout=60).text

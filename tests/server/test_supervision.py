@@ -14,6 +14,7 @@ import httpx
 import psutil
 
 from tests.server.live import QUESTION
+from tests.server.process import engines_of
 from tests.server.test_run import Asking, ServerProcess, serving
 from tests.waiting import until, wait_until
 from vlmserve.server import supervision
@@ -122,7 +123,7 @@ def test_engine_answering_between_crashes_leaves_nothing(folder):
             wait_until(lambda: is_ready(server))
             assert ask(server).status_code == 200
             assert restarts(server) == round_number
-            assert len(process.children()) == 1
+            assert len(engines_of(process.pid)) == 1
             if round_number == 1:
                 files, threads = process.num_fds(), process.num_threads()
         # Those of connections that are just closing go away by themselves.
@@ -210,7 +211,7 @@ def test_idle_model_sleeps_until_a_request(folder):
         first = server.engine().pid
         assert ask(server, ignore_eos=True, max_tokens=100).status_code == 200
         assert server.engine().pid == first, "a running request keeps the model"
-        wait_until(lambda: is_asleep(server) and not psutil.Process(server.process.pid).children())
+        wait_until(lambda: is_asleep(server) and not engines_of(server.process.pid))
         assert is_ready(server)
         assert httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
         with ThreadPoolExecutor(4) as pool:

@@ -36,7 +36,7 @@ class AnswerFormats:
     ) -> None:
         """tool_template: chat template for requests with tools."""
         self._tokenizer = tokenizer
-        self._trials = GrammarTrials(folder, engine)
+        self.trials = GrammarTrials(folder, engine)
         """Compiles grammars in a limited process and discards them."""
         form = choose_form(tool_template, tokenizer, engine.tool_call_parser)
         self.tool_form = replace(form, bounds=JSONBounds.of(engine))
@@ -77,7 +77,7 @@ class AnswerFormats:
         return msgspec.structs.replace(params, bad_token_ids=tuple(words))
 
     def knows_grammar(self, grammar: Grammar) -> bool:
-        return self._trials.passed(grammar)
+        return self.trials.passed(grammar)
 
     def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None, *, quick: bool = False) -> list[str]:
         """Compile a grammar in a limited process. Return the schema keywords that answers may violate.
@@ -85,15 +85,15 @@ class AnswerFormats:
         tools: tools whose calls obey the grammar. quick: wait only briefly. Raises InvalidRequestError, naming the
         tool, or its subclass SlowGrammarError.
         """
-        is_new = not self._trials.passed(grammar)
+        is_new = not self.trials.passed(grammar)
         try:
-            self._trials.check(grammar, quick=quick)
+            self.trials.check(grammar, quick=quick)
         except InvalidRequestError as error:
             is_slow = isinstance(error, SlowGrammarError)
             if quick and is_slow:
                 raise
             for one in [] if tools is None else self.tool_form.blame(tools):
-                self._trials.check(one, quick=quick or is_slow)
+                self.trials.check(one, quick=quick or is_slow)
             raise
         grammars = [grammar] if tools is None else self.tool_form.blame(tools)
         relaxed = {one.source: relaxed_keywords(one.text) for one in grammars if _is_loose(one)}

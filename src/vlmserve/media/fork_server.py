@@ -43,6 +43,7 @@ class ForkServer:
 
     def __init__(self, kind: FileKind, setup: str = "") -> None:
         self._lock = threading.Lock()
+        self._has_forked = False
         self._abandoned: deque[int] = deque()
         with contextlib.ExitStack() as ours:
             try:
@@ -69,6 +70,7 @@ class ForkServer:
         with self._lock:
             while self._abandoned:
                 self._ask(f"{self._abandoned.popleft()}\n".encode())
+            self._has_forked = True
             return self._ask(b"\n", *files)
 
     def end(self, pid: int) -> int:
@@ -85,6 +87,8 @@ class ForkServer:
 
     def close(self) -> None:
         self._socket.close()
+        if not self._has_forked:
+            self._process.kill()  # it may still import
         try:
             self._process.wait(_LAST_TIMEOUT)
         except subprocess.TimeoutExpired:
@@ -120,9 +124,7 @@ def fork_for(kind: FileKind, stdin: int, stdout: int, setup: str = "", *memory: 
     key = (kind, setup)
     for _ in range(2):  # replaces a server that was ended from outside
         with _lock:
-            server = _servers.get(key)
-            if server is None:
-                server = _servers[key] = ForkServer(kind, setup)
+            server = _server_for(key)
         try:
             return server, server.fork(stdin, stdout, *memory)
         except OSError:
@@ -131,6 +133,20 @@ def fork_for(kind: FileKind, stdin: int, stdout: int, setup: str = "", *memory: 
                     del _servers[key]
             server.close()
     raise UnavailableError("no process could be started to decode the file")
+
+
+def start_server(kind: FileKind, setup: str = "") -> None:
+    """Start a server before its first file, without waiting for it. Raises UnavailableError."""
+    with _lock:
+        _server_for((kind, setup))
+
+
+def _server_for(key: ServerKey) -> ForkServer:
+    """Call it with the lock."""
+    server = _servers.get(key)
+    if server is None:
+        server = _servers[key] = ForkServer(*key)
+    return server
 
 
 def own_server(kind: FileKind, setup: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import OrderedDict
@@ -9,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from vlmserve.errors import InvalidRequestError, UnavailableError
-from vlmserve.media.fork_server import disown_server, own_server
+from vlmserve.media.fork_server import disown_server, own_server, start_server
 from vlmserve.media.isolated import Answer, IsolatedProcess
 from vlmserve.sampling.schemas import JSONBounds
 from vlmserve.settings.config import EngineConfig
@@ -40,6 +41,11 @@ class GrammarTrials:
         self._verdicts: OrderedDict[tuple[str, str, bool], str] = OrderedDict()
         own_server("grammar", self._folder)
         weakref.finalize(self, disown_server, "grammar", self._folder)
+
+    def start(self) -> None:
+        """Start the process that reads the vocabulary, so that the first grammar waits less."""
+        with contextlib.suppress(UnavailableError):  # the first grammar tries again, and its request gets the error
+            start_server("grammar", self._folder)
 
     def passed(self, grammar: Grammar) -> bool:
         with self._lock:

@@ -201,6 +201,7 @@ async def _serve(
         service.open(client, preparer, default_sampling(launcher.folder))
         freeze_loaded_objects()
         announce(web.url)
+        preparer.answers.trials.start()
         async with activity_log(service.engine_stats, service.config.stats_interval):
             await _supervise(service, client, launcher, load_time, stopping, batches)
     finally:
