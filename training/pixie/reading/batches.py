@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import random
 import time
 from dataclasses import dataclass
@@ -125,8 +124,6 @@ class ImagePool:
 
 def fill(pool: ImagePool, first_seed: int, share: float) -> None:
     """Draw images without end. share: of the time, once the rings that are in use are full."""
-    # Training goes first.
-    os.nice(10)
     arrays = pool.open("r+")
     for seed in itertools.count(first_seed):
         started = time.monotonic()
