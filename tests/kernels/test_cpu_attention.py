@@ -278,8 +278,8 @@ def test_rows_are_the_same_in_any_step(
     isa: str, threads: int, dtype: torch.dtype, heads: int, kv_heads: int, window: int | None, cache_type: CacheType
 ) -> None:
     """To the last bit: alone, in chunks of any size, and beside another sequence."""
-    if dtype == torch.bfloat16 and isa in ("amx", "avx512_bf16"):
-        pytest.skip("instructions for pairs of bfloat16 round few rows and many differently")
+    if isa == "amx" and dtype == torch.bfloat16 and cache_type == "int8":
+        pytest.skip("weights of quantized values have 16 bits for few rows, and are bfloat16 for many")
     spec = AttentionSpec(heads, kv_heads, 64, 0.125, window)
     expected = answers([(700,)] + [(1,)] * 3, spec, dtype, cache_type)
     for size in (3, 4, 7, 33, 256):

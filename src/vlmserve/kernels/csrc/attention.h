@@ -15,6 +15,7 @@
 #include "attention_chunk.h"
 #include "attention_formats.h"
 #include "attention_plan.h"
+#include "attention_few_rows.h"
 #include "attention_rows.h"
 #include "attention_tiled_items.h"
 #include "linear.h"
@@ -24,16 +25,19 @@ namespace {
 
 // Rows that meet keys and values.
 template <class Met>
-struct MetRows {
+struct MetRows : Results {
+    float* query_scales;          // [rows]
     typename Met::Input* query;  // blocks of rows, each [units][rows of the block]
-    // [rows][columns], [rows][LANES], [rows], [rows]
-    float *totals, *sums, *highest, *query_scales;
+
+    MetRows(const Geometry& at, float* memory)
+        : Results(at, ITEM_ROWS, memory),
+          query_scales(memory + floats(at, ITEM_ROWS)),
+          query(reinterpret_cast<typename Met::Input*>(query_scales + ITEM_ROWS)) {}
 };
 
 // One thread's part of the scratch.
 template <class Format>
 struct Workspace : MetRows<typename Format::Met> {
-    float *all_totals, *all_weights, *all_highest;  // of all chunks before: [rows][columns], [rows], [rows]
     float* expanded;  // keys and values of a chunk, if the format differs from the cache's
 
     static long expanded_floats(const Geometry& at) {
@@ -42,22 +46,14 @@ struct Workspace : MetRows<typename Format::Met> {
 
     static long bytes(const AttentionArgs& args) {
         Geometry at(args);
-        long floats = ITEM_ROWS * (2 * at.columns + LANES + 4) + expanded_floats(at);
+        long floats = expanded_floats(at) + Results::floats(at, ITEM_ROWS) + ITEM_ROWS;
         long inputs = ITEM_ROWS * (args.head_size / Format::PAIR);
         return inputs * static_cast<long>(sizeof(typename Format::Input)) + floats * static_cast<long>(sizeof(float));
     }
 
-    Workspace(const Geometry& at, char* memory) {
-        this->totals = reinterpret_cast<float*>(memory);
-        this->sums = this->totals + ITEM_ROWS * at.columns;
-        this->highest = this->sums + ITEM_ROWS * LANES;
-        this->query_scales = this->highest + ITEM_ROWS;
-        all_totals = this->query_scales + ITEM_ROWS;
-        all_weights = all_totals + ITEM_ROWS * at.columns;
-        all_highest = all_weights + ITEM_ROWS;
-        expanded = all_highest + ITEM_ROWS;
-        this->query = reinterpret_cast<typename Format::Input*>(expanded + expanded_floats(at));
-    }
+    Workspace(const Geometry& at, char* memory)
+        : MetRows<typename Format::Met>(at, reinterpret_cast<float*>(memory) + expanded_floats(at)),
+          expanded(reinterpret_cast<float*>(memory)) {}
 };
 
 INLINE long item_bytes(const Plan& plan) { return cache_lines(plan.items * static_cast<long>(sizeof(Item))); }
@@ -78,7 +74,10 @@ INLINE long space_bytes(const AttentionArgs& args) {
     long bytes = Workspace<Format>::bytes(args);
     if constexpr (MAY_EXPAND<Format>) bytes = larger(bytes, Workspace<Expanded>::bytes(args));
 #if defined(AMX)
-    if (is_tiled(args)) bytes = larger(bytes, TiledWorkspace::bytes(args));
+    if (is_tiled(args)) {
+        bytes = larger(bytes, TiledWorkspace::bytes(args));
+        bytes = larger(bytes, Workspace<FewRows>::bytes(args));
+    }
 #endif
     return cache_lines(bytes);
 }
@@ -156,12 +155,13 @@ void attend_tiles(const AttentionArgs& args, const Geometry& at, const Item& ite
         long oldest = first_visible(args, item.sequence, before + (item.first_row + first) / at.group);
         long newest = before + (item.first_row + first + rows - 1) / at.group;
         long from = larger(chunk, at.tile_of(args, oldest)), to = smaller(end, at.tile_of(args, newest) + 1);
+        if (Format::TILED) from = from / 2 * 2;
         if (from >= to) continue;
         long place = row + first;
         Meeting<Format> meeting{args, at, space.query + place * units, tiles + (from - chunk), to - from, later, num_later,
                                 item.sequence, before, item.first_row + first, space.totals + place * at.columns,
                                 space.sums + place * LANES, space.highest + place, space.query_scales + place};
-        with_rows<Format::BLOCK>(rows, [&](auto count) { meet<Format, decltype(count)::value>(meeting); });
+        with_rows<Format::BLOCK>(rows, [&](auto count) { meet<decltype(count)::value>(meeting); });
     }
 }
 
@@ -189,64 +189,33 @@ INLINE void attend_chunk(const AttentionArgs& args, const Geometry& at, const It
 template <class Format>
 void attend_item(const AttentionArgs& args, const Geometry& at, const Item& item, Workspace<Format> space, float* partial) {
     typedef typename Format::Element Element;
-    long all_rows = item.all_rows(), units = args.head_size / Format::PAIR;
+    long units = args.head_size / Format::PAIR;
     for (long head = 0; head < item.heads; ++head)
         arrange_queries<Format>(args, at, item, item.kv_head + head, space.query + head * item.rows * units,
                                 space.query_scales + head * item.rows);
-    bool adds = !partial && item.chunks() > 1;
-    if (adds) {
-        __builtin_memset(space.all_totals, 0, static_cast<std::size_t>(all_rows * at.columns) * sizeof(float));
-        for (long row = 0; row < all_rows; ++row) {
-            space.all_weights[row] = 0;
-            space.all_highest[row] = LOWEST;
-        }
-    }
-    if (partial) space.totals = partial;
-
-    auto begin_chunk = [&]() {
-        __builtin_memset(space.totals, 0, static_cast<std::size_t>(all_rows * at.columns) * sizeof(float));
-        __builtin_memset(space.sums, 0, static_cast<std::size_t>(all_rows * LANES) * sizeof(float));
-        for (long row = 0; row < all_rows; ++row) space.highest[row] = LOWEST;
-    };
-    auto end_chunk = [&]() {
-        for (long row = 0; row < all_rows; ++row) {
-            float weight = sum(load(space.sums + row * LANES));
-            float* totals = space.totals + row * at.columns;
-            if (partial) {
-                space.totals[all_rows * at.columns + row] = space.highest[row];
-                space.totals[all_rows * (at.columns + 1) + row] = weight;
-            } else if (adds) {
-                add_chunk(at, space.all_totals + row * at.columns, space.all_highest[row], space.all_weights[row], totals,
-                          space.highest[row], weight);
-            } else {
-                write_row<Element>(args, at, item, row, totals, 1.0f / weight);
-            }
-        }
-        if (partial) space.totals += partial_floats(at, all_rows);
-    };
+    Chunks<Element> chunks{args, at, item, space, partial};
+    chunks.begin();
 
     Tile<typename Format::Storage> tiles[2][CHUNK_TILES];
     int now = 0;
-    long end = item.end_of_chunk(item.low);
-    find_tiles(args, at, item.sequence, item.kv_head, item.low, end, tiles[now]);
-    for (long chunk = item.low, head = 0; chunk < item.high; now = 1 - now) {
+    long end = item.end_of_chunk(item.low), low = Format::Met::TILED ? item.low / 2 * 2 : item.low;
+    find_tiles(args, at, item, item.kv_head, low, end, tiles[now]);
+    for (long chunk = low, head = 0; chunk < item.high; now = 1 - now) {
         // The next head's part of this chunk, or the first head's part of the next.
         bool last_head = head + 1 == item.heads;
         long next_head = last_head ? 0 : head + 1, next = last_head ? end : chunk;
         long next_end = item.end_of_chunk(next), num_later = next_end - next;
-        find_tiles(args, at, item.sequence, item.kv_head + next_head, next, next_end, tiles[1 - now]);
+        find_tiles(args, at, item, item.kv_head + next_head, next, next_end, tiles[1 - now]);
         // At the end, prefetch something already loaded.
         const auto* later = num_later > 0 ? tiles[1 - now] : tiles[now];
-        if (head == 0) begin_chunk();
+        if (head == 0) chunks.begin_chunk();
         attend_chunk<Format>(args, at, item, space, head * item.rows, chunk, end, tiles[now], later, larger(num_later, 1));
-        if (last_head) end_chunk();
+        if (last_head) chunks.end_chunk();
         head = next_head;
         chunk = next;
         end = next_end;
     }
-    if (!adds) return;
-    for (long row = 0; row < all_rows; ++row)
-        write_row<Element>(args, at, item, row, space.all_totals + row * at.columns, 1.0f / space.all_weights[row]);
+    chunks.end();
 }
 
 // Adds the results of all chunks of an item. splits: the first of its splits.
@@ -278,11 +247,14 @@ void attend_with(const AttentionArgs& args, const Plan& plan, const Item* items,
         char* own = spaces + thread * space_bytes<Format>(args);
         float* partial = items[i].splits > 1 ? partials + items[i].partial : nullptr;
 #if defined(AMX)
-        if constexpr (sizeof(typename Format::Element) == sizeof(bf16))
-            if (items[i].rows > FEW_ROWS) return attend_tiled_item<Format>(args, at, items[i], own, partial);
+        if constexpr (sizeof(typename Format::Element) == sizeof(bf16)) {
+            if (items[i].rows > few_rows(args)) return attend_tiled_item<Format>(args, at, items[i], own, partial);
+            if constexpr (!Format::QUANTIZED)
+                return attend_item<FewRows>(args, at, items[i], Workspace<FewRows>(at, own), partial);
+        }
 #endif
         if constexpr (MAY_EXPAND<Format>)
-            if (items[i].rows > FEW_ROWS)
+            if (items[i].rows > few_rows(args))
                 return attend_item<Expanded>(args, at, items[i], Workspace<Expanded>(at, own), partial);
         attend_item<Format>(args, at, items[i], Workspace<Format>(at, own), partial);
     };

@@ -2,13 +2,12 @@
 #pragma once
 
 #include "attention_formats.h"
-#include "attention_plan.h"
+#include "attention_rows.h"
 #include "linear.h"
 
 namespace {
 
 constexpr long CHUNK = CHUNK_TILES * TOKENS;
-constexpr float LOWEST = -3.0e38f;
 
 // Stores weights as `Format::Input`s: pairs of bfloat16 if the processor multiplies such pairs, else floats.
 INLINE void store_probabilities(float* to, f32v p) { store(to, p); }
@@ -32,19 +31,20 @@ INLINE void prefetch(const Element* from) {
 }
 
 template <class Format>
-INLINE void find_tiles(const AttentionArgs& args, const Geometry& at, long sequence, long kv_head, long first, long end,
+INLINE void find_tiles(const AttentionArgs& args, const Geometry& at, const Item& item, long kv_head, long first, long end,
                        Tile<Format>* tiles) {
     typedef typename Format::Stored Stored;
-    const std::int32_t* table = args.block_tables + sequence * args.table_stride;
+    const std::int32_t* table = args.block_tables + item.sequence * args.table_stride;
     for (long i = 0; first + i < end; ++i) {
-        long index = first + i;
+        // A tile before the item's first, in the same step, has no tokens.
+        long missing = larger(0, item.low - first - i), index = first + i + missing;
         long block = at.tiles_per_block == 1 ? index : index / at.tiles_per_block;
         long part = index - block * at.tiles_per_block;
         long tile = (table[block] * args.kv_heads + kv_head) * at.tiles_per_block + part;
         tiles[i].keys = static_cast<const Stored*>(args.keys) + tile * at.key_tile;
         tiles[i].values = static_cast<const Stored*>(args.values) + tile * at.value_tile;
-        tiles[i].start = block * args.block_size + part * TOKENS;
-        tiles[i].tokens = smaller(TOKENS, args.block_size - part * TOKENS);
+        tiles[i].start = block * args.block_size + part * TOKENS - missing * TOKENS;
+        tiles[i].tokens = missing ? 0 : smaller(TOKENS, args.block_size - part * TOKENS);
         if constexpr (Format::QUANTIZED) {
             tiles[i].scales = args.scales + tile * TILE_SCALES;
             prefetch(tiles[i].scales);
@@ -243,7 +243,7 @@ constexpr int tiles_with(int rows, int steps) {
     return tiles;
 }
 
-template <class Format, int ROWS>
+template <int ROWS, class Format>
 void meet(const Meeting<Format>& with) {
     constexpr int WIDE = tiles_with(ROWS, Format::STEPS), WIDTH = WIDE * TOKEN_VECTORS;
     alignas(64) float scores[ROWS][CHUNK];

@@ -13,7 +13,7 @@ struct Unquantized : Format {
     typedef typename Format::Input Input;
     typedef Unquantized Storage, Met;
     typedef f32v Sum;
-    static constexpr bool QUANTIZED = false, EXPANDED = false;
+    static constexpr bool QUANTIZED = false, EXPANDED = false, TILED = false;
 
     // Packs a query of `size` elements, `stride` apart. Returns the factor of its scores.
     INLINE float arrange(const Element* query, long size, Input* to, long stride) {
@@ -55,7 +55,7 @@ struct QuantizedPairs {
     typedef signed char Stored;
     typedef QuantizedPairs Storage, Met;
     typedef i32v Sum;
-    static constexpr bool QUANTIZED = true, EXPANDED = false;
+    static constexpr bool QUANTIZED = true, EXPANDED = false, TILED = false;
     static constexpr long PAIR = 2;
 #if defined(__SSE2__)
     // An instruction multiplies pairs.

@@ -17,9 +17,7 @@ constexpr long CHUNK_TILES = 16;
 
 // Rows of an item: several blocks of rows read a chunk of keys and values while it is cached. Expanded chunks serve more rows.
 constexpr long ITEM_ROWS = EXPANDS_BFLOAT16 ? 96 : 48;
-// Up to this many rows, an item has several heads, which are adjacent in a block: long runs of memory are read faster.
-constexpr long FEW_ROWS = 12;
-// Rows of an item that matrix tiles compute, and whether they compute items of more than FEW_ROWS rows.
+// Rows of an item that matrix tiles compute, and whether they compute items of more than `few_rows`.
 constexpr long TILED_ITEM_ROWS = 128;
 INLINE bool is_tiled([[maybe_unused]] const AttentionArgs& args) {
 #if defined(AMX)
@@ -28,6 +26,8 @@ INLINE bool is_tiled([[maybe_unused]] const AttentionArgs& args) {
     return false;
 #endif
 }
+// Up to this many rows, an item has several heads, which are adjacent in a block: long runs of memory are read faster.
+INLINE long few_rows(const AttentionArgs& args) { return is_tiled(args) ? 8 : 12; }
 // Cost of reading a tile, in rows computed with it.
 constexpr long TILE_COST = 4;
 // Smaller splits cost more to merge than they save.
@@ -90,7 +90,7 @@ INLINE void each_item(const AttentionArgs& args, const Geometry& at, long parts_
     const long most_rows = is_tiled(args) ? TILED_ITEM_ROWS : ITEM_ROWS;
     for (long sequence = args.sequences - 1; sequence >= 0; --sequence) {
         long rows = new_tokens(args, sequence) * at.group, parts = (rows + most_rows - 1) / most_rows;
-        long most_heads = rows <= FEW_ROWS ? ITEM_ROWS / rows : 1;
+        long most_heads = rows <= few_rows(args) ? ITEM_ROWS / rows : 1;
         long chunks = (args.context_lens[sequence] + CHUNK_TILES * TOKENS - 1) / (CHUNK_TILES * TOKENS);
         long wanted = smaller(args.kv_heads, (parts_wanted + chunks - 1) / chunks);
         long head_groups = larger((args.kv_heads + most_heads - 1) / most_heads, wanted);

@@ -1,23 +1,18 @@
 // Items of paged attention with many rows, by matrix tiles.
 #pragma once
 
-#include "attention_chunk.h"
-#include "attention_rows.h"
-#include "attention_tiles.h"
+#include "attention_few_rows.h"
 
 #if defined(AMX)
 
 namespace {
-
-constexpr long TILED_CHUNK_TILES = TILED_CHUNK / TOKENS;
-static_assert(TOKENS == TILE_ROWS && LANES == TOKENS, "a vector has the scores of a tile");
 
 // One thread's part of the scratch.
 struct TiledWorkspace {
     bf16* query;   // blocks of 32 rows
     bf16* keys;    // [tiles][units][16][16][2], if a tile of the cache is no B tile
     bf16* values;  // [steps][columns][16][16][2]
-    float *totals, *sums, *highest;
+    float* results;  // see `Results`
     TiledScores* scores;
 
     TiledWorkspace(const AttentionArgs& args, char* memory) { lay_out(args, memory); }
@@ -37,9 +32,7 @@ private:
         take(query, TILED_ITEM_ROWS * size);
         take(keys, TILED_CHUNK * size);
         take(values, TILED_CHUNK * columns);
-        take(totals, TILED_ITEM_ROWS * columns);
-        take(sums, TILED_ITEM_ROWS * LANES);
-        take(highest, TILED_ITEM_ROWS);
+        take(results, Results::floats(Geometry(args), TILED_ITEM_ROWS));
         take(scores, 1);
         return end;
     }
@@ -92,20 +85,23 @@ struct TiledItem {
     const Geometry& at;
     const Item& item;
     const TiledWorkspace& own;
+    const Results results{at, TILED_ITEM_ROWS, own.results};
     const long units = tiled_units(args.head_size), columns = tiled_columns(args.head_size);
     const long before = position_of(args, at, item.sequence, 0);
 
-    void attend() const {
+    void attend(float* partial) const {
+        Chunks<bf16> chunks{args, at, item, results, partial};
         arrange_queries();
-        __builtin_memset(own.totals, 0, static_cast<std::size_t>(item.rows * at.columns) * sizeof(float));
-        __builtin_memset(own.sums, 0, static_cast<std::size_t>(item.rows * LANES) * sizeof(float));
-        for (long row = 0; row < item.rows; ++row) own.highest[row] = NO_SCORE;
-        Tile<Format> tiles[TILED_CHUNK_TILES];
-        for (long first = item.low; first < item.high; first += TILED_CHUNK_TILES) {
-            const long count = smaller(TILED_CHUNK_TILES, item.high - first);
-            find_tiles(args, at, item.sequence, item.kv_head, first, first + count, tiles);
-            attend_chunk(take_tiles(tiles, count), tiles, first, count);
+        chunks.begin();
+        Tile<Format> tiles[CHUNK_TILES];
+        for (long first = item.low / 2 * 2, end = 0; first < item.high; first = end) {
+            end = item.end_of_chunk(first);
+            find_tiles(args, at, item, item.kv_head, first, end, tiles);
+            chunks.begin_chunk();
+            attend_chunk(take_tiles(tiles, end - first), tiles, first, end - first);
+            chunks.end_chunk();
         }
+        chunks.end();
     }
 
 private:
@@ -147,77 +143,25 @@ private:
             seen.steps = (to + 1) / 2 - from;
             for (long i = 0; i < seen.steps; ++i) seen.values[i] = chunk.values[from + i];
             for (long i = 0; i < 2 * seen.steps; ++i) seen.keys[i] = chunk.keys[2 * from + i];
-            const TiledBlock block{own.query + first * units * TILED_STEP, own.totals + first * at.columns,
-                                   own.sums + first * LANES, own.highest + first, rows};
-            meet_tiles<true>(block, seen, units, columns, *own.scores, [&](long row) {
-                return weigh_row(block, row, first, seen.steps, tiles + 2 * from, count - 2 * from);
+            const TiledBlock block{own.query + first * units * TILED_STEP, results.totals + first * at.columns,
+                                   results.sums + first * LANES, results.highest + first, rows};
+            meet_tiles<false>(block, seen, units, columns, *own.scores, [&](long row) {
+                auto* weights = reinterpret_cast<bf16*>(own.scores->rows[row]);
+                auto keep = [&](long i, f32v weight) __attribute__((always_inline)) { store(weights + i * LANES, weight); };
+                weigh_row(args, item.sequence, before + (item.first_row + first + row) / at.group, own.scores->rows[row],
+                            block.sums + row * LANES, block.highest[row], tiles + 2 * from, count - 2 * from, seen.steps, keep);
+                return 1.0f;
             });
         }
     }
-
-    // Row `row` of the block that starts at row `first` of the item.
-    float weigh_row(const TiledBlock& block, long row, long first, long steps, const Tile<Format>* tiles, long count) const {
-        const long position = before + (item.first_row + first + row) / at.group;
-        const long oldest = first_visible(args, item.sequence, position);
-        auto hide = [&](long i, f32v score) __attribute__((always_inline)) {
-            const Tile<Format>& tile = tiles[smaller(i, count - 1)];
-            const long end = i < count ? smaller(tile.tokens, position + 1 - tile.start) : 0, start = oldest - tile.start;
-            if (start <= 0 && end >= TOKENS) return score;
-            const i32v token = lanes_from(0);
-            const i32v seen = (token < static_cast<std::int32_t>(larger(end, 0))) &
-                              (token >= static_cast<std::int32_t>(smaller(start, TOKENS)));
-            return choose(seen, score, broadcast(-__builtin_inff()));
-        };
-        WholeVectors whole{2 * steps, 2 * steps};
-        if (args.block_size % TOKENS == 0) {
-            const long start = tiles[0].start;
-            whole.first = smaller(2 * steps, larger(0, oldest - start + TOKENS - 1) / TOKENS);
-            whole.last = larger(whole.first, smaller(smaller(2 * steps, count), larger(0, position + 1 - start) / TOKENS));
-        }
-        const float scale = args.soft_cap > 0 ? args.scale / args.soft_cap : args.scale * LOG2_E;
-        auto finish = [&](long i, f32v score) __attribute__((always_inline)) {
-            score *= scale;
-            if constexpr (Format::QUANTIZED) score *= load(tiles[smaller(i, count - 1)].scales + KEY_SCALES);
-            if (args.soft_cap > 0) score = hyperbolic_tangent(score) * (args.soft_cap * LOG2_E);
-            return hide(i, score);
-        };
-        auto weigh = [&]([[maybe_unused]] long i, f32v p) __attribute__((always_inline)) {
-            // The scale of a token with weight 0 may be anything.
-            if constexpr (Format::QUANTIZED)
-                return choose(p == 0.0f, p, p * load(tiles[smaller(i, count - 1)].scales + VALUE_SCALES));
-            return p;
-        };
-        if (Format::QUANTIZED || args.soft_cap > 0 || scale <= 0)
-            return weigh_tiled<true, true>(block, row, *own.scores, steps, whole, 1.0f, finish, weigh);
-        return weigh_tiled<true, false>(block, row, *own.scores, steps, whole, scale, hide, weigh);
-    }
 };
 
-// partial: where the chunks' results go, all of them into the first; null: write the output.
+// partial: where the chunks' results go; null: write the output.
 template <class Format>
 void attend_tiled_item(const AttentionArgs& args, const Geometry& at, const Item& item, char* memory, float* partial) {
     const TiledWorkspace own(args, memory);
-    {
-        const Tiles configured;
-        TiledItem<Format>{args, at, item, own}.attend();
-    }
-    if (partial) {
-        __builtin_memcpy(partial, own.totals, static_cast<std::size_t>(item.rows * at.columns) * sizeof(float));
-        const long size = partial_floats(at, item.rows);
-        for (float* other = partial + size; other < partial + item.chunks() * size; other += size) {
-            __builtin_memset(other, 0, static_cast<std::size_t>(size) * sizeof(float));
-            for (long row = 0; row < item.rows; ++row) other[item.rows * at.columns + row] = LOWEST;
-        }
-    }
-    for (long row = 0; row < item.rows; ++row) {
-        const float total = sum(load(own.sums + row * LANES));
-        if (partial) {
-            partial[item.rows * at.columns + row] = own.highest[row];
-            partial[item.rows * (at.columns + 1) + row] = total;
-        } else {
-            write_row<bf16>(args, at, item, row, own.totals + row * at.columns, 1.0f / total);
-        }
-    }
+    const Tiles configured;
+    TiledItem<Format>{args, at, item, own}.attend(partial);
 }
 
 }  // namespace

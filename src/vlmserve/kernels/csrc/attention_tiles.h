@@ -4,8 +4,7 @@
 // Operands are B tiles. Keys are [head_size / 32][16 pairs][16 tokens][2], which is a key tile of the paged cache if heads are
 // multiples of 32. Values are [columns / 16][16 pairs of tokens][16][2].
 //
-// Split weights are two bfloat16 numbers each, so that a prompt's rows equal those of decodes, which use float32. Other weights
-// are rounded, and so are their sums: rounding a row's only large weight then changes nothing.
+// Weights are rounded, and so are their sums: rounding a row's only large weight then changes nothing.
 //
 // Weights of a row are relative to a reference: its highest score so far, rounded up to an integer. So totals rarely need to be
 // scaled, and by powers of two.
@@ -24,8 +23,6 @@ constexpr long TILED_CHUNK = 256, TILED_STEPS = TILED_CHUNK / TILED_STEP;
 constexpr long TILE_ELEMENTS = TILE_ROWS * TILED_STEP;
 // Floats between rows of scores. Rows at multiples of 1024 bytes would share cache lines.
 constexpr long SCORE_ROW = TILED_CHUNK + LANES;
-// The same for the second parts of split weights.
-constexpr long LOW_ROW = TILED_CHUNK + 2 * LANES;
 // The reference score of a row that saw nothing.
 constexpr float NO_SCORE = -3.0e38f;
 
@@ -51,7 +48,6 @@ struct TiledBlock {
 // One thread's scores. Weights replace them from the start of a row.
 struct TiledScores {
     float rows[TILED_BLOCK_ROWS][SCORE_ROW];
-    bf16 low[TILED_BLOCK_ROWS][LOW_ROW];  // the second parts of split weights
 };
 
 // The tiles of a row's query, 32 elements each, with zeros after `size`.
@@ -87,17 +83,24 @@ INLINE void score_step(const bf16* query, long units, const bf16* keys, const bf
     }
 }
 
-// totals[:, columns of one or two tiles] += weights values.
-template <bool SPLIT, int ROWS, int COLUMNS>
+// totals[:, columns of one or two tiles] = weights values, or += if it CONTINUES.
+template <bool CONTINUES, int ROWS, int COLUMNS>
 INLINE void add_tiled_values(const TiledScores& scores, const TiledChunk& chunk, long column, float* totals, long stride) {
-    constexpr long WEIGHT_STRIDE = SCORE_ROW * static_cast<long>(sizeof(float)), LOW_STRIDE = LOW_ROW * static_cast<long>(sizeof(bf16));
+    constexpr long WEIGHT_STRIDE = SCORE_ROW * static_cast<long>(sizeof(float));
     const float* weights = scores.rows[0];
     float* more = totals + TILE_ROWS * stride;
     stride *= static_cast<long>(sizeof(float));
-    load_tile<0>(totals, stride);
-    if constexpr (COLUMNS > 1) load_tile<1>(totals + TILE_ROWS, stride);
-    if constexpr (ROWS > 1) load_tile<2>(more, stride);
-    if constexpr (ROWS > 1 && COLUMNS > 1) load_tile<3>(more + TILE_ROWS, stride);
+    if constexpr (CONTINUES) {
+        load_tile<0>(totals, stride);
+        if constexpr (COLUMNS > 1) load_tile<1>(totals + TILE_ROWS, stride);
+        if constexpr (ROWS > 1) load_tile<2>(more, stride);
+        if constexpr (ROWS > 1 && COLUMNS > 1) load_tile<3>(more + TILE_ROWS, stride);
+    } else {
+        clear_tile<0>();
+        clear_tile<1>();
+        clear_tile<2>();
+        clear_tile<3>();
+    }
     for (long step = 0; step < chunk.steps; ++step) {
         const bf16* values = chunk.values[step] + column * TILE_ELEMENTS;
         load_tile<4>(weights + step * TILE_ROWS, WEIGHT_STRIDE);
@@ -105,11 +108,6 @@ INLINE void add_tiled_values(const TiledScores& scores, const TiledChunk& chunk,
         if constexpr (COLUMNS > 1) load_tile<7>(values + TILE_ELEMENTS, TILE_BYTES);
         if constexpr (ROWS > 1) load_tile<5>(weights + TILE_ROWS * SCORE_ROW + step * TILE_ROWS, WEIGHT_STRIDE);
         multiply_block<ROWS, COLUMNS>();
-        if constexpr (SPLIT) {
-            load_tile<4>(scores.low[0] + step * TILED_STEP, LOW_STRIDE);
-            if constexpr (ROWS > 1) load_tile<5>(scores.low[TILE_ROWS] + step * TILED_STEP, LOW_STRIDE);
-            multiply_block<ROWS, COLUMNS>();
-        }
     }
     store_tile<0>(totals, stride);
     if constexpr (COLUMNS > 1) store_tile<1>(totals + TILE_ROWS, stride);
@@ -135,12 +133,11 @@ struct WholeVectors {
 };
 
 // Converts a row's scores of `steps` steps to weights. finish(i, score): vector i as a score in base 2, divided by `scale`;
-// may be the score itself where a row sees all tokens, unless FINISHES. weigh(i, p): the factors of values, if weights are SPLIT.
-// Returns the factor of earlier totals.
-template <bool SPLIT, bool FINISHES, class Finish, class Weigh>
-INLINE float weigh_tiled(const TiledBlock& block, long row, TiledScores& all, long steps, WholeVectors whole, float scale, Finish finish,
-                         [[maybe_unused]] Weigh weigh) {
-    float* scores = all.rows[row];
+// may be the score itself where a row sees all tokens, unless FINISHES. convert(i, exponents): stores the weights of vector i,
+// and returns what is added to their sum. Returns the factor of earlier totals.
+template <bool FINISHES, class Finish, class Convert>
+INLINE float weigh_tiled(float* scores, float* row_sums, float& highest, long steps, WholeVectors whole, float scale, Finish finish,
+                         Convert convert) {
     f32v most = broadcast(-__builtin_inff());
     auto finish_vectors = [&](long from, long to) __attribute__((always_inline)) {
         for (long i = from; i < to; ++i) {
@@ -159,54 +156,42 @@ INLINE float weigh_tiled(const TiledBlock& block, long row, TiledScores& all, lo
         }
         finish_vectors(whole.last, 2 * steps);
     }
-    float reference = __builtin_ceilf(largest(most) * scale), before = block.highest[row];
+    float reference = __builtin_ceilf(largest(most) * scale), before = highest;
     if (before > reference) reference = before;
     float decay = before == reference ? 1.0f : power_of_two(before - reference);
-    f32v sums = load(block.sums + row * LANES) * decay;
-    auto* weights = reinterpret_cast<bf16*>(scores);
+    f32v sums = load(row_sums) * decay;
 #pragma GCC unroll 2
-    for (long i = 0; i < 2 * steps; ++i) {
-        const f32v exponent = load(scores + i * LANES) * scale - reference;
-        if constexpr (SPLIT) {
-            const f32v p = power_of_two(exponent), factor = weigh(i, p), high = rounded_to_bf16(factor);
-            sums += p;
-            store(weights + i * LANES, high);
-            store(all.low[row] + i * LANES, factor - high);
-        } else {
-            const f32v p = rounded_to_bf16(tiled_power(exponent));
-            sums += p;
-            store(weights + i * LANES, p);
-        }
-    }
-    store(block.sums + row * LANES, sums);
-    block.highest[row] = reference;
+    for (long i = 0; i < 2 * steps; ++i) sums += convert(i, load(scores + i * LANES) * scale - reference);
+    store(row_sums, sums);
+    highest = reference;
     return decay;
 }
 
 // A block's rows with a chunk. weigh(row): converts a row's scores to weights, and returns the factor of earlier totals.
-template <bool SPLIT, int ROWS, class WeighRow>
+// CONTINUES: adds to the totals.
+template <bool CONTINUES, int ROWS, class WeighRow>
 INLINE void meet_tiles(const TiledBlock& block, const TiledChunk& chunk, long units, long columns, TiledScores& scores, WeighRow weigh) {
     const long stride = columns * TILE_ROWS;
     for (long step = 0; step < chunk.steps; ++step)
         score_step<ROWS>(block.query, units, chunk.keys[2 * step], chunk.keys[2 * step + 1], scores.rows[0] + step * TILED_STEP);
     for (long row = 0; row < block.rows; ++row) {
         float decay = weigh(row);
-        if (decay != 1.0f)
+        if (CONTINUES && decay != 1.0f)
             for (float* total = block.totals + row * stride; total < block.totals + (row + 1) * stride; total += LANES)
                 store(total, load(total) * decay);
     }
     long column = 0;
     for (; column + 1 < columns; column += 2)
-        add_tiled_values<SPLIT, ROWS, 2>(scores, chunk, column, block.totals + column * TILE_ROWS, stride);
-    if (column < columns) add_tiled_values<SPLIT, ROWS, 1>(scores, chunk, column, block.totals + column * TILE_ROWS, stride);
+        add_tiled_values<CONTINUES, ROWS, 2>(scores, chunk, column, block.totals + column * TILE_ROWS, stride);
+    if (column < columns) add_tiled_values<CONTINUES, ROWS, 1>(scores, chunk, column, block.totals + column * TILE_ROWS, stride);
 }
 
-template <bool SPLIT, class WeighRow>
+template <bool CONTINUES, class WeighRow>
 INLINE void meet_tiles(const TiledBlock& block, const TiledChunk& chunk, long units, long columns, TiledScores& scores, WeighRow weigh) {
     if (block.rows > TILE_ROWS)
-        meet_tiles<SPLIT, 2>(block, chunk, units, columns, scores, weigh);
+        meet_tiles<CONTINUES, 2>(block, chunk, units, columns, scores, weigh);
     else
-        meet_tiles<SPLIT, 1>(block, chunk, units, columns, scores, weigh);
+        meet_tiles<CONTINUES, 1>(block, chunk, units, columns, scores, weigh);
 }
 
 }  // namespace

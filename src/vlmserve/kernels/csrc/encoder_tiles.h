@@ -119,8 +119,15 @@ private:
             auto hide = [&](long i, f32v score) __attribute__((always_inline)) {
                 return choose(lanes_from(i * LANES) < static_cast<std::int32_t>(tokens), score, broadcast(-__builtin_inff()));
             };
-            meet_tiles<false>(block, chunk, units, columns, *own.scores, [&](long row) __attribute__((always_inline)) {
-                return weigh_tiled<false, false>(block, row, *own.scores, chunk.steps, whole, args.scale * LOG2_E, hide, nullptr);
+            meet_tiles<true>(block, chunk, units, columns, *own.scores, [&](long row) __attribute__((always_inline)) {
+                float* scores = own.scores->rows[row];
+                auto convert = [&](long i, f32v exponents) __attribute__((always_inline)) {
+                    const f32v p = rounded_to_bf16(tiled_power(exponents));
+                    store(reinterpret_cast<bf16*>(scores) + i * LANES, p);
+                    return p;
+                };
+                return weigh_tiled<false>(scores, own.sums + row * LANES, own.highest[row], chunk.steps, whole, args.scale * LOG2_E, hide,
+                                          convert);
             });
         }
         for (long row = 0; row < rows; ++row) {
