@@ -312,6 +312,7 @@ _ASK: Final[dict[str, Callable[[_Asker], ReadingQuestion | None]]] = {
 
 #: Tasks of each kind of document, and how often training asks them.
 DOCUMENT_TASKS: Final[dict[str, dict[str, float]]] = {
+    "page": {"read": 8, "line": 5, "where": 1},
     "lines": {"describe": 1.5, "read": 10, "line": 3, "where": 1.5, "boxes": 1.5, "colour": 1},
     "sign": {"describe": 1, "read": 8, "board": 1, "line": 1, "where": 1, "boxes": 1},
     "receipt": {"describe": 1, "total": 4, "price": 3, "receipt": 5, "store": 1, "date": 1, "read": 1},

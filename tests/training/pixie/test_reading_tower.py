@@ -15,6 +15,7 @@ from training.pixie.reading.batches import PHASES, draw_image
 from training.pixie.reading.labels import (
     FIRST_OF_MAP,
     IGNORED,
+    MOST_RANKS,
     READING_LABELS,
     SLOTS,
     patch_labels,
@@ -59,10 +60,11 @@ def test_scenes_have_labels_of_every_kind():
         assert bool(labels[0].any()) == (scene.writing is not None)
 
 
-def test_pages_say_nothing_about_ranks():
-    truth = truth_of_document(sample_document(1, "page", (128, 128)))
+def test_high_ranks_of_lines_are_not_learned():
+    document = sample_document(1, "page", (448, 448))
+    assert len(document.lines) > MOST_RANKS
     rank = [kind.name for kind in READING_LABELS].index("rank") - FIRST_OF_MAP
-    assert set(np.unique(truth.maps[rank])) == {0, IGNORED}
+    assert set(np.unique(truth_of_document(document).maps[rank])) == {*range(MOST_RANKS + 1), IGNORED}
 
 
 def test_the_tower_equals_the_one_of_transformers():

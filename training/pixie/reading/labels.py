@@ -69,7 +69,7 @@ def truth_of_document(document: Document, size: tuple[int, int] | None = None) -
     rows: list[tuple[int, int, int, int]] = []
     for rank, line in enumerate(document.lines, start=1):
         colour = COLOURS.index(line.colour) + 1
-        known = IGNORED if document.kind == "page" else min(rank, MOST_RANKS)
+        known = rank if rank <= MOST_RANKS else IGNORED
         for place, (character, box) in enumerate(zip(line.text, line.boxes, strict=True), start=1):
             left, top, right, bottom = box[0] * x_scale, box[1] * y_scale, box[2] * x_scale, box[3] * y_scale
             number = CHARACTERS.find(character) + 1

@@ -32,12 +32,16 @@ from vlmserve.pixie.phrasings import SYSTEM_PROMPTS
 from vlmserve.pixie.reading import ReadingQuestion, ask_document
 from vlmserve.pixie.scenes import Scene
 
-DOCUMENT_SHARE: Final = 0.5
+DOCUMENT_SHARE: Final = 0.62
 EARLIER_SHARE: Final = 0.4
 """Of samples about scenes, which ask only what pixie knew before; the others are mixed as in `FormRowMaker.rows`."""
-KINDS: Final[dict[DocumentKind, float]] = {"lines": 6, "sign": 2, "receipt": 5, "chart": 1.5, "gauge": 1}
+KINDS: Final[dict[DocumentKind, float]] = {
+    "page": 5, "lines": 9, "sign": 2.5, "receipt": 3, "chart": 1.5, "gauge": 0.7,
+}  # fmt: skip
 HEIGHTS: Final = (14, 48)
 """Bounds of capital letters in documents, in pixels."""
+PAGE_HEIGHTS: Final = (14, 22)
+"""Those of pages, which teach many characters at once."""
 SMALL_SHARE: Final = 0.75
 """Of documents; their patches cost most of a step."""
 QUESTIONS: Final = 10
@@ -47,7 +51,7 @@ TEXT_FIRST_SHARE: Final = 0.12
 SYSTEM_SHARE: Final = 0.08
 LEAST_PIXELS: Final = 144**2
 """Smaller images are enlarged, so that they have at least as many patches as images of the first pixie."""
-LONGEST: Final = 170
+LONGEST: Final = 200
 """Tokens of a question about a document with its answer."""
 MOST_TEXT: Final = 420
 """Tokens of all questions of a sample with their answers."""
@@ -133,7 +137,7 @@ def fitted(image: Image.Image) -> npt.NDArray[np.uint8]:
 
 def small_size(kind: DocumentKind, rng: random.Random) -> tuple[int, int]:
     """A size with about half as many patches as documents have on average, width first."""
-    least, most = (208, 288) if kind in ("receipt", "chart", "gauge") else (112, 240)
+    least, most = {"page": (128, 224), "lines": (112, 240), "sign": (112, 240)}.get(kind, (208, 288))
     sides = [rng.randrange(least, most + 1, PATCH) for _ in range(2)]
     return max(sides), min(sides)
 
@@ -169,8 +173,9 @@ def sample_row(seed: int, tokenizer: Tokenizer, documents: float = DOCUMENT_SHAR
     if rng.random() < documents:
         kind = rng.choices(tuple(KINDS), tuple(KINDS.values()))[0]
         while True:
-            size = small_size(kind, rng) if rng.random() < SMALL_SHARE else None
-            document = sample_document(rng.getrandbits(33), kind, size, Style(HEIGHTS))
+            size = small_size(kind, rng) if kind == "page" or rng.random() < SMALL_SHARE else None
+            heights = PAGE_HEIGHTS if kind == "page" else HEIGHTS
+            document = sample_document(rng.getrandbits(33), kind, size, Style(heights))
             group = _about_document(document, tokenizer, rng)
             if group[1]:
                 return _drawn([document], (0,), [group])

@@ -69,6 +69,7 @@ class DecoderRun:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.out: Path = options.out
+        self.out.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(options.seed)
         self.options = options
         self.tokenizer = Tokenizer.from_file(str(resolve_model("pixie") / "tokenizer.json"))
