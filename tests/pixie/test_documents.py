@@ -10,7 +10,9 @@ import random
 import numpy as np
 import pytest
 from jsonschema import validate
+from PIL import ImageFont
 
+from vlmserve.pixie import fonts
 from vlmserve.pixie.document_drawing import draw_document
 from vlmserve.pixie.documents import DOCUMENT_KINDS, LARGEST_SIDE, MOST_LINES, SMALLEST_SIDE, Style, sample_document
 from vlmserve.pixie.fonts import document_fonts
@@ -82,6 +84,18 @@ def test_descriptions_name_what_is_printed(kind):
     }
     assert question is not None
     assert named[kind] in question.answer
+
+
+def test_documents_are_printed_in_added_fonts(tmp_path, monkeypatch):
+    monkeypatch.setattr(fonts, "_added", [])
+    file = tmp_path / "some.ttf"
+    file.write_bytes(ImageFont.load_default(10).font_bytes)
+    assert fonts.add_document_fonts(tmp_path) == 1
+    assert str(file) in document_fonts()
+    monkeypatch.setattr(fonts, "_added", [])
+    monkeypatch.setattr(fonts, "CHARACTERS", fonts.CHARACTERS + "中")
+    assert fonts.add_document_fonts(tmp_path) == 0, "a font without a character"
+    assert str(file) not in document_fonts()
 
 
 def test_held_out_fonts_are_never_trained_on():

@@ -8,6 +8,8 @@ from typing import Final
 
 from PIL import ImageFont
 
+from vlmserve.pixie.printed_text import CHARACTERS
+
 #: ``package: font files``. The package is importable under this name if its distribution is installed.
 DECLARED_FONTS: Final[dict[str, tuple[str, ...]]] = {
     "matplotlib": tuple(
@@ -63,12 +65,31 @@ def available_fonts() -> tuple[str, ...]:
     return (BUILTIN_FONT, *_installed(DECLARED_FONTS))
 
 
+_added: list[str] = []
+"""File paths of `add_document_fonts`."""
+
+
 @cache
 def document_fonts(*, new: bool = False) -> tuple[str, ...]:
     """new: fonts that training never shows; Pillow's own if there are none."""
     if new:
         return tuple(_installed(HELD_OUT_FONTS)) or (BUILTIN_FONT,)
-    return (*available_fonts(), *_installed(DOCUMENT_FONTS))
+    return (*available_fonts(), *_installed(DOCUMENT_FONTS), *_added)
+
+
+def add_document_fonts(folder: Path) -> int:
+    """Print documents also in the fonts of a folder; return their number.
+
+    Fonts that lack a character, or whose small letters are capital ones, are left out.
+    """
+    _added.extend(str(file) for file in sorted(folder.glob("*.[tow]*f*")) if _has_all_characters(str(file)))
+    document_fonts.cache_clear()
+    return len(_added)
+
+
+def _has_all_characters(name: str) -> bool:
+    masks = {character: bytes(load_font(name, 40).getmask(character)) for character in (*CHARACTERS, "\uffff")}
+    return len(set(masks.values())) == len(masks)
 
 
 def held_out_fonts_are_missing() -> bool:

@@ -37,14 +37,17 @@ def test_patches_name_characters_whose_centres_they_have():
     labels = patch_labels(truth.maps[None], truth.characters[None], shift, grid)[:, 0]
     found = {}
     for line in document.lines:
-        for character, (left, top, right, bottom) in zip(line.text, line.boxes, strict=True):
+        texts = zip(line.text, " " + line.text, line.boxes, strict=False)
+        for character, before, (left, top, right, bottom) in texts:
             x, y = int((left + right) / 2) - shift[0], int((top + bottom) / 2) - shift[1]
             inside = x >= 0 and y >= 0 and x < grid[1] * PATCH and y < grid[0] * PATCH
             if character != " " and inside:
-                found.setdefault((y // PATCH, x // PATCH), []).append((x, character))
+                found.setdefault((y // PATCH, x // PATCH), []).append((x, character, before))
     for (row, column), characters in found.items():
-        expected = [CHARACTERS.index(character) + 1 for _, character in sorted(characters)][:SLOTS]
+        expected = [CHARACTERS.index(character) + 1 for _, character, _ in sorted(characters)][:SLOTS]
         assert labels[: len(expected), row, column].tolist() == expected
+        *_, before = min(characters)
+        assert labels[FIRST_OF_MAP - 1, row, column] == (CHARACTERS + " ").index(before) + 1
     assert np.count_nonzero(labels[0]) == len(found)
 
 

@@ -16,6 +16,7 @@ from PIL import Image
 
 from training.pixie.labels import CELL_SIZE
 from training.pixie.reading.labels import (
+    CHARACTER_FIELDS,
     MOST_CHARACTERS,
     NUM_MAPS,
     Truth,
@@ -37,6 +38,10 @@ SCENE_GRIDS: Final = ((9, 9), (12, 12))
 SCENE_SHARE: Final = 0.9
 
 
+STRETCHED: Final = 0.87, 1.15
+"""By which sides of half the documents are shorter or longer than those of their images."""
+
+
 @dataclass(frozen=True, slots=True)
 class Phase:
     """What a part of training shows. end: of all steps, 0 to 1."""
@@ -55,7 +60,7 @@ PHASES: Final = (
     Phase(0.55, (2, 2, 2, 1, 1, 0, 2, 2), (16, 56), {"page": 7, "scene": 3, "lines": 1, "sign": 0.5}),
     Phase(
         1.0,
-        (1, 1, 2, 1, 1, 1, 16, 5),
+        (2, 2, 4, 2, 2, 2, 9, 5),
         (13, 80),
         {"page": 6, "scene": 3, "lines": 1, "sign": 0.5, "receipt": 1, "chart": 0.5, "gauge": 0.3},
     ),
@@ -79,8 +84,11 @@ def draw_image(seed: int, grid: tuple[int, int], phase: Phase) -> tuple[npt.NDAr
     if kind == "scene":
         scene = sample_scene(rng.getrandbits(33))
         return np.asarray(draw_scene(scene).resize(size, Image.Resampling.BICUBIC)), truth_of_scene(scene, size)
-    document = sample_document(rng.getrandbits(33), kind, size, Style(phase.heights))
-    return np.asarray(draw_document(document)), truth_of_document(document)
+    # Letters become wider or narrower than their font has them.
+    drawn_size = size if rng.random() < 0.5 else tuple(round(side * rng.uniform(*STRETCHED)) for side in size)
+    document = sample_document(rng.getrandbits(33), kind, drawn_size, Style(phase.heights))
+    image = draw_document(document).resize(size, Image.Resampling.BICUBIC)
+    return np.asarray(image), truth_of_document(document, size)
 
 
 class ImagePool:
@@ -104,7 +112,7 @@ class ImagePool:
         return {
             "images": ((count, height, width, 3), np.uint8),
             "maps": ((count, NUM_MAPS, height // CELL_SIZE, width // CELL_SIZE), np.uint8),
-            "characters": ((count, MOST_CHARACTERS, 4), np.int16),
+            "characters": ((count, MOST_CHARACTERS, CHARACTER_FIELDS), np.int16),
         }
 
     def open(self, mode: Any) -> list[dict[str, npt.NDArray[Any]]]:

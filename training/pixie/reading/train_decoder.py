@@ -40,6 +40,7 @@ from training.pixie.rows import squash
 from training.pixie.skills import SKILLS
 from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.drawing import draw_scene
+from vlmserve.pixie.fonts import add_document_fonts
 from vlmserve.pixie.scenes import sample_scene
 
 RATE: Final = 1.5e-3
@@ -229,6 +230,7 @@ def main() -> None:
         prog="python -m training.pixie.reading.train_decoder", description=__doc__.split("\n\n")[0]
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "runs" / "reading")
+    parser.add_argument("--fonts", type=Path, help="folder of further fonts that documents are printed in")
     parser.add_argument("--start", type=Path, help="weights of an earlier run (weights.safetensors)")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--tokens", type=int, default=8000, help="tokens of a step, patches included")
@@ -244,6 +246,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if options.fonts:
+        console.print(f"{add_document_fonts(options.fonts)} further fonts", highlight=False)
     run = DecoderRun(options)
     try:
         train(run, options)

@@ -26,6 +26,7 @@ from training.pixie.reading.tower import ReadingHeads, ReadingTower, named_right
 from training.pixie.reading.weights import load_part
 from vlmserve.pixie.document_drawing import draw_document
 from vlmserve.pixie.documents import Style, sample_document
+from vlmserve.pixie.fonts import add_document_fonts
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS, sample_scene
 
 RATE: Final = 2e-3
@@ -175,6 +176,7 @@ def main() -> None:
         prog="python -m training.pixie.reading.train_tower", description=__doc__.split("\n\n")[0]
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "runs" / "reading")
+    parser.add_argument("--fonts", type=Path, help="folder of further fonts that documents are printed in")
     parser.add_argument("--start", type=Path, help="weights of an earlier run (weights.safetensors)")
     parser.add_argument(
         "--first-step", type=int, default=0, help="step of the weights of --start, for phases and rates"
@@ -189,6 +191,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if options.fonts:
+        console.print(f"{add_document_fonts(options.fonts)} further fonts", highlight=False)
     run = TowerRun(options)
     run.worker.start()
     try:
