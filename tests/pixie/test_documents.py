@@ -87,12 +87,12 @@ def test_descriptions_name_what_is_printed(kind):
 
 
 def test_documents_are_printed_in_added_fonts(tmp_path, monkeypatch):
-    monkeypatch.setattr(fonts, "_added", [])
+    monkeypatch.setattr(fonts, "added_fonts", [])
     file = tmp_path / "some.ttf"
     file.write_bytes(ImageFont.load_default(10).font_bytes)
     assert fonts.add_document_fonts(tmp_path) == 1
     assert str(file) in document_fonts()
-    monkeypatch.setattr(fonts, "_added", [])
+    monkeypatch.setattr(fonts, "added_fonts", [])
     monkeypatch.setattr(fonts, "CHARACTERS", fonts.CHARACTERS + "中")
     assert fonts.add_document_fonts(tmp_path) == 0, "a font without a character"
     assert str(file) not in document_fonts()

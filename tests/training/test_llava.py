@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from training.llava import PLACEHOLDER, assemble, conversation, reorder_channels, train
-from training.pixie.export import IMAGE_TOKENS
+from training.pixie.export import IMAGE_TOKENS, new_model
 from vlmserve.models.hub import resolve_model
 
 
@@ -46,7 +46,7 @@ def test_the_projector_learns_and_all_else_stays() -> None:
     assert image.shape == (108, 108, 3)
     assert tokens.count(placeholder) == IMAGE_TOKENS
     assert 0 < sum(said) < len(said) == len(tokens)
-    model = assemble(make_language_model(tied=True), placeholder)
+    model = assemble(make_language_model(tied=True), new_model(), placeholder)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     train(model, Encoder(), steps=1, batch=1, rate=1e-2)
     changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}

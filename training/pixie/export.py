@@ -90,6 +90,13 @@ def new_model() -> LlavaForConditionalGeneration:
     return model
 
 
+def load_llava(folder: Path) -> LlavaForConditionalGeneration:
+    """Return an exported model, frozen, in float32."""
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    model.requires_grad_(False).eval()
+    return model
+
+
 def export_tokenizer(folder: Path, trained: Tokenizer, template: str = CHAT_TEMPLATE) -> FastTokenizer:
     """Write the tokenizer's files and the chat template; return it as transformers reads it."""
     tokenizer = FastTokenizer(

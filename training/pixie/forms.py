@@ -1,8 +1,8 @@
 """Teach pixie forms and calls of functions: python -m training.pixie.forms --out runs/forms
 
-Starts from the weights in the package. The vision tower stays as it is, and sees each image once, before. Pixie's other
-questions are asked again, and the adapters' questions with the frozen adapters, so that both stay right. The state is
-saved every few minutes; the same command resumes.
+Starts from the export of `training.pixie.train`. The vision tower stays as it is, and sees each image once, before.
+Pixie's other questions are asked again, and the adapters' questions with the frozen adapters, so that both stay right.
+The state is saved every few minutes; the same command resumes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.func import functional_call
 
-from training.pixie.adapters import base_model
-from training.pixie.export import export
+from training.pixie.export import export, load_llava
 from training.pixie.form_rows import Rows, make_rows, make_skill_rows
 from training.pixie.model import Decoder, Tower, hugging_face_names, take_weights
 from training.pixie.optimizer import Optimizer
@@ -66,7 +65,7 @@ class Stage:
         self.out.mkdir(parents=True, exist_ok=True)
         self.tokenizer = Tokenizer.from_file(str(resolve_model("pixie") / "tokenizer.json"))
         self.tower, self.decoder = Tower(), Decoder()
-        take_weights(self.tower, self.decoder, base_model().state_dict())
+        take_weights(self.tower, self.decoder, load_llava(options.start).state_dict())
         self.dtype = parameter_dtype(torch.device("cpu"))
         self.tower.to(self.dtype)
         self.rows = self._rows("rows.pt", options.images, None)
@@ -159,6 +158,9 @@ def train(stage: Stage, options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m training.pixie.forms", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "runs" / "forms")
+    parser.add_argument(
+        "--start", type=Path, default=Path(__file__).parent / "runs" / "export", help="the folder to start from"
+    )
     parser.add_argument("--images", type=int, default=16000, help="images to ask about, with three rows each")
     parser.add_argument("--skill-images", type=int, default=900, help="images for each adapter")
     parser.add_argument("--steps", type=int, default=5600)

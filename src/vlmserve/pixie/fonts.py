@@ -65,7 +65,7 @@ def available_fonts() -> tuple[str, ...]:
     return (BUILTIN_FONT, *_installed(DECLARED_FONTS))
 
 
-_added: list[str] = []
+added_fonts: list[str] = []
 """File paths of `add_document_fonts`."""
 
 
@@ -74,7 +74,7 @@ def document_fonts(*, new: bool = False) -> tuple[str, ...]:
     """new: fonts that training never shows; Pillow's own if there are none."""
     if new:
         return tuple(_installed(HELD_OUT_FONTS)) or (BUILTIN_FONT,)
-    return (*available_fonts(), *_installed(DOCUMENT_FONTS), *_added)
+    return (*available_fonts(), *_installed(DOCUMENT_FONTS), *added_fonts)
 
 
 def add_document_fonts(folder: Path) -> int:
@@ -82,9 +82,9 @@ def add_document_fonts(folder: Path) -> int:
 
     Fonts that lack a character, or whose small letters are capital ones, are left out.
     """
-    _added.extend(str(file) for file in sorted(folder.glob("*.[tow]*f*")) if _has_all_characters(str(file)))
+    added_fonts.extend(str(file) for file in sorted(folder.glob("*.[tow]*f*")) if _has_all_characters(str(file)))
     document_fonts.cache_clear()
-    return len(_added)
+    return len(added_fonts)
 
 
 def _has_all_characters(name: str) -> bool:

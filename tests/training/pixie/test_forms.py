@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from training.pixie import forms, optimizer
-from training.pixie.export import IMAGE_TOKENS
+from training.pixie.export import IMAGE_TOKENS, export
 from training.pixie.form_rows import LENGTH, FormRowMaker, encode_given
 from training.pixie.model import Decoder
 from training.pixie.rows import pack
@@ -64,11 +64,13 @@ def test_segments_equal_whole_rows(tokenizer):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_forms_are_taught_saved_and_exported(tmp_path, monkeypatch):
+def test_forms_are_taught_saved_and_exported(tmp_path, monkeypatch, tokenizer):
+    export(tmp_path / "start", tokenizer=tokenizer)
     monkeypatch.setattr(optimizer, "MUON_ITERATIONS", 1)
 
     def run(steps: int) -> dict:
         arguments = ["--images", "64", "--skill-images", "2", "--batch", "2", "--skill-batch", "1"]
+        arguments += ["--start", str(tmp_path / "start")]
         monkeypatch.setattr(sys, "argv", ["forms", "--out", str(tmp_path), "--steps", str(steps), *arguments])
         forms.main()
         return torch.load(tmp_path / "state.pt")

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from training.pixie import optimizer
-from training.pixie.adapters import base_model
+from training.pixie.export import export, new_model
 from training.pixie.optimizer import Optimizer
 from training.pixie.reading import train_decoder
 from training.pixie.reading.decoder import ReadingDecoder, fit_merger, take_pixie
@@ -182,7 +182,8 @@ def test_the_merger_learns_what_is_wanted():
     assert error < 0.5
 
 
-def test_decoder_runs_resume_export_and_start_others(tmp_path, monkeypatch):
+def test_decoder_runs_resume_export_and_start_others(tmp_path, monkeypatch, tokenizer):
+    export(tmp_path / "pixie", tokenizer=tokenizer)
     monkeypatch.setattr(optimizer, "MUON_ITERATIONS", 0)
     parts = {"tower": Optimizer(ReadingTower(), 0.1), "heads": Optimizer(ReadingHeads(), 0.1)}
     first, later = tmp_path / "first", tmp_path / "later"
@@ -193,6 +194,7 @@ def test_decoder_runs_resume_export_and_start_others(tmp_path, monkeypatch):
     def run(out: Path, steps: int, *more: str) -> dict[str, Any]:
         arguments = ["--out", str(out), "--steps", str(steps), "--tokens", "300", "--first-rows", "2", *more]
         arguments += ["--drawn-rows", "1", "--fitted", "8", "--skill-rows", "1", "--skill-batch", "1"]
+        arguments += ["--pixie", str(tmp_path / "pixie")]
         monkeypatch.setattr(sys, "argv", ["train_decoder", *arguments])
         train_decoder.main()
         return torch.load(out / "decoder.pt")
@@ -224,7 +226,7 @@ def test_runs_need_a_tower(tmp_path, monkeypatch):
 
 def test_the_decoder_starts_from_pixie():
     decoder = ReadingDecoder()
-    weights = base_model().state_dict()
+    weights = new_model().state_dict()
     take_pixie(decoder, weights)
     expected = weights["model.language_model.layers.2.mlp.up_proj.weight"]
     assert torch.equal(decoder.blocks[2].up.weight, expected.float())

@@ -1,9 +1,9 @@
 """Teach the decoder to read: python -m training.pixie.reading.train_decoder --out runs/reading
 
-Starts from pixie's language model and the tower of `train_tower`. The tower learns from the answers as well, and still
-names what patches show. Questions about scenes, forms and calls of functions are asked again, and the adapters'
-questions with the frozen adapters, so that all of them stay right. The state is saved every few minutes; the same
-command resumes.
+Starts from the language model of `training.pixie.forms` and the tower of `train_tower`. The tower learns from the
+answers as well, and still names what patches show. Questions about scenes, forms and calls of functions are asked
+again, and the adapters' questions with the frozen adapters, so that all of them stay right. The state is saved every
+few minutes; the same command resumes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.func import functional_call
 
-from training.pixie.adapters import base_model
+from training.pixie.export import load_llava
 from training.pixie.forms import ADAPTERS, adapter_deltas
 from training.pixie.model import Decoder, Tower, take_weights
 from training.pixie.optimizer import Optimizer
@@ -112,7 +112,7 @@ class DecoderRun:
 
     def _start(self) -> None:
         """Start from pixie, with a merger that shows scenes as pixie's own tower does."""
-        pixie = base_model().state_dict()
+        pixie = load_llava(self.options.pixie).state_dict()
         take_pixie(self.decoder, pixie)
         tower, decoder = Tower(), Decoder()
         take_weights(tower, decoder, pixie)
@@ -232,6 +232,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "runs" / "reading")
     parser.add_argument("--fonts", type=Path, help="folder of further fonts that documents are printed in")
     parser.add_argument("--start", type=Path, help="weights of an earlier run (weights.safetensors)")
+    parser.add_argument(
+        "--pixie", type=Path, default=Path(__file__).parents[1] / "runs" / "forms" / "export",
+        help="the folder whose language model a run without --start begins with",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--tokens", type=int, default=8000, help="tokens of a step, patches included")
     parser.add_argument("--rate", type=float, default=RATE, help="learning rate")

@@ -1,8 +1,8 @@
 // Few rows of bfloat16 queries where matrix tiles compute many rows: the same operations by vectors, so that a row's result is
 // the same to the last bit.
 //
-// A tile product adds 32 products to each sum: those of even and of odd elements one after the other by fused multiply-adds,
-// which start at zero, then both, and then the result to the sum.
+// A tile product adds 32 products to each sum. Fused multiply-adds that start at zero add those of even elements, and others
+// those of odd elements. Then both results are added, and their sum is added to the sum.
 #pragma once
 
 #include "attention_chunk.h"

@@ -4,7 +4,8 @@
 // Operands are B tiles. Keys are [head_size / 32][16 pairs][16 tokens][2], which is a key tile of the paged cache if heads are
 // multiples of 32. Values are [columns / 16][16 pairs of tokens][16][2].
 //
-// Weights are rounded, and so are their sums: rounding a row's only large weight then changes nothing.
+// Weights are rounded, and so are their sums: rounding a row's only large weight then changes nothing. Weights times the scales
+// of 8-bit values are rounded again, which their sums do not see.
 //
 // Weights of a row are relative to a reference: its highest score so far, rounded up to an integer. So totals rarely need to be
 // scaled, and by powers of two.
