@@ -13,9 +13,9 @@
 #pragma once
 
 #include "attention_chunk.h"
+#include "attention_few_rows.h"
 #include "attention_formats.h"
 #include "attention_plan.h"
-#include "attention_few_rows.h"
 #include "attention_rows.h"
 #include "attention_tiled_items.h"
 #include "linear.h"

@@ -2,7 +2,8 @@
 // the same to the last bit.
 //
 // A tile product adds 32 products to each sum. Fused multiply-adds that start at zero add those of even elements, and others
-// those of odd elements. Then both results are added, and their sum is added to the sum.
+// those of odd elements. Then both results are added, and their sum is added to the sum. Only denormals differ: tile products
+// flush them to zero.
 #pragma once
 
 #include "attention_chunk.h"
@@ -36,7 +37,7 @@ struct FewRows {
 // Converts a row's scores with `count` tiles, in `steps` steps, to weights. keep(i, weights): stores those of tile i.
 template <class Format, class Keep>
 INLINE void weigh_row(const AttentionArgs& args, long sequence, long position, float* scores, float* sums, float& highest,
-                        const Tile<Format>* tiles, long count, long steps, Keep keep) {
+                      const Tile<Format>* tiles, long count, long steps, Keep keep) {
     const long oldest = first_visible(args, sequence, position);
     auto hide = [&](long i, f32v score) __attribute__((always_inline)) {
         const Tile<Format>& tile = tiles[smaller(i, count - 1)];
@@ -155,7 +156,7 @@ void meet(const Meeting<FewRows>& with) {
     for (long row = 0; row < ROWS; ++row) {
         auto keep = [&](long i, f32v weight) __attribute__((always_inline)) { store(weights[row] + i * LANES, weight); };
         weigh_row(with.args, with.sequence, with.before + (with.first_row + row) / with.at.group, scores[row],
-                    with.sums + row * LANES, with.highest[row], with.tiles, with.num_tiles, steps, keep);
+                  with.sums + row * LANES, with.highest[row], with.tiles, with.num_tiles, steps, keep);
     }
     const auto& last = with.tiles[with.num_tiles - 1];
     const long newest = with.before + (with.first_row + ROWS - 1) / with.at.group;

@@ -149,7 +149,7 @@ private:
                 auto* weights = reinterpret_cast<bf16*>(own.scores->rows[row]);
                 auto keep = [&](long i, f32v weight) __attribute__((always_inline)) { store(weights + i * LANES, weight); };
                 weigh_row(args, item.sequence, before + (item.first_row + first + row) / at.group, own.scores->rows[row],
-                            block.sums + row * LANES, block.highest[row], tiles + 2 * from, count - 2 * from, seen.steps, keep);
+                          block.sums + row * LANES, block.highest[row], tiles + 2 * from, count - 2 * from, seen.steps, keep);
                 return 1.0f;
             });
         }
